@@ -1,7 +1,8 @@
 """Every flag, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
 
-A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below it is its text in `--help`,
-with the unit; its first clause, up to a semicolon, is one line of it. Nothing here imports torch, so `--help` answers at once.
+A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below
+it is its text in `--help`, with the unit; its first clause, up to a semicolon, is one line of it.
+Nothing here imports torch, so `--help` answers at once.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-# Each flag of train.py says what is trained, or how. Most of the latter may change in a resumed run.
+# Each flag of train.py says what is trained, or how. Most of the latter may change in a resumed
+# run.
 what, setting = partial(flag, how=False), partial(flag, how=True, may_change=True)
 # Those that a first run needs.
 basic, basic_setting = partial(what, basic=True), partial(setting, basic=True)
@@ -37,22 +39,31 @@ basic, basic_setting = partial(what, basic=True), partial(setting, basic=True)
 class DeviceArguments:
     """Devices"""
 
-    devices: Union[int, Literal["auto"]] = basic_setting("auto", above=0, also="nproc_per_node gpus num_gpus world_size")
-    """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
+    devices: Union[int, Literal["auto"]] = basic_setting(
+        "auto", above=0, also="nproc_per_node gpus num_gpus world_size"
+    )
+    """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun
+    started"""
     num_nodes: int = basic_setting(1, above=0, also="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
     context_parallel: int = setting(
-        1, above=0, needs="tpu false", also="context_parallel_size cp cp_size sequence_parallel_size"
+        1,
+        above=0,
+        needs="tpu false",
+        also="context_parallel_size cp cp_size sequence_parallel_size",
     )
-    """so many ranks side by side share each row, of which each holds a part (docs/long_context.md)"""
+    """so many ranks side by side share each row, of which each holds a part
+    (docs/long_context.md)"""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting("auto", also="device device_type")
     """auto: cuda where there is a GPU, else cpu"""
     oversubscribe: bool = flag(False, kept=False, how=True)
     """start more processes on CPUs than four for each core"""
     hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
-    """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then the run ends with code 71"""
+    """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then
+    the run ends with code 71"""
     join_timeout: float = setting(300.0, above=0)
-    """before training: seconds that a rank may be silent while others wait for it; then the run ends with code 71"""
+    """before training: seconds that a rank may be silent while others wait for it; then the run
+    ends with code 71"""
     tpu: bool = setting(False)
     """train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)"""
 
@@ -72,15 +83,19 @@ class DataArguments:
     data_mix: Optional[str] = basic(
         None,
         path=True,
-        takes="a YAML file, or name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25",
+        takes=(
+            "a YAML file, or name=folder:weight, comma-separated, such as "
+            "new=data/new:0.75,old=data/old:0.25"
+        ),
         also="data_blend dataset_weights mixture",
     )
-    """datasets and their shares of the tokens; instead of --train_data_dir; a YAML file (docs/mixture.md), or
-    name=folder:weight[:max_epochs],... such as new=data/new:0.75,old=data/old:0.25:4"""
+    """datasets and their shares of the tokens; instead of --train_data_dir; a YAML file
+    (docs/mixture.md), or name=folder:weight[:max_epochs],... such as
+    new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
     replay: Optional[str] = basic_setting(None, path=True, how=False)
-    """dataset folder mixed in against forgetting; a fifth of what is read; the short form of --data_mix
-    new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
+    """dataset folder mixed in against forgetting; a fifth of what is read; the short form of
+    --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
     replay_fraction: Optional[float] = setting(None, how=False)
     """share of the tokens that --replay gives, F (default: 0.2)"""
     context_length: Optional[int] = basic_setting(
@@ -88,12 +103,15 @@ class DataArguments:
     )
     """tokens per sequence; must be what the dataset holds (default: that)"""
     verify_data: Literal["auto", "full", "size"] = setting("auto")
-    """compare the dataset's files with the hashes of prepare_data.py, or only their sizes; auto: hashes up to 1 GiB"""
+    """compare the dataset's files with the hashes of prepare_data.py, or only their sizes; auto:
+    hashes up to 1 GiB"""
     document_masking: Union[bool, Literal["auto"]] = what("auto")
-    """packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); auto:
-    where the model can, which is measured; a resumed run keeps what it had"""
+    """packed documents don't see each other: attention and positions restart (needs
+    prepare_data.py's manifest); auto: where the model can, which is measured; a resumed run keeps
+    what it had"""
     num_workers: int = setting(1, at_least=0, also="dataloader_num_workers dataset_num_proc")
-    """threads that prepare the batches of the next steps, on the GPU if there is one; 0: within the step"""
+    """threads that prepare the batches of the next steps, on the GPU if there is one; 0: within the
+    step"""
 
 
 @dataclass
@@ -105,33 +123,49 @@ class ModelArguments:
         None,
         path=True,
         how=False,
-        also="base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir hf_assets_path",
+        also=(
+            "base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir "
+            "hf_assets_path"
+        ),
     )
     """hub name or local directory of a causal LM; config.json alone: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
-    """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in that dtype"""
-    bf16_updates: Literal["stochastic", "nearest", "master"] = what("stochastic", fixed=True, needs="precision bf16-true")
-    """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
-    float8: Literal["none", "tensorwise", "rowwise"] = what("none", also="fp8 enable_fp8 float8_recipe")
-    """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a scale for each tensor or row;
-    needs torchao, and on a CPU it is emulated, which is slow"""
-    rope: Optional[str] = what(None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4")
-    """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that it saves:
-    theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
-    attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
-        "auto", also="attn_implementation attn_impl flash_attn sdp_attention"
+    """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in
+    that dtype"""
+    bf16_updates: Literal["stochastic", "nearest", "master"] = what(
+        "stochastic", fixed=True, needs="precision bf16-true"
     )
-    """attention implementation; packed: of each packed document by itself, without a mask; auto: packed where documents
-    are kept apart and the model can, else sdpa, else eager; flash needs its package"""
+    """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6
+    (they don't), 14"""
+    float8: Literal["none", "tensorwise", "rowwise"] = what(
+        "none", also="fp8 enable_fp8 float8_recipe"
+    )
+    """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a
+    scale for each tensor or row; needs torchao, and on a CPU it is emulated, which is slow"""
+    rope: Optional[str] = what(
+        None,
+        fixed=True,
+        takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4",
+    )
+    """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that
+    it saves: theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
+    attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = (
+        setting("auto", also="attn_implementation attn_impl flash_attn sdp_attention")
+    )
+    """attention implementation; packed: of each packed document by itself, without a mask; auto:
+    packed where documents are kept apart and the model can, else sdpa, else eager; flash needs its
+    package"""
     loss: Literal["auto", "full", "chunked"] = setting("auto")
-    """chunked: the loss and its gradients in chunks of tokens, without the logits of the whole batch; auto: where the
-    model's head can, which is measured"""
+    """chunked: the loss and its gradients in chunks of tokens, without the logits of the whole
+    batch; auto: where the model's head can, which is measured"""
     compile: Union[bool, Literal["auto"]] = setting("auto", also="torch_compile use_compile")
-    """compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to pay for it"""
+    """compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to
+    pay for it"""
     verify_start: bool = setting(True)
-    """before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"""
+    """before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on
+    the CPU)"""
 
 
 @dataclass
@@ -139,16 +173,21 @@ class FSDPArguments:
     """FSDP (docs/fsdp.md says what each flag does and costs)"""
 
     strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = basic_setting(
-        "auto", needs="tpu false", also="ddp deepspeed fsdp distributed_backend parallelism fsdp_version"
+        "auto",
+        needs="tpu false",
+        also="ddp deepspeed fsdp distributed_backend parallelism fsdp_version",
     )
     """how devices share the model; auto: fsdp for several devices, none for one"""
     auto_wrap_policy: str = setting(
         "auto",
         needs="strategy fsdp fsdp2",
-        also="fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
+        also=(
+            "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap"
+        ),
     )
-    """what is gathered at once: layer class name(s) such as LlamaDecoderLayer or GPT2Block, comma-separated; auto: ask
-    the model; size:N: modules of N parameters and more; none: the whole model"""
+    """what is gathered at once: layer class name(s) such as LlamaDecoderLayer or GPT2Block,
+    comma-separated; auto: ask the model; size:N: modules of N parameters and more; none: the whole
+    model"""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = setting(
         "FULL_SHARD", needs="strategy fsdp fsdp2", also="fsdp_sharding_strategy sharding"
     )
@@ -157,72 +196,109 @@ class FSDPArguments:
     """full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"""
     limit_all_gathers: bool = setting(True, needs="strategy fsdp")
     """fsdp: let at most two gathers be in flight"""
-    cpu_offload: bool = setting(False, needs="tpu false", also="fsdp_offload_params enable_cpu_offload")
+    cpu_offload: bool = setting(
+        False, needs="tpu false", also="fsdp_offload_params enable_cpu_offload"
+    )
     """fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory"""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = setting(
         "BACKWARD_PRE", needs="strategy fsdp", also="fsdp_backward_prefetch"
     )
     """fsdp: gather the next layer before, after, or not ahead of, the current gradient"""
     reduce_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed", also="mixed_precision_reduce"
+        "float32",
+        needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed",
+        also="mixed_precision_reduce",
     )
-    """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
+    """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is
+    32-true"""
     activation_checkpointing: Union[bool, str] = basic_setting(
         False,
         takes="none, full, every:N (such as every:2), selective or offload",
         also="gradient_checkpointing recompute_activations",
     )
-    """recompute layers to save memory (plan.py --auto says what fits); none, full (each layer), every:N
-    (one layer of N), selective (layers, but for their matrix products and attention), offload (each layer, whose input
-    waits in the host's memory)"""
+    """recompute layers to save memory (plan.py --auto says what fits); none, full (each layer),
+    every:N (one layer of N), selective (layers, but for their matrix products and attention),
+    offload (each layer, whose input waits in the host's memory)"""
     tiled_mlp: bool = setting(False, also="tiled_mlp_num_shards tiled_mlp_compute")
-    """MLPs and norms take as many tokens at once as a hidden state has elements, so that they need no more memory in longer
-    rows (docs/long_context.md); they are computed once more, and layers aren't compiled"""
+    """MLPs and norms take as many tokens at once as a hidden state has elements, so that they need
+    no more memory in longer rows (docs/long_context.md); they are computed once more, and layers
+    aren't compiled"""
 
 
 @dataclass
 class CheckpointArguments:
     """Checkpoint"""
 
-    output_dir: str = basic_setting("checkpoints", path=True, also="save_dir save_folder dump_folder default_root_dir")
+    output_dir: str = basic_setting(
+        "checkpoints", path=True, also="save_dir save_folder dump_folder default_root_dir"
+    )
     """folder of run directories"""
-    run_name: Optional[str] = basic(None, kept=False, how=True, also="wandb_name exp_name experiment_name")
+    run_name: Optional[str] = basic(
+        None, kept=False, how=True, also="wandb_name exp_name experiment_name"
+    )
     """name of the run directory (default: model and data, numbered)"""
-    resume: Union[bool, Literal["auto"]] = basic(False, kept=False, how=True, also="auto_resume auto_resume_from_checkpoints")
-    """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
+    resume: Union[bool, Literal["auto"]] = basic(
+        False, kept=False, how=True, also="auto_resume auto_resume_from_checkpoints"
+    )
+    """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else
+    start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
     checkpoint: Optional[str] = flag(
-        None, kept=False, path=True, how=True, also="ckpt_path resume_from_checkpoint load_checkpoint"
+        None,
+        kept=False,
+        path=True,
+        how=True,
+        also="ckpt_path resume_from_checkpoint load_checkpoint",
     )
-    """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"""
+    """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a
+    branch"""
     resume_override: Optional[str] = what(None, kept=False, needs="resume")
-    """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"""
+    """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused
+    otherwise"""
 
 
 @dataclass
 class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
-    number_epochs: int = basic(1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs")
-    """passes over the training split; of a mixture: until one source has had them; not used where max_step is given"""
-    max_step: Optional[int] = basic(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
+    number_epochs: int = basic(
+        1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs"
+    )
+    """passes over the training split; of a mixture: until one source has had them; not used where
+    max_step is given"""
+    max_step: Optional[int] = basic(
+        None, above=0, also="max_iters num_training_steps steps total_steps train_steps"
+    )
     """steps of the run (default: by epochs)"""
     max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
-    """hours after which this process stops by itself: it finishes the step, saves and ends with exit code 75; the limit of
-    the job must leave time for that step and the save"""
+    """hours after which this process stops by itself: it finishes the step, saves and ends with
+    exit code 75; the limit of the job must leave time for that step and the save"""
     # These two may change. The global batch, which follows from them, belongs to the run.
     micro_batch_size: Optional[int] = basic_setting(
-        None, above=0, also="batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
+        None,
+        above=0,
+        also=(
+            "batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
+        ),
     )
-    """sequences per device at once (default: 1); in one forward pass; follows from the next two where both are given"""
-    gradient_accumulation_steps: Optional[int] = basic_setting(None, above=0, also="accumulate_grad_batches grad_acc_steps")
+    """sequences per device at once (default: 1); in one forward pass; follows from the next two
+    where both are given"""
+    gradient_accumulation_steps: Optional[int] = basic_setting(
+        None, above=0, also="accumulate_grad_batches grad_acc_steps"
+    )
     """micro-batches per step (default: 1); follows from --global_batch_size where that is given"""
-    global_batch_size: Optional[int] = basic(None, above=0, also="total_batch_size effective_batch_size")
-    """sequences per step, over all devices; sets the accumulation: micro_batch_size x gradient_accumulation_steps x devices x nodes"""
+    global_batch_size: Optional[int] = basic(
+        None, above=0, also="total_batch_size effective_batch_size"
+    )
+    """sequences per step, over all devices; sets the accumulation: micro_batch_size x
+    gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
-    """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
-    grad_clip: float = what(1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm")
+    """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same:
+    that of the weights"""
+    grad_clip: float = what(
+        1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm"
+    )
     """largest L2 norm of the gradient; 0: no clipping"""
     lr: float = basic(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
     """peak learning rate"""
@@ -230,16 +306,22 @@ class TrainingArguments:
     """learning rate at the last step"""
     lr_decay: bool = what(True, also="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
-    lr_schedule: Literal[tuple(SCHEDULES)] = basic("cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler")
-    """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
-    warmup_steps: int = basic(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio")
+    lr_schedule: Literal[tuple(SCHEDULES)] = basic(
+        "cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler"
+    )
+    """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to
+    constant_lr, stable, decay"""
+    warmup_steps: int = basic(
+        0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio"
+    )
     """steps of linear warm-up"""
     decay_steps: Optional[int] = what(None, above=0, needs="lr_schedule wsd infinite")
     """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
     decay_shape: Literal[tuple(DECAYS)] = what("sqrt", needs="lr_schedule wsd infinite")
     """wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"""
     cooldown_steps: Optional[int] = what(None, at_least=0, needs="lr_schedule infinite")
-    """infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a quarter of the run)"""
+    """infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a
+    quarter of the run)"""
     constant_lr: Optional[float] = what(None, above=0, needs="lr_schedule infinite")
     """infinite: rate of the stable phase (default: the mean of lr and min_lr)"""
     weight_decay: float = what(0.1, at_least=0, also="wd adam_weight_decay")
@@ -249,20 +331,22 @@ class TrainingArguments:
     beta2: float = what(0.95, at_least=0, below=1, also="adam_beta2")
     """AdamW, decay of the second moment"""
     ema_decay: Optional[float] = flag(None, at_least=0, below=1, how=True)
-    """decay a step of an exponential moving average of the weights, such as 0.999, which export_hf.py --ema true
-    exports (default: none is kept)"""
+    """decay a step of an exponential moving average of the weights, such as 0.999, which
+    export_hf.py --ema true exports (default: none is kept)"""
     ema_device: Literal["host", "same"] = flag("host", needs="ema_decay", how=True)
-    """host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded stochastically"""
+    """host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded
+    stochastically"""
     ema_every: int = flag(1, above=0, needs="ema_decay", how=True)
     """steps between updates of the average, each with ema_decay to the power of so many"""
     router_aux_loss_coef: Optional[float] = what(None, at_least=0)
-    """mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained (default: as the
-    model's configuration says, 0 unless that sets output_router_logits)"""
+    """mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't
+    trained (default: as the model's configuration says, 0 unless that sets output_router_logits)"""
     freeze: Optional[str] = what(None, also="freeze_layers freeze_parameters")
-    """parameters that keep their values: patterns of their Hugging Face names, comma-separated, such as
-    model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head"""
+    """parameters that keep their values: patterns of their Hugging Face names, comma-separated,
+    such as model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head"""
     train_only: Optional[str] = what(None, also="unfrozen_parameters trainable_parameters")
-    """the only parameters that train, in the words of --freeze, such as embeddings (docs/new_words.md)"""
+    """the only parameters that train, in the words of --freeze, such as embeddings
+    (docs/new_words.md)"""
     seed: int = what(1234, at_least=0, fixed=True, also="random_seed manual_seed data_seed")
     """seed of data order, dropout and random weights"""
 
@@ -277,36 +361,51 @@ class GuardArguments:
     """standard deviations of the loss above its window that are a spike"""
     spike_window: int = setting(100, at_least=2, needs="spike_threshold", how=False)
     """steps that a loss is compared with; a standard deviation takes two"""
-    spike_action: Literal["warn", "skip", "rewind"] = setting("warn", needs="spike_threshold", how=False)
-    """skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"""
+    spike_action: Literal["warn", "skip", "rewind"] = setting(
+        "warn", needs="spike_threshold", how=False
+    )
+    """skip: leave the update out; rewind: back to the last checkpoint, and past the data since
+    then"""
 
 
 @dataclass
 class EvaluationArguments:
-    """Evaluation (also in the middle and at the end of each epoch, of a mixture of its largest source, and at the last step)"""
+    """Evaluation (also in the middle and at the end of each epoch, of a mixture of its largest
+    source, and at the last step)"""
 
-    eval_batch_size: int = setting(8, above=0, needs="eval_iters", also="per_device_eval_batch_size val_batch_size")
+    eval_batch_size: int = setting(
+        8, above=0, needs="eval_iters", also="per_device_eval_batch_size val_batch_size"
+    )
     """sequences per device in one forward pass"""
     eval_iters: int = setting(50, at_least=0, also="limit_val_batches max_eval_steps val_iters")
-    """batches per evaluation, over all devices together, of rows spread evenly over the split; 0: no evaluation"""
+    """batches per evaluation, over all devices together, of rows spread evenly over the split; 0:
+    no evaluation"""
     eval_step_interval: Optional[int] = basic_setting(
-        None, above=0, needs="eval_iters", also="eval_every eval_freq eval_steps val_interval validation_interval"
+        None,
+        above=0,
+        needs="eval_iters",
+        also="eval_every eval_freq eval_steps val_interval validation_interval",
     )
     """steps between evaluations (default: none)"""
     eval_data: Optional[str] = basic_setting(
         None, takes="name=folder, comma-separated, such as general=data/general,code=data/code"
     )
-    """other validation sets, name=folder,...; of prepare_data.py or any with input_ids, made with the model's tokenizer;
-    the loss of each is also given in bits per byte of text"""
-    probes: Optional[str] = setting(None, needs="eval_iters", takes="copy, retrieval or copy,retrieval")
-    """copy, retrieval: evaluate as well whether the model copies a passage, and finds what stood far before
-    (docs/long_context.md); those with a --forgetting_budget are, and copy with any"""
-    forgetting_budget: Optional[str] = basic(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
-    """nats that validation losses may rise; above their value before step 1 (docs/forgetting.md); name:nats,
-    comma-separated, such as general:0.05; copy and retrieval: of --probes"""
+    """other validation sets, name=folder,...; of prepare_data.py or any with input_ids, made with
+    the model's tokenizer; the loss of each is also given in bits per byte of text"""
+    probes: Optional[str] = setting(
+        None, needs="eval_iters", takes="copy, retrieval or copy,retrieval"
+    )
+    """copy, retrieval: evaluate as well whether the model copies a passage, and finds what stood
+    far before (docs/long_context.md); those with a --forgetting_budget are, and copy with any"""
+    forgetting_budget: Optional[str] = basic(
+        None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2"
+    )
+    """nats that validation losses may rise; above their value before step 1 (docs/forgetting.md);
+    name:nats, comma-separated, such as general:0.05; copy and retrieval: of --probes"""
     forgetting_action: Literal[ACTIONS] = what("warn")
-    """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that
-    has used at most half of it, and on with twice the share of that source, up to a half, then stop"""
+    """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the
+    last checkpoint that has used at most half of it, and on with twice the share of that source, up
+    to a half, then stop"""
 
 
 @dataclass
@@ -314,20 +413,26 @@ class SaveArguments:
     """Save (also at the last step)"""
 
     save_step_interval: Optional[int] = basic_setting(
-        None, above=0, also="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps"
+        None,
+        above=0,
+        also="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps",
     )
     """steps between checkpoints (default: at end)"""
     keep_last: Optional[int] = basic_setting(None, above=0, also="save_total_limit save_top_k")
-    """newest checkpoints to keep (default: all); pinned ones always stay, and with --forgetting_action
-    rewind one to go back to"""
+    """newest checkpoints to keep (default: all); pinned ones always stay, and with
+    --forgetting_action rewind one to go back to"""
     keep_every: Optional[int] = setting(None, above=0, needs="keep_last")
     """with keep_last: keep those of multiples of so many steps as well"""
     keep_best: int = setting(1, at_least=0, needs="keep_last, eval_iters")
     """with keep_last: keep so many with the lowest validation loss at their step as well"""
     keep_best_of: Optional[str] = setting(None)
-    """validation set whose loss that is (default: the training data's; of a mixture their mean, weighted by the shares)"""
-    async_save: bool = setting(False, needs="save_step_interval", also="async_checkpoint async_mode")
-    """write checkpoints while training goes on; costs their size in host memory (not the last one)"""
+    """validation set whose loss that is (default: the training data's; of a mixture their mean,
+    weighted by the shares)"""
+    async_save: bool = setting(
+        False, needs="save_step_interval", also="async_checkpoint async_mode"
+    )
+    """write checkpoints while training goes on; costs their size in host memory (not the last
+    one)"""
 
 
 @dataclass
@@ -336,14 +441,19 @@ class LoggingArguments:
 
     logger: str = basic_setting(
         "none",
-        f"where metrics go besides metrics.jsonl; {', '.join(metrics.TRACKERS)}; several with commas between, such as wandb,csv",
+        (
+            f"where metrics go besides metrics.jsonl; {', '.join(metrics.TRACKERS)}; several with "
+            f"commas between, such as wandb,csv"
+        ),
         also="report_to log_with tracker use_wandb wandb wandb_mode",
     )
-    log_step_interval: int = setting(10, above=0, also="log_every log_every_n_steps log_freq logging_steps")
+    log_step_interval: int = setting(
+        10, above=0, also="log_every log_every_n_steps log_freq logging_steps"
+    )
     """steps between logged lines; 1: each step"""
     profile: Optional[str] = flag(None, kept=False, how=True)
-    """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder
-    profile of the run directory; prints the five largest costs"""
+    """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's
+    profiler, into the folder profile of the run directory; prints the five largest costs"""
     entity: Optional[str] = setting(None, needs="logger wandb", also="wandb_entity")
     """Weights & Biases entity"""
     project: Optional[str] = setting(None, needs="logger wandb", also="wandb_project")
@@ -351,11 +461,13 @@ class LoggingArguments:
     log_model: Union[bool, Literal["last", "all"]] = setting(
         False, takes="false, last or all", needs="logger wandb", also="wandb_log_model"
     )
-    """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved"""
+    """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it
+    is saved"""
     sample_prompts: Optional[str] = setting(None, path=True)
-    """file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but
-    for one that a request to stop asks for, the --sample_tokens most likely tokens after each prompt go to
-    samples.jsonl; any strategy, all ranks, one forward pass of up to 1,024 tokens for each token (docs/report.md)"""
+    """file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with
+    each checkpoint, but for one that a request to stop asks for, the --sample_tokens most likely
+    tokens after each prompt go to samples.jsonl; any strategy, all ranks, one forward pass of up to
+    1,024 tokens for each token (docs/report.md)"""
     sample_tokens: int = setting(64, above=0, needs="sample_prompts")
     """tokens after each of the --sample_prompts"""
 
@@ -375,19 +487,30 @@ class Arguments:
     save: SaveArguments
     logging: LoggingArguments
     demo: bool = False  # configs/demo.yaml applies; not a flag
-    on_command_line: frozenset[str] = frozenset()  # names of the flags that don't come from a file; not a flag
+    on_command_line: frozenset[str] = (
+        frozenset()
+    )  # names of the flags that don't come from a file; not a flag
 
     @staticmethod
     def declared() -> dict[str, Flag]:
         """Flag name -> what is said of it, in the order of --help."""
-        return {name: one for group in groups(Arguments).values() for name, one in declared(group).items()}
+        return {
+            name: one
+            for group in groups(Arguments).values()
+            for name, one in declared(group).items()
+        }
 
     def flat(self) -> dict[str, Any]:
         """Flag name -> value, in the order of --help."""
-        return {name: value for group in groups(Arguments) for name, value in asdict(getattr(self, group)).items()}
+        return {
+            name: value
+            for group in groups(Arguments)
+            for name, value in asdict(getattr(self, group)).items()
+        }
 
     def kept(self) -> dict[str, Any]:
-        """`flat` without what says which run it is: what arguments.yaml repeats under a new name."""
+        """`flat` without what says which run it is: what arguments.yaml repeats under a new
+        name."""
         flags = self.declared()
         return {name: value for name, value in self.flat().items() if flags[name].kept}
 
@@ -400,37 +523,49 @@ class PrepareArguments:
     """Options"""
 
     input: Optional[list[str]] = flag(None, path=True)
-    """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz, .zst, .bz2, .xz; dataset
-    folders; names of datasets on the hub"""
+    """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz,
+    .zst, .bz2, .xz; dataset folders; names of datasets on the hub"""
     output: str = flag(None, path=True)
     """dataset folder to write, such as data/mine"""
     tasks: Optional[str] = flag(
-        None, path=True, takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy"
+        None,
+        path=True,
+        takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy",
     )
-    """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its YAML, comma-separated, as
-    a validation set for --eval_data (docs/forgetting.md)"""
-    tokenizer: Optional[str] = flag(None, path=True, also="tokenizer_name tokenizer_path tokenizer_name_or_path")
+    """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its
+    YAML, comma-separated, as a validation set for --eval_data (docs/forgetting.md)"""
+    tokenizer: Optional[str] = flag(
+        None, path=True, also="tokenizer_name tokenizer_path tokenizer_name_or_path"
+    )
     """hub name or local directory of the tokenizer (that of your model)"""
     train_tokenizer: Optional[int] = flag(None, at_least=257)
-    """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text, and more"""
+    """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text,
+    and more"""
     context_length: int = flag(2048, at_least=2)
     """tokens per sequence"""
     validation_fraction: float = flag(
-        0.01, at_least=0, below=1, also="val_set_size val_split_fraction validation_split_percentage"
+        0.01,
+        at_least=0,
+        below=1,
+        also="val_set_size val_split_fraction validation_split_percentage",
     )
-    """part of the documents that goes to validation, with at most about twice that part of the tokens; none of a
-    dataset with a validation split of its own"""
+    """part of the documents that goes to validation, with at most about twice that part of the
+    tokens; none of a dataset with a validation split of its own"""
     text_field: str = flag("text", also="text_column dataset_text_field text_key")
     """field of .jsonl, .json, .csv, .parquet and datasets that holds the text"""
     document_separator: Optional[str] = flag(None)
-    r"""string between the documents of a text file, such as '\n---\n'; none: each file is one document (default: blank
-    lines in a single text file and in those over 16 MiB, else none)"""
-    packing: Literal["concat", "best_fit"] = flag("concat", also="sample_packing pack_sequences packed")
-    """concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"""
+    r"""string between the documents of a text file, such as '\n---\n'; none: each file is one
+    document (default: blank lines in a single text file and in those over 16 MiB, else none)"""
+    packing: Literal["concat", "best_fit"] = flag(
+        "concat", also="sample_packing pack_sequences packed"
+    )
+    """concat: documents are cut where a row ends; best_fit: only those longer than a row, with
+    padding"""
     deduplicate: Literal["none", "exact"] = flag("none")
     """exact: drop documents whose text has come before"""
     min_document_tokens: int = flag(0, at_least=0)
-    """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are counted"""
+    """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are
+    counted"""
     on_error: Literal["skip", "stop"] = flag("skip")
     """bad records (broken JSON, not UTF-8, no field): skip and count, or stop"""
     pattern: Optional[list[str]] = flag(None)
@@ -471,12 +606,16 @@ class ExportArguments:
 class PlanArguments:
     """Plan (plan.py alone has these; the others are those of train.py)"""
 
-    accelerator_name: str = flag("H100", takes="the name of an accelerator, such as H100", basic=True)
-    """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
+    accelerator_name: str = flag(
+        "H100", takes="the name of an accelerator, such as H100", basic=True
+    )
+    """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or
+    CPU"""
     device_memory: Optional[float] = flag(None, above=0)
     """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""
     mfu: Optional[float] = flag(None, above=0, below=1)
-    """part of the accelerator's peak that the model's operations reach, such as 0.4 (default: assumed, and printed)"""
+    """part of the accelerator's peak that the model's operations reach, such as 0.4 (default:
+    assumed, and printed)"""
     like: Optional[str] = flag(None, path=True)
     """directory of a run on this accelerator, whose speed is taken in place of --mfu"""
     network: float = flag(400.0, above=0)
@@ -486,40 +625,65 @@ class PlanArguments:
     tokens: Optional[float] = flag(None, above=0, basic=True)
     """tokens of the whole run, such as 1e9; instead of --max_step"""
     auto: bool = flag(False, basic=True)
-    """find the fastest flags that fit; of micro-batch sizes, activation checkpointing and sharding, below 80 % of the memory"""
+    """find the fastest flags that fit; of micro-batch sizes, activation checkpointing and sharding,
+    below 80 % of the memory"""
     sweep: Optional[str] = flag(None, takes="numbers of devices, such as devices=8..4096")
-    """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two ways (docs/planning.md)"""
+    """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two
+    ways (docs/planning.md)"""
     json: bool = flag(False)
     """print all numbers as JSON"""
     html: Optional[str] = flag(None, path=True)
-    """draw the memory into this file and, where there is a dataset, learning rate, sources and what is due (docs/report.md)"""
+    """draw the memory into this file and, where there is a dataset, learning rate, sources and what
+    is due (docs/report.md)"""
 
 
 # --------------------------------------------------------------------------- parsing
 
 # In GiB, of --device_memory.
-UNITS = {"mib": 2**-10, "gib": 1.0, "tib": 2.0**10, "mb": 1e6 / 2**30, "gb": 1e9 / 2**30, "tb": 1e12 / 2**30}
+UNITS = {
+    "mib": 2**-10,
+    "gib": 1.0,
+    "tib": 2.0**10,
+    "mb": 1e6 / 2**30,
+    "gb": 1e9 / 2**30,
+    "tb": 1e12 / 2**30,
+}
 # What people paste from other trainers and train.py has no flag for: names -> what is said of them.
 NOT_A_FLAG = {
-    "optim optimizer optimizer_name optim_type": "the optimizer is AdamW; docs/make_it_yours.md says how to take another",
+    "optim optimizer optimizer_name optim_type": (
+        "the optimizer is AdamW; docs/make_it_yours.md says how to take another"
+    ),
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft "
-    "adapter load_in_4bit load_in_8bit quantize": "all parameters train, or those of --train_only: there are no adapters",
-    "do_train do_eval do_predict": "leave it out: a run trains, and evaluates where --eval_iters isn't 0",
+    "adapter load_in_4bit load_in_8bit quantize": (
+        "all parameters train, or those of --train_only: there are no adapters"
+    ),
+    "do_train do_eval do_predict": (
+        "leave it out: a run trains, and evaluates where --eval_iters isn't 0"
+    ),
     "trust_remote_code": "leave it out: code that comes with a model is never run",
     "token hf_token use_auth_token hub_token": "set HF_TOKEN, or log in with hf auth login",
-    "chat_template prompt_style train_on_inputs": "rows are plain text: a chat template is applied before prepare_data.py",
+    "chat_template prompt_style train_on_inputs": (
+        "rows are plain text: a chat template is applied before prepare_data.py"
+    ),
     "compare_plan": "it was removed: plan.py --like RUN takes the speed of a run",
     "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
 }
 
 
-REMOVED = ("compare_plan",)  # ignored in the arguments.yaml of a run that an earlier version has begun
+REMOVED = (
+    "compare_plan",
+)  # ignored in the arguments.yaml of a run that an earlier version has begun
 
 
 def not_here() -> dict[str, str]:
-    """{name: what is said of it} of names that are no flags of train.py, also those of other scripts."""
+    """{name: what is said of it} of names that are no flags of train.py, also those of other
+    scripts."""
     found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
-    scripts = {"plan.py": PlanArguments, "export_hf.py": ExportArguments, "prepare_data.py": PrepareArguments}
+    scripts = {
+        "plan.py": PlanArguments,
+        "export_hf.py": ExportArguments,
+        "prepare_data.py": PrepareArguments,
+    }
     for script, group in scripts.items():
         for name, one in declared(group).items():
             found |= dict.fromkeys((name, *one.also.split()), f"it is --{name} of {script}")
@@ -535,22 +699,24 @@ What train.py would need with these flags: memory, time, disk and money."""
 def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     """Arguments of train.py from `argv` (default: sys.argv). The command line wins over `--config`.
 
-    With neither --config nor --model_name nor --train_data_dir, a resumed run goes on with its own arguments.yaml,
-    and otherwise configs/demo.yaml applies.
-    Exits with code 2 and one sentence on anything unknown.
+    With neither --config nor --model_name nor --train_data_dir, a resumed run goes on with its own
+    arguments.yaml, and otherwise configs/demo.yaml applies. Exits with code 2 and one sentence on
+    anything unknown.
     """
     return _parse_run("train.py", TRAIN, [], argv)[0]
 
 
 def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
-    """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as that does."""
+    """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as
+    that does."""
     argv = _in_gib(_with_true(list(sys.argv[1:] if argv is None else argv)))
     arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
 
 
 def _with_true(argv: list[str]) -> list[str]:
-    """With `true` behind a flag of plan.py that is true or false and given alone, such as --json."""
+    """With `true` behind a flag of plan.py that is true or false and given alone, such as
+    --json."""
     alone = {f"--{name}" for name, one in declared(PlanArguments).items() if one.kinds == [bool]}
     found = []
     for word, after in zip(argv, [*argv[1:], "--"]):
@@ -565,13 +731,24 @@ def _in_gib(argv: list[str]) -> list[str]:
     def number(given: re.Match[str]) -> str:
         return f"{given[1]}{float(given[2]) * UNITS[given[3].lower()]:.6g}"
 
-    return re.sub(r"^(--device_memory[=\n])([\d.]+) ?([GMT]i?B)$", number, text, flags=re.M | re.I).split("\n") if argv else []
+    return (
+        re.sub(
+            r"^(--device_memory[=\n])([\d.]+) ?([GMT]i?B)$", number, text, flags=re.M | re.I
+        ).split("\n")
+        if argv
+        else []
+    )
 
 
-def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[str]]) -> tuple[Arguments, dict[str, Any]]:
-    """(arguments of a run, all flags by name). more: groups of flags that the program has besides those of train.py."""
+def _parse_run(
+    program: str, about: str, more: list[type], argv: Optional[list[str]]
+) -> tuple[Arguments, dict[str, Any]]:
+    """(arguments of a run, all flags by name). more: groups of flags that the program has besides
+    those of train.py."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    named = any(re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv)
+    named = any(
+        re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv
+    )
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     resumed = None if named else _arguments_of_resumed_run(argv)
     demo = not named and resumed is None and "data_mix" not in on_command_line
@@ -580,13 +757,28 @@ def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[s
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     flag_groups = [*more, *groups(Arguments).values()]
-    flat = parse(program, about, flag_groups, argv, of_run=resumed is not None, elsewhere=not_here(), removed=REMOVED)
+    flat = parse(
+        program,
+        about,
+        flag_groups,
+        argv,
+        of_run=resumed is not None,
+        elsewhere=not_here(),
+        removed=REMOVED,
+    )
     try:
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.
         if flat["replay"] is not None or flat["replay_fraction"] is not None:
-            mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
-            flat |= {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
+            mix = with_replay(
+                flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"]
+            )
+            flat |= {
+                "data_mix": mix,
+                "train_data_dir": None,
+                "replay": None,
+                "replay_fraction": None,
+            }
         elif flat["data_mix"]:
             flat["data_mix"] = text_of(flat["data_mix"])
     except ValueError as error:
@@ -594,31 +786,48 @@ def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[s
     if demo:  # the preset's paths are relative to this repository, not to the current directory
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
-    by_group = {name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()}
+    by_group = {
+        name: group(**{f.name: flat[f.name] for f in fields(group)})
+        for name, group in groups(Arguments).items()
+    }
     return Arguments(**by_group, demo=demo, on_command_line=on_command_line), flat
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
-    """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is none."""
+    """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is
+    none."""
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("resume", "run_name", "checkpoint", "output_dir"):
         names.add_argument(f"--{name}", nargs="?")
     words = vars(names.parse_known_args(argv)[0])
     given = SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})
-    if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
+    if str(given.resume).lower() not in ("true", "auto") or not (
+        given.run_name or given.checkpoint
+    ):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
-    file = (Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder) / "arguments.yaml"
+    file = (
+        Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
+    ) / "arguments.yaml"
     return file if file.is_file() else None
 
 
 def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
-    """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    about = "usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER\nRaw text -> a packed dataset."
+    """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't
+    know."""
+    about = (
+        "usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER\nRaw "
+        "text -> a packed dataset."
+    )
     return PrepareArguments(**parse("prepare_data.py", about, [PrepareArguments], argv))
 
 
 def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
     """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    about = "usage: python export_hf.py checkpoints/RUN --output FOLDER\nCheckpoint -> a Hugging Face model."
-    return ExportArguments(**parse("export_hf.py", about, [ExportArguments], argv, first="checkpoint"))
+    about = (
+        "usage: python export_hf.py checkpoints/RUN --output FOLDER\nCheckpoint -> a Hugging "
+        "Face model."
+    )
+    return ExportArguments(
+        **parse("export_hf.py", about, [ExportArguments], argv, first="checkpoint")
+    )

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Checkpoint -> a verified Hugging Face directory: `python export_hf.py checkpoints/RUN --output hf/mine`."""
+"""Checkpoint -> a verified Hugging Face directory: `python export_hf.py checkpoints/RUN --output
+hf/mine`."""
 
 from pathlib import Path
 from typing import Optional
@@ -19,11 +20,20 @@ def main(argv: Optional[list[str]] = None) -> None:
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
         checks.check(arguments)
-        from fabric_llm.weights import card, export  # imports torch, which --help and mistakes don't wait for
+        from fabric_llm.weights import (
+            card,
+            export,
+        )  # imports torch, which --help and mistakes don't wait for
 
-        source, is_there = checkpoint_at(arguments.checkpoint), output.exists() and not arguments.overwrite
+        source, is_there = (
+            checkpoint_at(arguments.checkpoint),
+            output.exists() and not arguments.overwrite,
+        )
         compared = ", which is there: comparing them" * is_there
-        print(f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}{compared}", flush=True)
+        print(
+            f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}{compared}",
+            flush=True,
+        )
         how = {name: getattr(arguments, name) for name in ("dtype", "max_shard_size", "ema")}
         how["describe"] = lambda folder, proof: card.write(folder, proof, source, arguments)
         proof = export.export(source, output, **how, is_there=is_there)
@@ -34,9 +44,14 @@ def main(argv: Optional[list[str]] = None) -> None:
             ending.left = f"{output} is complete, but it isn't pushed (repeat the command)"
             try:
                 address = export.push(output, arguments.push_to_hub, arguments.private)
-            except Exception as error:  # huggingface_hub raises its own, and those of its HTTP library
+            except (
+                Exception
+            ) as error:  # huggingface_hub raises its own, and those of its HTTP library
                 complete = f"{output} is complete, but pushing it failed (repeat the command)"
-                fail("export_hf.py", f"{complete}: {one_line(error)} {one_line(error.__cause__ or '')}".rstrip())
+                fail(
+                    "export_hf.py",
+                    f"{complete}: {one_line(error)} {one_line(error.__cause__ or '')}".rstrip(),
+                )
             print(f"Pushed to {address}")
         ending.left = f"{output} is complete"
         print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)

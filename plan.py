@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Will it fit, how long, how much: `python plan.py FLAGS OF train.py`. Needs no GPU, no weights and no dataset."""
+"""Will it fit, how long, how much: `python plan.py FLAGS OF train.py`. Needs no GPU, no weights and
+no dataset."""
 
 import json
 import re
@@ -57,21 +58,32 @@ def main(argv: Optional[list[str]] = None) -> int:
             return 0
         show(outlook, own)
         if own.html is not None:
-            page.write(Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook)
+            page.write(
+                Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook
+            )
         if own.auto and best is None:
             print("\n--auto: nothing takes less than 80 % of the device.")
         show_changes(tried)
         last = tried[-1][1] if tried else outlook
         if not last.fits:
-            print("\nIt doesn't fit with any of them: take a smaller model or --context_length, or more nodes.")
+            print(
+                "\nIt doesn't fit with any of them: take a smaller model or --context_length, or "
+                "more nodes."
+            )
             return 0
-        steps = ["--max_step", str(last.steps)] if own.tokens is not None else []  # train.py takes steps
-        print(f"\nNext: {command([*words, *(word for change, _ in tried for word in change), *steps])}")
+        steps = (
+            ["--max_step", str(last.steps)] if own.tokens is not None else []
+        )  # train.py takes steps
+        print(
+            f"\nNext: "
+            f"{command([*words, *(word for change, _ in tried for word in change), *steps])}"
+        )
     return 0
 
 
 def sizes_of_preset(words: list[str]) -> Optional[Path]:
-    """The folder in configs/models with the config.json of a preset that is given alone; else None."""
+    """The folder in configs/models with the config.json of a preset that is given alone; else
+    None."""
     given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
     if given is None or any(re.match("--model_name(=|$)", word) for word in words):
         return None
@@ -83,7 +95,11 @@ def sizes_of_preset(words: list[str]) -> Optional[Path]:
 def progress(change: dict[str, Any], outlook: Any) -> None:
     """Print what --auto has tried."""
     named = ", ".join(f"{name} {value}" for name, value in change.items())
-    print(f"{named}: {100 * outlook.used:.0f} %, {outlook.seconds.step:.3g} s a step", file=sys.stderr, flush=True)
+    print(
+        f"{named}: {100 * outlook.used:.0f} %, {outlook.seconds.step:.3g} s a step",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def numbers(outlook: Any) -> dict[str, Any]:
@@ -106,7 +122,10 @@ def show(outlook: Any, own: PlanArguments) -> None:
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
     if outlook.device_bytes:
         device = outlook.device_bytes / size
-        print(f"  {'of the device: ' + outlook.verdict:<51}{device:10,.2f}   {100 * outlook.used:.0f} %")
+        print(
+            f"  {'of the device: ' + outlook.verdict:<51}{device:10,.2f}   "
+            f"{100 * outlook.used:.0f} %"
+        )
     print(f"\nMemory of a node's host, {unit}")
     for name, part in outlook.host_bytes.items():
         print(f"  {name:<51}{part / size:10,.2f}")
@@ -121,17 +140,31 @@ def show(outlook: Any, own: PlanArguments) -> None:
     print(f"Work: {work}; {outlook.flops_a_step:.3g} operations a step")
     if outlook.assumed:
         print(f"      assumed: {outlook.assumed}")
-    print(f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})")
+    print(
+        f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})"
+    )
     if outlook.link_bytes or outlook.network_bytes:
-        hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.busy else "not hidden"
+        hidden = (
+            "hidden behind it"
+            if seconds.hidden and seconds.messages <= seconds.busy
+            else "not hidden"
+        )
         print(
-            f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, {hidden}: "
-            f"{outlook.link_bytes / 1e9:,.1f} GB a device, {outlook.network_bytes / 1e9:,.1f} GB a node over the network"
+            f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, "
+            f"{hidden}: "
+            f"{outlook.link_bytes / 1e9:,.1f} GB a device, {outlook.network_bytes / 1e9:,.1f} GB "
+            f"a node over the network"
         )
     if seconds.launch > seconds.compute:
-        print(f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes ({seconds.compute:.3g} s)")
+        print(
+            f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes "
+            f"({seconds.compute:.3g} s)"
+        )
     if seconds.exchange:
-        print(f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not hidden")
+        print(
+            f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not "
+            f"hidden"
+        )
     rate = outlook.tokens_a_step / seconds.step
     money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"
     print(f"      {rate:,.0f} tokens/s, {lasting(outlook.hours)}{money}")
@@ -143,7 +176,9 @@ def lasting(hours: Optional[float]) -> str:
     return f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
 
 
-def show_sweep(own: Any, rows: list[Any], titles: Any, hidden: dict[str, str], assumed: list[str]) -> None:
+def show_sweep(
+    own: Any, rows: list[Any], titles: Any, hidden: dict[str, str], assumed: list[str]
+) -> None:
     """Print plans on more and more devices."""
     if own.json:
         said = [{**row._asdict(), "outlook": numbers(row.outlook)} for row in rows]
@@ -162,7 +197,11 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
     if not tried:
         return
     few = tried[-1][1].verdict == "fits"
-    until = ", until it takes less than 80 % of the device" if few else "; none takes less than 80 % of the device"
+    until = (
+        ", until it takes less than 80 % of the device"
+        if few
+        else "; none takes less than 80 % of the device"
+    )
     print(f"\nWhat to change, the cheapest first, one after the other{until}:")
     for change, one in tried:
         print(
@@ -172,7 +211,8 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
 
 
 def command(words: list[str]) -> str:
-    """train.py with these flags, each as it was given last, without those that plan.py alone has."""
+    """train.py with these flags, each as it was given last, without those that plan.py alone
+    has."""
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -181,7 +221,9 @@ def command(words: list[str]) -> str:
             given[name] = [value] if equals else []
         elif name:
             given[name].append(word)
-    return names.command("python", "train.py", **{name: values for name, values in given.items() if name not in OWN})
+    return names.command(
+        "python", "train.py", **{name: values for name, values in given.items() if name not in OWN}
+    )
 
 
 if __name__ == "__main__":

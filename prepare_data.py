@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Raw text -> a packed dataset folder: `python prepare_data.py --input corpus/ --tokenizer NAME --output data/mine`."""
+"""Raw text -> a packed dataset folder: `python prepare_data.py --input corpus/ --tokenizer NAME
+--output data/mine`."""
 
 from pathlib import Path
 from typing import Optional
@@ -20,7 +21,9 @@ def main(argv: Optional[list[str]] = None) -> None:
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
-            said = prepare_tasks(arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output)
+            said = prepare_tasks(
+                arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output
+            )
             following = command("python", "train.py", "...", eval_data=f"tasks={arguments.output}")
             print(f"{said}\nNext: {following}", flush=True)
             return
@@ -37,7 +40,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise
         print(prepare.summary(manifest), flush=True)
         ending.left = f"{arguments.output} is complete"
-        following = command("python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output)
+        following = command(
+            "python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output
+        )
         print(f"Next: {following}", flush=True)
 
 

@@ -17,7 +17,9 @@ from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.training.schedule import arguments_of, lr_at
 
-if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
+if (
+    TYPE_CHECKING
+):  # what needs torch is imported when it is used: --help and mistakes are answered at once
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.plan.plan import Plan
     from fabric_llm.processes.watch import Watch
@@ -32,17 +34,26 @@ def main(argv: Optional[list[str]] = None) -> None:
             arguments = parse_train(argv)
             checks.check_training(arguments)
             if arguments.demo and is_rank_zero():
-                print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
+                print(
+                    "No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.",
+                    flush=True,
+                )
             rank = start(arguments)
             with without_collection():
                 from fabric_llm.run.supervision import supervise
-            supervise(rank, arguments, signals, lambda: train(rank.fabric, arguments, rank.plan, signals, rank.watch))
+            supervise(
+                rank,
+                arguments,
+                signals,
+                lambda: train(rank.fabric, arguments, rank.plan, signals, rank.watch),
+            )
     finally:
         signals.restore()
 
 
 def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
-    """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
+    """The run, from its first step or where it resumes to the last. True if asked to stop before.
+    All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, save, verdicts
     from fabric_llm.training import adamw, ema, step
@@ -57,22 +68,32 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         save.save(run, stops=True)
 
     while not (stops or run.is_over):
-        # Where the step begins and ends. Its data, its learning rate and what is due after it follow from these two.
+        # Where the step begins and ends. Its data, its learning rate and what is due after it
+        # follow from these two.
         before, run.progress, run.losses = run.progress, run.plan.after(run.progress), None
         number = run.progress.step
         logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
         log.begin(number)
-        lr = lr_at(before.step, max_step=run.plan.schedule.max_step, **arguments_of(vars(flags.training)))
+        lr = lr_at(
+            before.step, max_step=run.plan.schedule.max_step, **arguments_of(vars(flags.training))
+        )
         step.set_lr(run.optimizer, lr)
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
-        # The gradient of the mean loss over all target tokens of the global batch, counted before the first forward.
+        # The gradient of the mean loss over all target tokens of the global batch, counted before
+        # the first forward.
         micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
         for batch in step.accumulate(
-            fabric, run.model, micro_batches, run.plan.syncs_every_micro_batch, run.plan.model.sums_in_float32
+            fabric,
+            run.model,
+            micro_batches,
+            run.plan.syncs_every_micro_batch,
+            run.plan.model.sums_in_float32,
         ):
-            losses = run.model(**batch) / targets  # of this micro-batch: the loss, and a router's where it is trained
+            losses = (
+                run.model(**batch) / targets
+            )  # of this micro-batch: the loss, and a router's where it is trained
             step.backward(fabric, trained_loss(losses, run.plan.model.router_aux_loss_coef))
             total = total + losses.detach()
         del losses  # it knows the parameters, which a rewind gives up
@@ -81,7 +102,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             asked = [*run.requests.ask(), save.has_written(run)]
             (loss, *aux_loss), (stop, save_now, written) = step.share(fabric, total, asked)
 
-        # From here on all ranks decide alike, by numbers that they share. A NaN must not come into the weights.
+        # From here on all ranks decide alike, by numbers that they share. A NaN must not come into
+        # the weights.
         sampled = step.sample_weights(run.model.parameters()) if logs else None
         update = None
         if guard.accept(loss, grad_norm):
@@ -102,9 +124,13 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             log.step(loss, lr, grad_norm, aux_loss, update)
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
-        if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
+        if (
+            guard.verdict == "rewind"
+        ):  # by the loss of the step, or by what the evaluation says of forgetting
             verdicts.rewind(run)
-            continue  # also where a stop was asked for: the next step asks again, and saves where the run is then
+            # also where a stop was asked for: the next step asks again, and saves where the run is
+            # then
+            continue
         stops = bool(stop) or guard.verdict == "stop"
         if saves or save_now or stops:
             save.save(run, stops=stops)
@@ -115,7 +141,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
 
 
 def evaluate(run: Run) -> bool:
-    """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
+    """Log the validation losses, and judge what was forgotten. False where a request to stop came
+    first. All ranks call it."""
     with run.log.untimed:
         found = run.evaluation.of(run.model, run.optimizer)
     run.watch.mark(run.progress.step, "in the next step")
@@ -134,11 +161,15 @@ if __name__ == "__main__":
         main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        if stop.code and not isinstance(stop.code, int):  # as Python does, of which os._exit knows nothing
+        if stop.code and not isinstance(
+            stop.code, int
+        ):  # as Python does, of which os._exit knows nothing
             print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run/run.py
+    os._exit(
+        code
+    )  # everything is closed; destructors of process groups have been seen to hang, see run/run.py

@@ -32,7 +32,9 @@ MOST_SHOWN = 8  # differences of a row
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=120, help="no row begins after these")
-    parser.add_argument("--seed", type=int, default=1, help="of rows, interruptions and toys' flags")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of rows, interruptions and toys' flags"
+    )
     parser.add_argument("--folder", type=Path, help="for toys and runs (default: a temporary one)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose train.py runs")
     options = page.parse(parser, argv)
@@ -43,7 +45,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     counts: Counter[str] = Counter()
     differing: list[dict[str, Any]] = []
     began = time.monotonic()
-    rows = law_16.rows_until(began + 60 * options.minutes, array, folder, options.seed, options.root.resolve())
+    rows = law_16.rows_until(
+        began + 60 * options.minutes, array, folder, options.seed, options.root.resolve()
+    )
     for number, outcome in rows:
         took(outcome, counts)
         for sentence in outcome.refused:
@@ -52,7 +56,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         page.progress(f"row {number}: {state}; {len(array.covered):,} of {len(array.all):,} pairs")
         if outcome.differences:
             shown = outcome.differences[:MOST_SHOWN]
-            page.progress(f"DIFFERENT, in {len(outcome.differences)} ways:\n  " + "\n  ".join(shown))
+            page.progress(
+                f"DIFFERENT, in {len(outcome.differences)} ways:\n  " + "\n  ".join(shown)
+            )
             page.progress(f"  repeat, in {options.root}:\n{outcome.commands}")
             differing.append({"differences": outcome.differences, "commands": outcome.commands})
         else:
@@ -82,8 +88,12 @@ def write(
 ) -> None:
     kinds: dict[str, list[str]] = {}
     for values, one in array.refused.items():
-        named = " ".join(f"--{name} {value}" for name, value in sorted(values, key=str) if len(values) < 12)
-        kinds.setdefault(law_16.kind_of(one.sentence), []).append(f"{named or 'a whole row'} ({len(one.beside)} x)")
+        named = " ".join(
+            f"--{name} {value}" for name, value in sorted(values, key=str) if len(values) < 12
+        )
+        kinds.setdefault(law_16.kind_of(one.sentence), []).append(
+            f"{named or 'a whole row'} ({len(one.beside)} x)"
+        )
     covered, never = array.covered & set(array.all), array.pairs_never()
     table = page.table(
         ["", ""],
@@ -98,7 +108,9 @@ def write(
     )
     refused = [f"- {kind} With `{'`, `'.join(given)}`." for kind, given in sorted(kinds.items())]
     idle = [f"- `--{name}`: {why}." for name, why in law_16.NOT_DRAWN.items()]
-    found = [f"{', '.join(one['differences'][:3])}\n\n```\n{one['commands']}\n```" for one in differing]
+    found = [
+        f"{', '.join(one['differences'][:3])}\n\n```\n{one['commands']}\n```" for one in differing
+    ]
     body = "\n\n".join(
         [
             *(table, "## Refused\n\n" + "\n".join(refused or ["Nothing."])),

@@ -1,18 +1,21 @@
-"""What pure bfloat16 loses, and what each --bf16_updates gives back: loss, weights that move, memory, time.
+"""What pure bfloat16 loses, and what each --bf16_updates gives back: loss, weights that move,
+memory, time.
 
-    python train.py --output_dir work --run_name base
-    python prepare_data.py --input PYDOC_DATA SITE_PACKAGES --pattern METADATA topics.py --tokenizer data/demo/tokenizer \\
-        --context_length 256 --validation_fraction 0.1 --deduplicate exact --output work/documentation
+    python train.py --output_dir work --run_name base python prepare_data.py --input PYDOC_DATA
+    SITE_PACKAGES --pattern METADATA topics.py --tokenizer data/demo/tokenizer \\
+        --context_length 256 --validation_fraction 0.1 --deduplicate exact --output
+        work/documentation
     python benchmarks/bf16_updates.py work/base/step-00000400 work/documentation --output_dir work
     python -m fabric_llm.report work/fp32 work/stochastic work/nearest      # draws the runs
 
-The first command trains the demo's model in float32 on the source of Python's standard library. The second prepares another
-kind of text to continue on, the documentation that every Python installation carries: the language reference of pydoc's
-topics and the descriptions of the installed packages. Any other pretrained model will do, with data in its tokens.
+The first command trains the demo's model in float32 on the source of Python's standard library. The
+second prepares another kind of text to continue on, the documentation that every Python
+installation carries: the language reference of pydoc's topics and the descriptions of the installed
+packages. Any other pretrained model will do, with data in its tokens.
 
-Each row is a run of train.py, one after the other, from the same weights on the same data. That nearest is what
-torch.optim.AdamW does is tested in tests/test_adamw.py. docs/results/bf16_updates.md says what the columns are; bytes are
-those of a checkpoint.
+Each row is a run of train.py, one after the other, from the same weights on the same data. That
+nearest is what torch.optim.AdamW does is tested in tests/test_adamw.py.
+docs/results/bf16_updates.md says what the columns are; bytes are those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ COLUMNS = {
     "before": page.number("before", ".4f"),
     "after": page.number("after", ".4f"),
     **{"minus fp32": page.number("minus_fp32", "+.4f"), "gain": page.number("gain", ".1%")},
-    **{"changed": page.number("updated_fraction", ".1%"), "update/weight": page.number("update_ratio", ".1e")},
+    **{
+        "changed": page.number("updated_fraction", ".1%"),
+        "update/weight": page.number("update_ratio", ".1e"),
+    },
     "bytes a parameter: weights": page.number("weight_bytes", ".1f"),
     "state": page.number("optimizer_bytes", ".1f"),
     **{"step, ms": page.step, "x nearest": page.number("times_nearest")},
@@ -51,19 +57,42 @@ COLUMNS = {
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__)
     parser.add_argument("model_name", help="pretrained model, hub name or directory")
-    parser.add_argument("train_data_dir", type=Path, help="dataset in that model's tokens, of prepare_data.py")
+    parser.add_argument(
+        "train_data_dir", type=Path, help="dataset in that model's tokens, of prepare_data.py"
+    )
     parser.add_argument("--steps", type=int, default=200, help="steps of each row")
     parser.add_argument("--lr", type=float, default=2e-5, help="peak learning rate of each row")
     parser.add_argument("--global_batch_size", type=int, default=8, help="sequences a step")
-    parser.add_argument("--eval_iters", type=int, default=25, help="batches of 8 sequences an evaluation")
-    parser.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
+    parser.add_argument(
+        "--eval_iters", type=int, default=25, help="batches of 8 sequences an evaluation"
+    )
+    parser.add_argument(
+        "--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run"
+    )
     parser.add_argument("--output_dir", type=Path, help="folder to keep the runs in")
     options = page.parse(parser, argv)
     size, steps = options.global_batch_size, options.steps
-    common = {"model_name": options.model_name, "train_data_dir": options.train_data_dir.resolve(), "keep_last": 1}
-    common |= {"max_step": steps, "lr": options.lr, "min_lr": options.lr / 10, "accelerator": options.accelerator}
-    common |= {"global_batch_size": size, "micro_batch_size": size, "eval_iters": options.eval_iters, "devices": 1}
-    common |= {"eval_step_interval": max(1, steps // 5), "log_step_interval": max(1, min(10, steps // 5))}
+    common = {
+        "model_name": options.model_name,
+        "train_data_dir": options.train_data_dir.resolve(),
+        "keep_last": 1,
+    }
+    common |= {
+        "max_step": steps,
+        "lr": options.lr,
+        "min_lr": options.lr / 10,
+        "accelerator": options.accelerator,
+    }
+    common |= {
+        "global_batch_size": size,
+        "micro_batch_size": size,
+        "eval_iters": options.eval_iters,
+        "devices": 1,
+    }
+    common |= {
+        "eval_step_interval": max(1, steps // 5),
+        "log_step_interval": max(1, min(10, steps // 5)),
+    }
     with tempfile.TemporaryDirectory() as name:  # not used with --output_dir
         folder = (options.output_dir or Path(name)).resolve()
         rows = [measure(folder, name, **common, **flags) for name, flags in ROWS.items()]
@@ -72,9 +101,16 @@ def main(argv: Optional[list[str]] = None) -> int:
         row["minus_fp32"] = row["after"] - of["fp32"]["after"]
         row["gain"] = (row["before"] - row["after"]) / (of["fp32"]["before"] - of["fp32"]["after"])
         row["times_nearest"] = page.over(row, of["nearest"])
-    recipe = f"Recipe: {steps} steps of {size} sequences, lr {options.lr:g} falling to a tenth along a cosine"
-    notes = [f"{recipe}, otherwise the defaults of train.py; the same start, data and order in each row"]
-    page.write("bf16_updates.py", "bfloat16 updates", notes, options, page.compare(rows, COLUMNS), rows)
+    recipe = (
+        f"Recipe: {steps} steps of {size} sequences, lr {options.lr:g} falling to a tenth "
+        f"along a cosine"
+    )
+    notes = [
+        f"{recipe}, otherwise the defaults of train.py; the same start, data and order in each row"
+    ]
+    page.write(
+        "bf16_updates.py", "bfloat16 updates", notes, options, page.compare(rows, COLUMNS), rows
+    )
     return 0
 
 
@@ -84,15 +120,29 @@ def measure(folder: Path, name: str, **flags: Any) -> page.Row:
 
     words = inputs.flags(**flags, output_dir=folder, run_name=name)
     subprocess.run([sys.executable, ROOT / "train.py", *words], stdout=sys.stderr, check=True)
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    evaluated, trained = [line for line in lines if "eval_loss" in line], [line for line in lines if "loss" in line]
+    lines = [
+        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
+    evaluated, trained = (
+        [line for line in lines if "eval_loss" in line],
+        [line for line in lines if "loss" in line],
+    )
     tokens_a_step = trained[-1]["tokens"] / trained[-1]["step"]
     checkpoint = folder / name / f"step-{flags['max_step']:08d}"
     weights = [one for file in checkpoint.glob("*.safetensors") for one in load_file(file).values()]
-    state = [one for file in checkpoint.glob("trainer/optimizer/*.safetensors") for one in load_file(file).values()]
+    state = [
+        one
+        for file in checkpoint.glob("trainer/optimizer/*.safetensors")
+        for one in load_file(file).values()
+    ]
     count = sum(one.numel() for one in weights)
     return {
-        **{"name": name, "error": None, "parameters": count, "eval_steps": [line["step"] for line in evaluated]},
+        **{
+            "name": name,
+            "error": None,
+            "parameters": count,
+            "eval_steps": [line["step"] for line in evaluated],
+        },
         **{"before": evaluated[0]["eval_loss"], "after": evaluated[-1]["eval_loss"]},
         **{key: statistics.fmean(line[key] for line in trained if key in line) for key in MOVED},
         "weight_bytes": sum(one.nbytes for one in weights) / count,

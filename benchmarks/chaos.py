@@ -1,11 +1,13 @@
-"""Kill training at random, again and again: is the latest checkpoint ever unreadable, is anything ever lost?
+"""Kill training at random, again and again: is the latest checkpoint ever unreadable, is anything
+ever lost?
 
     python benchmarks/chaos.py --kills 500 --output chaos.json
 
-Two FSDP ranks train a small GPT-2 with dropout and stochastic rounding. Each attempt is killed with SIGKILL after a random
-time: rank 0, rank 1 or both. After each kill everything that bears a checkpoint's name is read and hashed, and the steps
-that are gone are counted. `--resume auto` goes on until the run is done, which must then have the weights and the log of
-an undisturbed run, bit for bit; then the next run begins. Runs and checks are those of tests/faults/test_kills.py, with
+Two FSDP ranks train a small GPT-2 with dropout and stochastic rounding. Each attempt is killed with
+SIGKILL after a random time: rank 0, rank 1 or both. After each kill everything that bears a
+checkpoint's name is read and hashed, and the steps that are gone are counted. `--resume auto` goes
+on until the run is done, which must then have the weights and the log of an undisturbed run, bit
+for bit; then the next run begins. Runs and checks are those of tests/faults/test_kills.py, with
 ranks that are forked, so that 500 kills take minutes.
 """
 
@@ -44,43 +46,77 @@ KINDS = [  # strategy, --state_dict_type, --async_save
 COUNTS = {
     "kills": "kills",
     "runs": "runs ended",  # in spite of the kills
-    "unreadable": "unreadable",  # kills after which something bears a checkpoint's name and doesn't verify
+    # kills after which something bears a checkpoint's name and doesn't verify
+    "unreadable": "unreadable",
     "lost": "most steps lost",  # logged and gone, after any kill
     "different": "runs that differ",  # whose final weights or log aren't the undisturbed run's
     "orphans": "orphans",  # ranks that did not end by themselves after the other was killed
-    "leftovers": "leftovers swept",  # kills that left a half-written or half-removed folder, swept at the next start
+    # kills that left a half-written or half-removed folder, swept at the next start
+    "leftovers": "leftovers swept",
 }
 
 
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__)
     parser.add_argument("--kills", type=int, default=500, help="of all kinds of runs together")
-    parser.add_argument("--early", type=float, default=0.0, help="part of the kills that come while ranks still set up")
+    parser.add_argument(
+        "--early",
+        type=float,
+        default=0.0,
+        help="part of the kills that come while ranks still set up",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     options = page.parse(parser, argv)
     found: list[Counter[str]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"]).save_pretrained(folder / "gpt2")
+        AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"]).save_pretrained(
+            folder / "gpt2"
+        )
         conftest.make_dataset(folder / "data", np.random.default_rng(0))
         for number, kind in enumerate(KINDS):
             found.append(Counter())
-            chaos(folder, kind, found[-1], -(-options.kills // len(KINDS)), options.early, options.seed + number)
+            chaos(
+                folder,
+                kind,
+                found[-1],
+                -(-options.kills // len(KINDS)),
+                options.early,
+                options.seed + number,
+            )
     lines = []
     for kind, counts in zip(KINDS, found):
-        codes = ", ".join(f"{counts[key]} x {key}" for key in counts if key not in (*COUNTS, "seconds"))
+        codes = ", ".join(
+            f"{counts[key]} x {key}" for key in counts if key not in (*COUNTS, "seconds")
+        )
         lines.append([*kind, *(counts[key] for key in COUNTS), codes, counts["seconds"]])
     notes = [
         f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}",
-        f"Exit codes: of ranks that weren't killed themselves; they ended with {PEER_LOST}, or were done",
+        (
+            f"Exit codes: of ranks that weren't killed themselves; they ended with {PEER_LOST}, or "
+            f"were done"
+        ),
     ]
-    table = page.table(["strategy", "checkpoint", "async", *COUNTS.values(), "exit codes", "seconds"], lines, words=3)
+    table = page.table(
+        ["strategy", "checkpoint", "async", *COUNTS.values(), "exit codes", "seconds"],
+        lines,
+        words=3,
+    )
     page.write("chaos.py", "Chaos: random kills", notes, options, table, list(zip(KINDS, found)))
-    return int(any(counts["unreadable"] or counts["different"] or counts["orphans"] for counts in found))
+    return int(
+        any(counts["unreadable"] or counts["different"] or counts["orphans"] for counts in found)
+    )
 
 
-def chaos(folder: Path, kind: tuple[str, str, str], counts: Counter[str], kills: int, early: float, seed: int) -> None:
+def chaos(
+    folder: Path,
+    kind: tuple[str, str, str],
+    counts: Counter[str],
+    kills: int,
+    early: float,
+    seed: int,
+) -> None:
     """Run after run until there were so many kills."""
     generator, began, output = random.Random(seed), time.monotonic(), folder / "-".join(kind)
     job = train(folder, output / "undisturbed", kind)
@@ -90,7 +126,9 @@ def chaos(folder: Path, kind: tuple[str, str, str], counts: Counter[str], kills:
         run = output / f"run-{counts['runs']}"
         while not attempt(folder, run, kind, counts, generator, moment(generator, longest, early)):
             if counts["kills"] % 20 == 0:
-                page.progress(f"{output.name}: {counts['kills']} kills, {counts['runs']} runs ended")
+                page.progress(
+                    f"{output.name}: {counts['kills']} kills, {counts['runs']} runs ended"
+                )
         counts["runs"] += 1
         try:
             tests.assert_same_run(run, output / "undisturbed")
@@ -108,14 +146,29 @@ def moment(generator: random.Random, longest: float, early: float) -> float:
 
 def train(folder: Path, run: Path, kind: tuple[str, str, str]) -> Job:
     strategy, state_dict_type, async_save = kind
-    more = ("--strategy", strategy, "--async_save", async_save, "--run_name", run.name, "--hang_timeout", 60)
+    more = (
+        "--strategy",
+        strategy,
+        "--async_save",
+        async_save,
+        "--run_name",
+        run.name,
+        "--hang_timeout",
+        60,
+    )
     return Job(2, *tests.flags(folder, run.parent, state_dict_type, *more))
 
 
 def attempt(
-    folder: Path, run: Path, kind: tuple[str, str, str], counts: Counter[str], generator: random.Random, seconds: float
+    folder: Path,
+    run: Path,
+    kind: tuple[str, str, str],
+    counts: Counter[str],
+    generator: random.Random,
+    seconds: float,
 ) -> bool:
-    """One start of `run`, and the kill after `seconds`. True if it came to its end, False if it was killed, which is counted."""
+    """One start of `run`, and the kill after `seconds`. True if it came to its end, False if it was
+    killed, which is counted."""
     job = train(folder, run, kind)
     time.sleep(seconds)
     victims = generator.choice([[0], [1], [0, 1], [0, 1]])
@@ -130,7 +183,9 @@ def attempt(
         return True
     counts["kills"] += 1
     counts.update(str(code) for code in ended if code != -9)
-    counts["leftovers"] += any(path.name.startswith((".tmp-", ".trash-")) for path in run.glob(".t*"))
+    counts["leftovers"] += any(
+        path.name.startswith((".tmp-", ".trash-")) for path in run.glob(".t*")
+    )
     try:
         durable = tests.assert_intact(run, tests.STEPS)
         counts["lost"] = max(counts["lost"], max(tests.logged_steps(run), default=0) - durable)

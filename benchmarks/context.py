@@ -1,7 +1,9 @@
-"""The memory of a step against the tokens of a row, measured and by plan.py, for ranks that share rows and what saves memory.
+"""The memory of a step against the tokens of a row, measured and by plan.py, for ranks that share
+rows and what saves memory.
 
-A real step on real ranks: on a GPU what its allocator counts, on a CPU the storages of all tensors. The slope is that between
-the first and the last length that was measured; what plan.py says doesn't fit is left empty. On a CPU the host is the device: `offload` is for GPUs.
+A real step on real ranks: on a GPU what its allocator counts, on a CPU the storages of all tensors.
+The slope is that between the first and the last length that was measured; what plan.py says doesn't
+fit is left empty. On a CPU the host is the device: `offload` is for GPUs.
 """
 
 from __future__ import annotations
@@ -17,8 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import inputs, memory, page, turns
 
 SHAPES = {
-    "cpu": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8},
-    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "cpu": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    },
+    "cuda": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },
 }
 MORE = {"vocab_size": 4096, "num_key_value_heads": 4, "max_position_embeddings": 2**20}
 CONTEXTS = {"cpu": (4096, 8192, 16384), "cuda": (16384, 32768, 65536)}
@@ -30,34 +42,71 @@ DOCUMENT_TOKENS = 512  # so that attention takes no time
 
 def main(argv: Optional[list[str]] = None) -> None:
     parser = turns.parser(__doc__, rounds=1)
-    parser.add_argument("--sharing", nargs="*", type=int, default=[1, 2, 4], help="ranks that share rows")
+    parser.add_argument(
+        "--sharing", nargs="*", type=int, default=[1, 2, 4], help="ranks that share rows"
+    )
     parser.set_defaults(threads=1, dtypes=["bfloat16"])
     options = turns.resolve(parser, argv)
     contexts = (256, 512) if options.smoke else CONTEXTS[options.kind]
     rows: list[page.Row] = []
-    notes = [f"A Llama of {SHAPES[options.kind]}, in bf16-true; packed documents of {DOCUMENT_TOKENS} tokens on average"]
+    notes = [
+        (
+            f"A Llama of {SHAPES[options.kind]}, in bf16-true; packed documents of "
+            f"{DOCUMENT_TOKENS} "
+            f"tokens on average"
+        )
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        inputs.write_llama(folder / "model", **SHAPES["cpu" if options.smoke else options.kind], **MORE)
+        inputs.write_llama(
+            folder / "model", **SHAPES["cpu" if options.smoke else options.kind], **MORE
+        )
         for context in contexts:
-            inputs.write_rows(folder / str(context), MORE["vocab_size"], context, 8, DOCUMENT_TOKENS)
+            inputs.write_rows(
+                folder / str(context), MORE["vocab_size"], context, 8, DOCUMENT_TOKENS
+            )
         for way in WAYS[: 3 if options.kind == "cpu" else None]:
             for sharing in options.sharing:
-                row: page.Row = {"flags": way or "none", "ranks": sharing, "measured": [], "planned": [], "errors": []}
+                row: page.Row = {
+                    "flags": way or "none",
+                    "ranks": sharing,
+                    "measured": [],
+                    "planned": [],
+                    "errors": [],
+                }
                 for context in contexts:
-                    sizes = {"devices": sharing, "context_parallel": sharing, "micro_batch_size": 1, "lr": 1e-5}
-                    flags = inputs.training(folder, "model", str(context), options.kind, "bf16-true", **sizes) + way.split()
+                    sizes = {
+                        "devices": sharing,
+                        "context_parallel": sharing,
+                        "micro_batch_size": 1,
+                        "lr": 1e-5,
+                    }
+                    flags = (
+                        inputs.training(
+                            folder, "model", str(context), options.kind, "bf16-true", **sizes
+                        )
+                        + way.split()
+                    )
                     store = {"ranks": sharing, "store": folder / f"store-{len(rows)}-{context}"}
                     contender = turns.Contender(options, store, measure, flags, options.kind)
                     row["planned"].append(planned(flags, context))
-                    fits = row["planned"][-1] < FILLED * options.device.get("memory_bytes", math.inf)
+                    fits = row["planned"][-1] < FILLED * options.device.get(
+                        "memory_bytes", math.inf
+                    )
                     report = contender.ask("time", 1, within_seconds=540) if fits else None
                     contender.close()
                     row["measured"].append(report and report["bytes"])
                     row["errors"] += [contender.row["error"]] if contender.row["error"] else []
                 page.progress(f"{row}")
                 rows.append(row)
-                text = page.keep("context.py", "Memory of longer rows", notes, options, body(rows, contexts), rows)
+                text = page.keep(
+                    "context.py",
+                    "Memory of longer rows",
+                    notes,
+                    options,
+                    body(rows, contexts),
+                    rows,
+                )
     print(text)
 
 
@@ -101,7 +150,10 @@ def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
         sizes = ["" if one is None else f"{one / page.MIB:.1f}" for one in row["measured"]]
         sizes += [""] * (len(contexts) - len(sizes))
         there = [place for place, one in enumerate(row["measured"]) if one is not None]
-        line, (first, last) = [f"`{row['flags']}`", row["ranks"], *sizes], (there[0], there[-1]) if there else (0, 0)
+        line, (first, last) = (
+            [f"`{row['flags']}`", row["ranks"], *sizes],
+            (there[0], there[-1]) if there else (0, 0),
+        )
         if first < last:
             steps = contexts[last] - contexts[first]
             slopes = [(row[key][last] - row[key][first]) / steps for key in ("measured", "planned")]

@@ -1,14 +1,16 @@
-"""A base model of English and code goes on with Basque: what it learns and what it forgets, with and without replay.
+"""A base model of English and code goes on with Basque: what it learns and what it forgets, with
+and without replay.
 
-    apt-get download libreoffice-help-en-us libreoffice-help-eu python3.11-doc
-    for package in *.deb; do dpkg -x $package packages; done
-    python benchmarks/continued_pretraining.py base packages WORK    # prepare the data and train the base model (hours)
-    python benchmarks/continued_pretraining.py runs WORK             # each run of the table, one after the other
-    python benchmarks/continued_pretraining.py page WORK             # the table of docs/continued_pretraining.md
+    apt-get download libreoffice-help-en-us libreoffice-help-eu python3.11-doc for package in *.deb;
+    do dpkg -x $package packages; done python benchmarks/continued_pretraining.py base packages WORK
+    # prepare the data and train the base model (hours) python benchmarks/continued_pretraining.py
+    runs WORK # each run of the table, one after the other python
+    benchmarks/continued_pretraining.py page WORK # the table of docs/continued_pretraining.md
 
-Each stage goes on where it was. All texts are of packages of Debian 12: LibreOffice's help in English and Basque, Python's
-documentation, and the standard library's code. The help pages are translations of each other, so what differs is the
-language. `python -m fabric_llm.report WORK/replay-*` draws the runs.
+Each stage goes on where it was. All texts are of packages of Debian 12: LibreOffice's help in
+English and Basque, Python's documentation, and the standard library's code. The help pages are
+translations of each other, so what differs is the language. `python -m fabric_llm.report
+WORK/replay-*` draws the runs.
 """
 
 from __future__ import annotations
@@ -28,9 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import inputs, page
 
 VOCABULARY, CONTEXT = 8192, 256
-NO_CODE = ("test", "tests", "idle_test", "site-packages", "dist-packages")  # folders of the standard library
+NO_CODE = (
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+)  # folders of the standard library
 MODEL = {
-    **{"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4},
+    **{
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+    },
     **{"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True},
     **{"bos_token_id": 0, "eos_token_id": 0},
 }
@@ -58,7 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", choices=stages)
     parser.add_argument("folders", type=Path, nargs="+", help="WORK; of base: PACKAGES WORK")
-    parser.add_argument("--precision", default="32-true", help="of train.py; bf16-true is faster on a GPU")
+    parser.add_argument(
+        "--precision", default="32-true", help="of train.py; bf16-true is faster on a GPU"
+    )
     given = parser.parse_args()
     if len(given.folders) != 1 + (given.stage == "base"):
         parser.error(f"{given.stage} takes {'PACKAGES WORK' if given.stage == 'base' else 'WORK'}.")
@@ -82,27 +97,39 @@ def text_of_pages(folder: Path, file: Path) -> Path:
 
 
 def prepare(packages: Path, work: Path) -> None:
-    """Datasets of each text; that of `old`, English and code, is only there for its tokenizer, which all have."""
+    """Datasets of each text; that of `old`, English and code, is only there for its tokenizer,
+    which all have."""
     help_pages = packages / "usr/share/libreoffice/help"
     [sources, *_] = sorted((packages / "usr/share/doc").glob("python3*/html/_sources"))
     basque = [text_of_pages(help_pages / "eu/text", work / "text" / "basque.jsonl")]
     english = [text_of_pages(help_pages / "en-US/text", work / "text" / "english.jsonl"), sources]
     code = [sysconfig.get_path("stdlib")]
     inputs_of = {"old": english + code, "english": english, "code": code, "basque": basque}
-    patterns = {"old": ["*.txt", "*.py"], "english": ["*.txt"], "code": ["*.py"], "basque": ["*.jsonl"]}
+    patterns = {
+        "old": ["*.txt", "*.py"],
+        "english": ["*.txt"],
+        "code": ["*.py"],
+        "basque": ["*.jsonl"],
+    }
     common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
     tokenizer: dict[str, object] = {"train_tokenizer": VOCABULARY}
     for corpus, folders in inputs_of.items():
         if not (work / "data" / corpus).exists():
             words = ["--input", *folders, "--pattern", *patterns[corpus], "--exclude", *NO_CODE]
-            inputs.call("prepare_data.py", *words, output=work / "data" / corpus, **common, **tokenizer)
+            inputs.call(
+                "prepare_data.py", *words, output=work / "data" / corpus, **common, **tokenizer
+            )
         tokenizer = {"tokenizer": work / "data" / "old" / "tokenizer"}
 
 
 def train_base(packages: Path, work: Path) -> None:
     prepare(packages, work)
     inputs.write_llama(work / "model", **MODEL)
-    evaluated = {"eval_data": f"basque={work}/data/basque", "eval_step_interval": 200, "save_step_interval": 100}
+    evaluated = {
+        "eval_data": f"basque={work}/data/basque",
+        "eval_step_interval": 200,
+        "save_step_interval": 100,
+    }
     run = {"model_name": work / "model", "data_mix": mix_of(work, OLD), "keep_last": 1}
     inputs.train(work / "base", resume="auto", **COMMON, **BASE, **evaluated, **run)
 
@@ -115,11 +142,22 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
     """Name of a run -> its flags, but for those that all have."""
     runs: dict[str, dict[str, object]] = {}
     for percent in (0, 5, 20, 50):
-        shares = {"basque": 1 - percent / 100, **{name: part * percent / 100 for name, part in OLD.items()}}
+        shares = {
+            "basque": 1 - percent / 100,
+            **{name: part * percent / 100 for name, part in OLD.items()},
+        }
         runs[f"replay-{percent}"] = {"data_mix": mix_of(work, shares), "forgetting_budget": NOTHING}
     runs["constant-20"] = {**runs["replay-20"], "lr_schedule": "constant"}
-    runs["stopped"] = {**runs["replay-0"], "forgetting_budget": "english:0.25", "forgetting_action": "stop"}
-    replay = {"train_data_dir": work / "data" / "basque", "replay": work / "data" / "english", "replay_fraction": 0.1}
+    runs["stopped"] = {
+        **runs["replay-0"],
+        "forgetting_budget": "english:0.25",
+        "forgetting_action": "stop",
+    }
+    replay = {
+        "train_data_dir": work / "data" / "basque",
+        "replay": work / "data" / "english",
+        "replay_fraction": 0.1,
+    }
     runs["rewound"] = {**replay, "forgetting_budget": "replay:0.25", "forgetting_action": "rewind"}
     return runs
 
@@ -127,8 +165,12 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
 def continue_from_base(work: Path) -> None:
     base = work / "base" / f"step-{BASE['max_step']:08d}"
     for name, flags in runs_of(work).items():
-        with contextlib.suppress(subprocess.CalledProcessError):  # one of them is to end with exit code 76
-            inputs.train(work / name, model_name=base, resume="auto", **COMMON, **CONTINUED, **flags)
+        with contextlib.suppress(
+            subprocess.CalledProcessError
+        ):  # one of them is to end with exit code 76
+            inputs.train(
+                work / name, model_name=base, resume="auto", **COMMON, **CONTINUED, **flags
+            )
         if name == "constant-20" and not (work / "averaged").exists():
             inputs.call("fabric_llm.average", work / name, last=LAST, output=work / "averaged")
 
@@ -141,7 +183,10 @@ def print_page(work: Path) -> None:
         for said, of in found.items()
     ]
     # The note of the average has nats a token: a set's tokens and bytes are those of the run.
-    nats, last = json.loads((work / "averaged" / "average.json").read_text())["eval_loss"], found[SAID["constant-20"]]
+    nats, last = (
+        json.loads((work / "averaged" / "average.json").read_text())["eval_loss"],
+        found[SAID["constant-20"]],
+    )
     bits = (nats[name] * last[name]["bits_per_byte"] / last[name]["loss"] for name in SETS)
     lines.append([f"the same, last {LAST} checkpoints averaged", *(f"{one:.3f}" for one in bits)])
     print(page.table(["run", *SETS, "copy, nats"], lines))

@@ -2,14 +2,15 @@
 
     pip install . && python benchmarks/gpu.py --markdown gpu.md --output gpu.json
 
-It needs this repository, its dependencies and one GPU; no network, no files. `pytest -m gpu` shows first that the GPU computes
-the right thing.
+It needs this repository, its dependencies and one GPU; no network, no files. `pytest -m gpu` shows
+first that the GPU computes the right thing.
 
-Llamas of 1, 3 and 8 billion parameters in bf16-true, with weights drawn on the GPU, over compilation, loss, attention,
-activation checkpointing and micro-batch. A step is train.py's (one_step.py) on rows of packed random documents that don't see
-each other. Each case is a process of its own and has a limit of time; whatever goes wrong in it is what its row says. What is
-left when the minutes are over isn't run. The files are written after each case, and a case that --output has from a call
-before isn't run again.
+Llamas of 1, 3 and 8 billion parameters in bf16-true, with weights drawn on the GPU, over
+compilation, loss, attention, activation checkpointing and micro-batch. A step is train.py's
+(one_step.py) on rows of packed random documents that don't see each other. Each case is a process
+of its own and has a limit of time; whatever goes wrong in it is what its row says. What is left
+when the minutes are over isn't run. The files are written after each case, and a case that --output
+has from a call before isn't run again.
 
 MFU is counted as in a run's log, see fabric_llm/model/flops.py.
 """
@@ -34,7 +35,13 @@ VOCABULARY = 128256
 
 
 def llama(
-    hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int, tied: bool, vocabulary: int
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    key_value_heads: int,
+    tied: bool,
+    vocabulary: int,
 ) -> dict[str, Any]:
     """Fields of LlamaConfig."""
     shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
@@ -48,14 +55,26 @@ SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
     "8B": llama(4096, 14336, 32, 32, 8, False, VOCABULARY),
     "toy": llama(64, 128, 2, 4, 2, True, 256),
 }
-DATA, TOY_DATA = (VOCABULARY, 4096, 64, 1000), (256, 64, 64, 16)  # vocabulary, context, rows, tokens of a document
+DATA, TOY_DATA = (
+    (VOCABULARY, 4096, 64, 1000),
+    (256, 64, 64, 16),
+)  # vocabulary, context, rows, tokens of a document
 TIMED_SECONDS, CASE_SECONDS, LEAST_SECONDS = 4.0, 75.0, 15.0
-USUAL = {"compile": "true", "loss": "chunked", "attention": "packed"}  # flags of all cases that don't say otherwise
-SIZE, FULL, SELECTIVE = "--micro_batch_size", "--activation_checkpointing full", "--activation_checkpointing selective"
+USUAL = {
+    "compile": "true",
+    "loss": "chunked",
+    "attention": "packed",
+}  # flags of all cases that don't say otherwise
+SIZE, FULL, SELECTIVE = (
+    "--micro_batch_size",
+    "--activation_checkpointing full",
+    "--activation_checkpointing selective",
+)
 OFFLOAD, FLOAT8 = "--activation_checkpointing offload", "--float8 rowwise"
 EVERY_SECOND = "--activation_checkpointing every:2"
 PLAIN = "--compile false --loss full --attention sdpa"
-CASES = [  # a shape and flags of train.py; what matters most first: the last ones may not be reached
+# a shape and flags of train.py; what matters most first: the last ones may not be reached
+CASES = [
     f"1B {SIZE} 4",
     f"8B {SIZE} 4 {FULL}",
     f"1B {SIZE} 4 --compile false",
@@ -84,7 +103,8 @@ TOY_CASES = [
     f"toy {SIZE} 2 --compile false",
     f"toy {SIZE} 2 {PLAIN}",
     f"toy {SIZE} 1 --compile false {SELECTIVE}",
-    f"toy {SIZE} 1 --compile false --attention flash_attention_2",  # not on a CPU: its error is its row
+    # not on a CPU: its error is its row
+    f"toy {SIZE} 1 --compile false --attention flash_attention_2",
 ]
 COLUMNS = {
     "dtype": lambda row: row["dtype"],
@@ -97,8 +117,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     began = time.monotonic()
     parser = turns.parser(__doc__, rounds=3)
     parser.set_defaults(dtypes=["bfloat16"], warm_up=3)
-    parser.add_argument("--minutes", type=float, default=7.5, help="after which nothing new is started")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of the cases")
+    parser.add_argument(
+        "--minutes", type=float, default=7.5, help="after which nothing new is started"
+    )
+    parser.add_argument(
+        "--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of the cases"
+    )
     options = turns.resolve(parser, argv)
     if options.kind == "cpu" and not options.smoke:
         parser.error("this machine shows no GPU to PyTorch; --smoke runs toy sizes on the CPU.")
@@ -127,13 +151,17 @@ def measured(output: Optional[Path]) -> dict[tuple[str, str], page.Row]:
     return {(row["name"], row["dtype"]): row for row in rows if row["seconds"] and not row["error"]}
 
 
-def try_case(case: str, dtype: str, folder: Path, options: argparse.Namespace, deadline: float) -> page.Row:
+def try_case(
+    case: str, dtype: str, folder: Path, options: argparse.Namespace, deadline: float
+) -> page.Row:
     row: page.Row = {"name": case, "dtype": dtype, "error": None, "seconds": []}
     if time.monotonic() > deadline - LEAST_SECONDS:
         return {**row, "error": "not run: the minutes are over"}
     ends = min(deadline, time.monotonic() + CASE_SECONDS)
     shape, *more = case.split()
-    flags = inputs.training(folder, shape, "data", options.kind, turns.DTYPES[dtype], **USUAL) + more
+    flags = (
+        inputs.training(folder, shape, "data", options.kind, turns.DTYPES[dtype], **USUAL) + more
+    )
     contender = turns.Contender(options, row, training, flags)
     row = contender.row
     contender.ask("time", max(1, options.warm_up), ends - time.monotonic())
@@ -171,12 +199,19 @@ def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> 
         if (seconds := page.median(row)) is not None:
             row["tokens_per_second"] = row["tokens"] / seconds
             row["tflops"] = row["operations"] / seconds / 1e12
-            row["mfu"] = None if peak is None or row["dtype"] != "bfloat16" else row["tflops"] / peak
+            row["mfu"] = (
+                None if peak is None or row["dtype"] != "bfloat16" else row["tflops"] / peak
+            )
     notes = [
         f"Seconds so far: {time.monotonic() - began:.0f}",
-        f"Peak of this device: {'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}",
-        f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens on average, "
-        f"context {context}; {' '.join(inputs.flags(**USUAL))} where a case doesn't say otherwise; peak: the allocator's "
+        (
+            f"Peak of this device: "
+            f"{'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}"
+        ),
+        f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens "
+        f"on average, "
+        f"context {context}; {' '.join(inputs.flags(**USUAL))} where a case doesn't say "
+        f"otherwise; peak: the allocator's "
         "high-water mark in a step, with weights and moments",
     ]
     return page.keep("gpu.py", "One GPU", notes, options, page.compare(rows, COLUMNS), rows)

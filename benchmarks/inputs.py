@@ -1,4 +1,5 @@
-"""What benchmarks train on: Llamas with random weights or none, rows of random tokens; flags, and commands of this repository."""
+"""What benchmarks train on: Llamas with random weights or none, rows of random tokens; flags, and
+commands of this repository."""
 
 from __future__ import annotations
 
@@ -10,8 +11,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
-TOY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
+TOY_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 DEEP = {"num_hidden_layers": 31, "vocab_size": 8192}
 LARGE_LLAMAS = {  # GiB in bfloat16 -> fields of LlamaConfig
     2: {"hidden_size": 1664, "intermediate_size": 4576, "num_attention_heads": 26, **DEEP},
@@ -22,8 +33,11 @@ DOCUMENT_END = 0  # the token that ends each document of packed rows
 DOCUMENT_TOKENS = 300  # of a document, on average
 
 
-def write_llama(folder: Path, with_weights: bool = False, dtype: str = "float32", **shape: Any) -> None:
-    """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in `dtype`, for all contenders."""
+def write_llama(
+    folder: Path, with_weights: bool = False, dtype: str = "float32", **shape: Any
+) -> None:
+    """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in `dtype`, for all
+    contenders."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils.logging import disable_progress_bar
@@ -33,21 +47,28 @@ def write_llama(folder: Path, with_weights: bool = False, dtype: str = "float32"
     config.save_pretrained(folder)
     if with_weights:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(
+            folder
+        )
 
 
-def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0) -> None:
+def write_rows(
+    folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0
+) -> None:
     """A dataset folder for train.py with rows of uniformly random tokens.
 
-    document_tokens: the rows are packed with documents of so many tokens on average (each token ends its document
-    with the same probability), as prepare_data.py packs them. 0: each row is one document.
+    document_tokens: the rows are packed with documents of so many tokens on average (each token
+    ends its document with the same probability), as prepare_data.py packs them. 0: each row is one
+    document.
     """
     import datasets
     import numpy as np
 
     datasets.disable_progress_bars()
     generator = np.random.default_rng(0)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=context)})
+    features = datasets.Features(
+        {"input_ids": datasets.List(datasets.Value("int32"), length=context)}
+    )
     splits = datasets.DatasetDict()
     for split, count in (("train", rows), ("validation", min(rows, 8))):
         tokens = generator.integers(1, vocabulary, (count, context), dtype="int32")
@@ -57,7 +78,9 @@ def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_
     splits.save_to_disk(str(folder))
     if document_tokens:
         manifest = {"packed": True, "context_length": context, "max_token_id": vocabulary - 1}
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "eos_token_id": DOCUMENT_END}))
+        (folder / "manifest.json").write_text(
+            json.dumps({**manifest, "eos_token_id": DOCUMENT_END})
+        )
 
 
 def flags(**given: Any) -> list[str]:
@@ -65,22 +88,41 @@ def flags(**given: Any) -> list[str]:
     return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
 
 
-def training(folder: Path, model: str, data: str, kind: str, precision: str, **more: Any) -> list[str]:
-    """The flags of train.py that every benchmark gives, for one device unless `more` says otherwise."""
-    common = {"model_name": folder / model, "train_data_dir": folder / data, "output_dir": folder / "runs"}
-    common |= {"accelerator": kind, "devices": 1, "precision": precision, "max_step": 10**6, "verify_start": "false"}
+def training(
+    folder: Path, model: str, data: str, kind: str, precision: str, **more: Any
+) -> list[str]:
+    """The flags of train.py that every benchmark gives, for one device unless `more` says
+    otherwise."""
+    common = {
+        "model_name": folder / model,
+        "train_data_dir": folder / data,
+        "output_dir": folder / "runs",
+    }
+    common |= {
+        "accelerator": kind,
+        "devices": 1,
+        "precision": precision,
+        "max_step": 10**6,
+        "verify_start": "false",
+    }
     return flags(**{**common, **more})
 
 
 def call(script: str, *words: object, **given: object) -> None:
     """A command of this repository, printed as one would type it."""
-    command = [*(["-m"] if script.startswith("fabric_llm.") else []), script, *map(str, words), *flags(**given)]
+    command = [
+        *(["-m"] if script.startswith("fabric_llm.") else []),
+        script,
+        *map(str, words),
+        *flags(**given),
+    ]
     print("$ python", *command, file=sys.stderr, flush=True)
     subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=True)
 
 
 def train(run: Path, **given: object) -> None:
-    """train.py into the directory `run`, unless it has come to its end there, also that of a guard."""
+    """train.py into the directory `run`, unless it has come to its end there, also that of a
+    guard."""
     status = run / "STATUS.json"
     if not status.exists() or json.loads(status.read_text())["code"] not in (0, 76):
         call("train.py", output_dir=run.parent, run_name=run.name, **given)

@@ -1,12 +1,14 @@
-"""What a model that is large for its host takes of the host's memory: to start, resume, rewind, save and export, beside its goals.
+"""What a model that is large for its host takes of the host's memory: to start, resume, rewind,
+save and export, beside its goals.
 
     python benchmarks/large_models.py --markdown docs/results/large_models.md
 
-A random Llama of 2 GiB in bfloat16, on ranks that share one host. Each case is a run that starts, saves, goes back once and saves
-again, then another that resumes it on another number of ranks and saves shards, and an export of either checkpoint. Memory is
-what the operating system says of all processes together, 20 times a second. It is compared with what was there just before: for
-a start what the processes have imported, for a save the memory of training. start.py --gib 2 has the seconds of such a start.
-docs/results/large_models.md says what the columns are, and the goals.
+A random Llama of 2 GiB in bfloat16, on ranks that share one host. Each case is a run that starts,
+saves, goes back once and saves again, then another that resumes it on another number of ranks and
+saves shards, and an export of either checkpoint. Memory is what the operating system says of all
+processes together, 20 times a second. It is compared with what was there just before: for a start
+what the processes have imported, for a save the memory of training. start.py --gib 2 has the
+seconds of such a start. docs/results/large_models.md says what the columns are, and the goals.
 """
 
 from __future__ import annotations
@@ -31,18 +33,26 @@ from fabric_llm.base.program import plain_output
 
 GIB = 2**30
 CONTEXT_TOKENS = 16
-SETTLING_SECONDS = 2  # before a phase, so that what was there before it is sampled without what the last one has freed
+# before a phase, so that what was there before it is sampled without what the last one has freed
+SETTLING_SECONDS = 2
 EVERY_SECONDS = 0.05
 REWINDS_AT = 2  # the step that a run goes back after, once
 
 
-CASES = (("fsdp2", 1, 2), ("fsdp2", 2, 4), ("fsdp2", 4, 1), ("fsdp", 2, 1))  # a run's ranks, and those that resume it
+CASES = (
+    ("fsdp2", 1, 2),
+    ("fsdp2", 2, 4),
+    ("fsdp2", 4, 1),
+    ("fsdp", 2, 1),
+)  # a run's ranks, and those that resume it
 EXPORTED = CASES[1]
 COLUMNS = {
     "ranks": lambda row: str(row["ranks"]),
     **{"before": page.number("before", of=GIB), "peak": page.number("peak", of=GIB)},
     **{"beyond": page.number("beyond", of=GIB), "goal": page.number("goal", of=GIB)},
-    "met": lambda row: "" if row["goal"] is None else "yes" if row["beyond"] <= row["goal"] else "**no**",
+    "met": lambda row: (
+        "" if row["goal"] is None else "yes" if row["beyond"] <= row["goal"] else "**no**"
+    ),
     "with pages of files": page.number("beyond_with_files", of=GIB),
     "largest rank": page.number("largest", of=GIB),
 }
@@ -61,8 +71,16 @@ Watched = tuple[list[Phase], list[memory.Held]]  # what a command did, and what 
 
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__, rounds=1)
-    parser.add_argument("--gib", type=float, default=2, choices=inputs.LARGE_LLAMAS, help="size of the model")
-    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="which of the cases, by number")
+    parser.add_argument(
+        "--gib", type=float, default=2, choices=inputs.LARGE_LLAMAS, help="size of the model"
+    )
+    parser.add_argument(
+        "--cases",
+        type=int,
+        nargs="*",
+        default=range(len(CASES)),
+        help="which of the cases, by number",
+    )
     options = page.parse(parser, argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder, shape = Path(temporary), inputs.LARGE_LLAMAS[options.gib]
@@ -71,7 +89,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         size = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
         rows = [row for case in options.cases for row in rows_of(folder, CASES[case], size)]
     notes = [
-        f"Model: Llama, {size / 2:,.0f} parameters, {size / GIB:.2f} GiB in bfloat16, {shape['num_hidden_layers']} layers; "
+        f"Model: Llama, {size / 2:,.0f} parameters, {size / GIB:.2f} GiB in bfloat16, "
+        f"{shape['num_hidden_layers']} layers; "
         f"bf16-true, AdamW, context {CONTEXT_TOKENS}, micro-batch 1",
     ]
     title = "Models that are large for their host"
@@ -80,7 +99,8 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def rows_of(folder: Path, case: tuple[str, int, int], model_bytes: int) -> Iterator[page.Row]:
-    """The measurements of a case. Bytes: "before", "peak" and so on of anonymous memory, "goal" of what comes to "before"."""
+    """The measurements of a case. Bytes: "before", "peak" and so on of anonymous memory, "goal" of
+    what comes to "before"."""
     strategy, ranks, resumed_on = case
     run = folder / "runs" / "run"
     resumes = {"resume": "true", "resume_override": "max_step"}
@@ -88,7 +108,13 @@ def rows_of(folder: Path, case: tuple[str, int, int], model_bytes: int) -> Itera
         ("full", ranks, REWINDS_AT, "start", {}),
         ("sharded", resumed_on, REWINDS_AT + 1, f"resume of what {ranks} have saved", resumes),
     ):
-        flags = {"devices": of_ranks, "strategy": strategy, "max_step": max_step, "state_dict_type": kind, **more}
+        flags = {
+            "devices": of_ranks,
+            "strategy": strategy,
+            "max_step": max_step,
+            "state_dict_type": kind,
+            **more,
+        }
         marks, trace = train(folder, run.name, **flags)
         for name, *given in phases(begins, kind, marks, trace, model_bytes):
             yield row(f"{strategy}: {name}", of_ranks, trace, *given)
@@ -105,7 +131,12 @@ def phases(
     step = of["verify"].ended, of["save"].began
     most = max(now.anonymous for now in trace if step[0] <= now.seconds <= step[1])
     # The weights are on this host, whose goal is three tenths of them and 1 GiB.
-    yield f"{begins}, until the weights are there", of["read"].began, of["optimizer"].began, 1.3 * model_bytes + GIB
+    yield (
+        f"{begins}, until the weights are there",
+        of["read"].began,
+        of["optimizer"].began,
+        1.3 * model_bytes + GIB,
+    )
     # What comes then is training's own: two moments, and gradients, which are on this host as well.
     yield f"{begins}, optimizer", *of["optimizer"][1:], 2.3 * model_bytes
     yield f"{begins}, verified", *of["verify"][1:], most - at(trace, of["verify"].began).anonymous
@@ -118,9 +149,17 @@ def phases(
 
 
 def export_row(folder: Path, kind: str, run: Path, model_bytes: int) -> page.Row:
-    """Of an export into several files: it may hold as much as the largest of them and a fifth, besides what it imports."""
+    """Of an export into several files: it may hold as much as the largest of them and a fifth,
+    besides what it imports."""
     output = folder / "exported"
-    words = ["export_hf.py", str(run), "--output", str(output), "--max_shard_size", f"{model_bytes // 4 // 10**6}MB"]
+    words = [
+        "export_hf.py",
+        str(run),
+        "--output",
+        str(output),
+        "--max_shard_size",
+        f"{model_bytes // 4 // 10**6}MB",
+    ]
     marks, trace = watch(folder, words)
     exported = next(phase for phase in marks if phase.name == "export")
     largest = max(file.stat().st_size for file in output.glob("*.safetensors"))
@@ -128,7 +167,14 @@ def export_row(folder: Path, kind: str, run: Path, model_bytes: int) -> page.Row
     return row(f"export of a {kind} checkpoint", 1, trace, *exported[1:], 1.2 * largest)
 
 
-def row(name: str, ranks: int, trace: list[memory.Held], began: float, ended: float, room: Optional[float]) -> page.Row:
+def row(
+    name: str,
+    ranks: int,
+    trace: list[memory.Held],
+    began: float,
+    ended: float,
+    room: Optional[float],
+) -> page.Row:
     """room: what may come to the memory that was there before; None: as much as it takes."""
     before = at(trace, began)
     during = [now for now in trace if began <= now.seconds <= ended] or [before]
@@ -147,9 +193,23 @@ def at(trace: list[memory.Held], moment: float) -> memory.Held:
 
 
 def train(folder: Path, name: str, **flags: Any) -> Watched:
-    flags |= {"model_name": folder / "model", "train_data_dir": folder / "data", "output_dir": folder / "runs"}
-    flags |= {"precision": "bf16-true", "accumulation_dtype": "same", "log_step_interval": 1, "eval_iters": 0}
-    flags |= {"global_batch_size": 4, "micro_batch_size": 1, "save_step_interval": 1, "keep_last": 1}
+    flags |= {
+        "model_name": folder / "model",
+        "train_data_dir": folder / "data",
+        "output_dir": folder / "runs",
+    }
+    flags |= {
+        "precision": "bf16-true",
+        "accumulation_dtype": "same",
+        "log_step_interval": 1,
+        "eval_iters": 0,
+    }
+    flags |= {
+        "global_batch_size": 4,
+        "micro_batch_size": 1,
+        "save_step_interval": 1,
+        "keep_last": 1,
+    }
     return watch(folder, ["train.py", *inputs.flags(**flags, run_name=name)])
 
 
@@ -201,7 +261,11 @@ def run_marked(file: Path, script: str, words: list[str]) -> None:
         judge, steps = Guard._judge, itertools.count(1)
 
         def rewind_once(guard: Guard, *numbers: float) -> tuple[str, str]:
-            return ("rewind", "a spike, for once") if next(steps) == REWINDS_AT else judge(guard, *numbers)
+            return (
+                ("rewind", "a spike, for once")
+                if next(steps) == REWINDS_AT
+                else judge(guard, *numbers)
+            )
 
         Guard._judge = rewind_once
         return train(*given)

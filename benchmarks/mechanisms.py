@@ -3,10 +3,11 @@
     python benchmarks/mechanisms.py                # all, about half an hour on two cores
     python benchmarks/mechanisms.py --only hashes  # those whose name holds a word
 
-Each mechanism of docs/faults.md is a named function or constant. In every process that the tests start, right after its
-module is loaded and before others import it, something without the mechanism is put in its place. The tests of its row must
-then fail: a test that passes without what it is there for is worth nothing. A mechanism whose name doesn't exist any more is
-reported as stale: its entry below must be brought up to date. The source isn't changed.
+Each mechanism of docs/faults.md is a named function or constant. In every process that the tests
+start, right after its module is loaded and before others import it, something without the mechanism
+is put in its place. The tests of its row must then fail: a test that passes without what it is
+there for is worth nothing. A mechanism whose name doesn't exist any more is reported as stale: its
+entry below must be brought up to date. The source isn't changed.
 """
 
 from __future__ import annotations
@@ -41,9 +42,19 @@ PATCHED = "FABRIC_LLM_PATCHED"  # another: a file, made once done
 TIMEOUT_SECONDS = 400  # without its mechanism a test may hang, which is a failure as well
 KILLS, ROWS, DAMAGE = "faults/test_kills.py", "faults/test_rows.py", "faults/test_damage.py"
 WORLD_CYCLE, NON_FINITE = "faults/test_world_cycle.py", "faults/test_non_finite.py"
-CHECKPOINT, SECURITY, STOP, WATCH = "test_checkpoint.py", "test_security.py", "test_stop.py", "test_watch.py"
+CHECKPOINT, SECURITY, STOP, WATCH = (
+    "test_checkpoint.py",
+    "test_security.py",
+    "test_stop.py",
+    "test_watch.py",
+)
 EVALUATION, WORLD, FALLBACK = "test_evaluation.py", "test_launched_world.py", "test_fallback.py"
-BAD_INPUT, NUMERICS, GUARD, METRICS = "test_bad_input.py", "test_numerics.py", "test_guard.py", "test_metrics.py"
+BAD_INPUT, NUMERICS, GUARD, METRICS = (
+    "test_bad_input.py",
+    "test_numerics.py",
+    "test_guard.py",
+    "test_metrics.py",
+)
 LAW_1, LAW_12 = "test_law_1_one_big_batch.py", "test_law_12_mixture.py"
 
 
@@ -66,7 +77,8 @@ def is_now(value: Any) -> Callable[[Any], Any]:
 
 
 def with_names(**names: Any) -> Callable[[Any], Any]:
-    """In the place of an imported module, one with some other names. Raises AttributeError where it has none of them."""
+    """In the place of an imported module, one with some other names. Raises AttributeError where it
+    has none of them."""
 
     def instead(original: Any) -> Any:
         for name in names:
@@ -91,12 +103,18 @@ def without_trace_of_unreadable(original, *args):
 @wrapping
 def with_actual_sizes(original, folder, entries, *rest):
     sizes = {name: (folder / name).stat().st_size for name in entries if (folder / name).is_file()}
-    original(folder, {name: {**e, "bytes": sizes.get(name, e["bytes"])} for name, e in entries.items()}, *rest)
+    original(
+        folder,
+        {name: {**e, "bytes": sizes.get(name, e["bytes"])} for name, e in entries.items()},
+        *rest,
+    )
 
 
 @wrapping
 def those_that_are_there(original, folder, entries, *rest):
-    original(folder, {name: entry for name, entry in entries.items() if (folder / name).is_file()}, *rest)
+    original(
+        folder, {name: entry for name, entry in entries.items() if (folder / name).is_file()}, *rest
+    )
 
 
 @wrapping
@@ -108,7 +126,10 @@ def only_listed(original, folder):
 
 @wrapping
 def own_problem_alone(original, pending, problems):
-    return original(pending, [problem if rank == pending.rank else None for rank, problem in enumerate(problems)])
+    return original(
+        pending,
+        [problem if rank == pending.rank else None for rank, problem in enumerate(problems)],
+    )
 
 
 @wrapping
@@ -143,7 +164,9 @@ def hangup_as_sigterm(original, self, number, frame):
 
 @wrapping
 def without_given(original, arguments, directory):
-    return original(replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory)
+    return original(
+        replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory
+    )
 
 
 @wrapping
@@ -266,17 +289,29 @@ class Mechanism:
 
 
 MECHANISMS = [Mechanism(*entry) for entry in [
-    ("kill", "log is cut back to the checkpoint", "run.metrics:is_before", KILLS, "named_point and between_steps",
+    ("kill", (
+        "log is cut back to the "
+        "checkpoint"
+    ), "run.metrics:is_before", KILLS, "named_point and between_steps",
      gives(True)),
     ("kill", "optimizer state is loaded", "checkpoint.reading:load_optimizer",
      KILLS, "named_point and between_steps and full"),
-    ("kill", "randomness follows the step", "training.step:seed_step", KILLS, "named_point and between_steps and full"),
+    ("kill", "randomness follows the step", "training.step:seed_step", KILLS, (
+        "named_point and "
+        "between_steps and full"
+    )),
     ("kill in a save", "written beside its name", "checkpoint.writing:from_first",
      KILLS, "named_point and save.parts and sharded",
      wrapping(lambda original, value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)))),
-    ("kill in a save", "on the disk before the name", "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
+    ("kill in a save", (
+        "on the disk before the "
+        "name"
+    ), "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
     ("kill in a save", "files are durable", "base.files:fsync", CHECKPOINT, "everything_is_on_disk"),
-    ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS, "named_point and save.parts and full",
+    ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS, (
+        "named_point and "
+        "save.parts and full"
+    ),
      gives([])),
     ("kill in a save", "leftovers go before the disk is asked", "plan.run_directory:sweep",
      CHECKPOINT, "killed_save_left"),
@@ -287,14 +322,20 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("kill in a background save", "a copy is written", "checkpoint.writing:begin",
      ROWS, "save_in_the_background_writes", without_copies),
     ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises", own_problem_alone),
-    ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS, "save_that_raises",
+    ("a save raises", (
+        "in the background as "
+        "well"
+    ), "checkpoint.writing:commit", ROWS, "save_that_raises",
      without_background_problem),
     ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS, "save_that_raises",
      with_names(rmtree=nothing)),
     ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable", log_before_commit),
     ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
      own_request_alone),
-    ("signals", "nobody needs to read what is printed", "base.program:outlast_readers", ROWS, "ctrl_c"),
+    ("signals", (
+        "nobody needs to read what is "
+        "printed"
+    ), "base.program:outlast_readers", ROWS, "ctrl_c"),
     ("signals", "nobody waits for a reader", "base.program:SECONDS_FOR_A_READER", ROWS, "does_not_read",
      is_now(3600.0)),
     ("signals", "handled at all", "processes.stop:_under_nohup", ROWS, "sigterm", gives(True)),
@@ -303,42 +344,72 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("signals", "nohup is heeded", "processes.stop:_under_nohup", STOP, "terminal", gives(False)),
     ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP, "second_signal",
      without_interrupt),
-    ("signals", "one that is delivered twice is one", "processes.stop:StopSignal._handle", STOP, "delivered_twice",
+    ("signals", (
+        "one that is delivered twice is "
+        "one"
+    ), "processes.stop:StopSignal._handle", STOP, "delivered_twice",
      each_anew),
     ("signals", "a request to stop ends an evaluation", "training.evaluation:Evaluation._until_stopped",
      EVALUATION, "heard_inside", is_now(lambda self: self.batches.stream(0))),
-    ("signals", "an evaluation that was cut off is made up", "run.save:evaluates_first", EVALUATION, "heard_inside",
+    ("signals", (
+        "an evaluation that was cut off is made "
+        "up"
+    ), "run.save:evaluates_first", EVALUATION, "heard_inside",
      wrapping(lambda original, plan: original(replace(plan, resumed={})))),
     ("signals", "torchrun doesn't start again what was stopped", "processes.launch:for_launcher",
      ROWS, "asked_to_stop_is_not", is_now(lambda code: code)),
     ("signals", "stop and save_now files", "processes.stop:STOP_FILE", STOP, "file", is_now("no")),
     ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
      without_trace_of_unreadable),
-    ("damage", "in what a new run starts from", "plan.make_plan:_require_whole", FALLBACK, "new_run_from"),
+    ("damage", (
+        "in what a new run starts "
+        "from"
+    ), "plan.make_plan:_require_whole", FALLBACK, "new_run_from"),
     ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
      wrapping(lambda original, folder, entries, hashes, *rest: original(folder, entries, False, *rest))),
     ("damage", "sizes", "base.files:check_files", DAMAGE, "truncated", with_actual_sizes),
     ("damage", "missing files", "base.files:check_files", DAMAGE, "missing", those_that_are_there),
-    ("damage", "files that nobody wrote", "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
-    ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
+    ("damage", (
+        "files that nobody "
+        "wrote"
+    ), "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
+    ("damage", (
+        "falls back to the newest whole "
+        "one"
+    ), "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
      newest_or_none),
-    ("damage", "a named one is never replaced", "plan.run_directory:choose", FALLBACK, "never_replaced",
+    ("damage", (
+        "a named one is never "
+        "replaced"
+    ), "plan.run_directory:choose", FALLBACK, "never_replaced",
      without_given),
     ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch", gives(False)),
     ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS, "first_error", own_fault),
-    ("a rank fails", "its fault is remembered when the store has gone", "processes.watch:Watch.refresh",
+    ("a rank fails", (
+        "its fault is remembered when the store has "
+        "gone"
+    ), "processes.watch:Watch.refresh",
      WATCH, "known_once_the_store_has_gone", forgetful),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
      ROWS, "killed_rank_of_a_plain"),
     ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
      is_now(0)),
-    ("a rank fails", "a command ends as its first rank", "run.supervision:_end", ROWS, "ends_as_the_first",
+    ("a rank fails", (
+        "a command ends as its first "
+        "rank"
+    ), "run.supervision:_end", ROWS, "ends_as_the_first",
      lost_with_the_others),
     ("a rank fails", "one command for all ranks", "run.supervision:ranks", ROWS, "two_commands",
      with_names(gather=lambda value: [value])),
-    ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS, "numbered_already",
+    ("a rank fails", (
+        "ranks get their own "
+        "numbers"
+    ), "processes.launch:subprocess", ROWS, "numbered_already",
      with_the_same_rank),
-    ("a rank fails", "an end before training is told", "plan.run_directory:leave", ROWS, "ends_before_training"),
+    ("a rank fails", (
+        "an end before training is "
+        "told"
+    ), "plan.run_directory:leave", ROWS, "ends_before_training"),
     ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch.refresh",
      ROWS, "while_rank_0_is_frozen", patient),
     ("a rank hangs", "heartbeats are listened to", "processes.watch:hanging", ROWS, "hangs_or_is_frozen and hang"),
@@ -350,7 +421,10 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      ROWS, "hangs_or_is_frozen and stop", gives(0.0)),
     ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._silent",
      ROWS, "hears_of_rank_0s_death"),
-    ("a rank hangs", "nobody waits for a frozen store", "processes.watch:Watch.refresh", ROWS, "while_rank_0_is_frozen",
+    ("a rank hangs", (
+        "nobody waits for a frozen "
+        "store"
+    ), "processes.watch:Watch.refresh", ROWS, "while_rank_0_is_frozen",
      patient),
     ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS, "told_by_rank_0",
      with_names(read_status=lambda folder: {})),
@@ -362,24 +436,45 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("disk full", "room is asked for", "base.files:room", ROWS, "no_room"),
     ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS, "do_not_share"),
     ("directory", "one run at a time", "plan.run_directory:fcntl", ROWS, "two_runs", with_names(flock=nothing)),
-    ("directory", "a file system without locks is no obstacle", "plan.run_directory:NO_LOCKS", ROWS, "without_locks",
+    ("directory", (
+        "a file system without locks is no "
+        "obstacle"
+    ), "plan.run_directory:NO_LOCKS", ROWS, "without_locks",
      is_now(())),
-    ("directory", "an end isn't hidden by a status that can't be written", "plan.run_directory:write_atomically",
+    ("directory", (
+        "an end isn't hidden by a status that can't be "
+        "written"
+    ), "plan.run_directory:write_atomically",
      ROWS, "hides_nothing", with_another_error),
     ("directory", "tried before the model is built", "plan.run_directory:require_writable",
      CHECKPOINT, "cannot_be_made"),
-    ("directory", "a fresh one goes when the plan is wrong", "plan.run_directory:leave", BAD_INPUT, "another_tokenizer",
+    ("directory", (
+        "a fresh one goes when the plan is "
+        "wrong"
+    ), "plan.run_directory:leave", BAD_INPUT, "another_tokenizer",
      wrapping(lambda original, fault, has_plan=True: original(fault))),
     ("another model", "shapes are compared", "plan.make_plan:state_dicts", BAD_INPUT, "another_model",
      with_names(saved_shapes=lambda skeleton: [])),
-    ("another model", "precision, data and seed stay", "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
+    ("another model", (
+        "precision, data and seed "
+        "stay"
+    ), "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
      wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
-    ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
+    ("other ranks", (
+        "order doesn't depend on their "
+        "number"
+    ), "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
      wrapping(lambda original, self, positions: original(replace(self, seed=self.seed + self.world_size), positions))),
     ("other schedule", "refused unless named", "plan.checks:overrides", BAD_INPUT, "run_that_is_there",
      wrapping(lambda original, flags: list(flags.declared()))),
-    ("other schedule", "the new curve is shown", "plan.same_run:_curves", ROWS, "extending", gives([])),
-    ("rollback", "later checkpoints are moved aside", "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
+    ("other schedule", (
+        "the new curve is "
+        "shown"
+    ), "plan.same_run:_curves", ROWS, "extending", gives([])),
+    ("rollback", (
+        "later checkpoints are moved "
+        "aside"
+    ), "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
     ("rollback", "isn't made again by a restart", "plan.run_directory:_goes_on_from", ROWS, "rollback_that_is_restarted",
      gives(False)),
     ("other machines", "take what rank 0 has chosen", "run.supervision:ranks",
@@ -395,17 +490,29 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      gives(ANY)),
     ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
      takes_anything),
-    ("not finite", "loss and NaN of one rank are everybody's", "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
+    ("not finite", (
+        "loss and NaN of one rank are "
+        "everybody's"
+    ), "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
      wrapping(lambda original, fabric, tensor: tensor if tensor.is_floating_point() else original(fabric, tensor))),
     ("not finite", "no checkpoint holds one", "checkpoint.writing:is_finite", NON_FINITE, "checkpoint_of_a_model",
      gives(True)),
     ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
-    ("tracker", "its failures are no failures", "run.metrics:Trackers._work", METRICS, "tracker_that_fails",
+    ("tracker", (
+        "its failures are no "
+        "failures"
+    ), "run.metrics:Trackers._work", METRICS, "tracker_that_fails",
      without_try),
-    ("tracker", "it never holds the run up", "run.metrics:Trackers.log", METRICS, "tracker_that_is_slow",
+    ("tracker", (
+        "it never holds the run "
+        "up"
+    ), "run.metrics:Trackers.log", METRICS, "tracker_that_is_slow",
      is_now(lambda self, step, record: [log(step, record) for log, _ in self.opened.values()])),
     ("device memory", "recognised", "base.faults:_MEMORY_WORDS", ROWS, "out_of_memory", is_now(())),
-    ("security", "files that could run code", "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
+    ("security", (
+        "files that could run "
+        "code"
+    ), "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
     ("security", "names that lead outside", "base.files:check_name",
      SECURITY, "attack and (above or absolute or backslashes)"),
     ("security", "links", "plan.run_directory:no_link", SECURITY, "attack and link", is_now(lambda path: path)),
@@ -418,7 +525,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
 ]]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------- in the processes of the tests
+# -------------------------------------------------------------------- in the processes of the tests
 
 
 class Finder:
@@ -463,18 +570,31 @@ def owner_of(mechanism: Mechanism, module: ModuleType) -> tuple[Any, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[""], help="mechanisms whose row or name holds one of these")
-    parser.add_argument("--markdown", type=Path, default=None, help="Markdown file for the results as a table")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="mechanisms whose row or name holds one of these"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, default=None, help="Markdown file for the results as a table"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from benchmarks import page
 
     lines = []
     with tempfile.TemporaryDirectory() as name:
-        for mechanism in [one for one in MECHANISMS if any(words in one.key for words in options.only)]:
+        for mechanism in [
+            one for one in MECHANISMS if any(words in one.key for words in options.only)
+        ]:
             began = time.monotonic()
             found = verdict(Path(name), mechanism)
-            lines.append([mechanism.row, mechanism.name, found, f"`tests/{mechanism.tests} -k '{mechanism.select}'`"])
+            lines.append(
+                [
+                    mechanism.row,
+                    mechanism.name,
+                    found,
+                    f"`tests/{mechanism.tests} -k '{mechanism.select}'`",
+                ]
+            )
             print(f"{found:9} {mechanism.key} ({time.monotonic() - began:.0f} s)", flush=True)
     if options.markdown is not None:
         table = page.table(["row", "mechanism taken away", "by the tests", "tests"], lines, words=4)
@@ -485,7 +605,8 @@ def main() -> None:
 
 
 def verdict(folder: Path, mechanism: Mechanism) -> str:
-    """noticed (the tests fail without it), unnoticed, stale (it isn't there), unused (by these tests) or broken."""
+    """noticed (the tests fail without it), unnoticed, stale (it isn't there), unused (by these
+    tests) or broken."""
     if is_stale(mechanism):
         return "stale"
     if not passes(folder, mechanism.tests, mechanism.select):
@@ -494,8 +615,14 @@ def verdict(folder: Path, mechanism: Mechanism) -> str:
     patched.unlink(missing_ok=True)
     site = folder / "site"
     site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text("from benchmarks.mechanisms import install\n\ninstall()\n")
-    variables = {TAKEN_AWAY: mechanism.key, PATCHED: str(patched), "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
+    (site / "sitecustomize.py").write_text(
+        "from benchmarks.mechanisms import install\n\ninstall()\n"
+    )
+    variables = {
+        TAKEN_AWAY: mechanism.key,
+        PATCHED: str(patched),
+        "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
+    }
     if _run(folder, mechanism.tests, mechanism.select, variables):
         return "unnoticed" if patched.exists() else "unused"
     return "noticed" if patched.exists() else "broken"
@@ -519,7 +646,14 @@ def passes(folder: Path, tests: str, select: str) -> bool:
 
 def _run(folder: Path, tests: str, select: str, variables: dict[str, str]) -> bool:
     """Whether tests pass in the time there is; at least one must be selected."""
-    command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider -m".split(), "", "-k", select, f"tests/{tests}"]
+    command = [
+        sys.executable,
+        *"-m pytest -q -x -p no:cacheprovider -m".split(),
+        "",
+        "-k",
+        select,
+        f"tests/{tests}",
+    ]
     temporary = folder / "tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

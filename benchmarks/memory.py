@@ -1,4 +1,5 @@
-"""What a command and all that it has started hold in memory, by the operating system's own figures, /proc/PID/smaps_rollup.
+"""What a command and all that it has started hold in memory, by the operating system's own figures,
+/proc/PID/smaps_rollup.
 
 `Counted`: what the tensors of a step hold, by another count than the plan's.
 """
@@ -55,8 +56,11 @@ def held(pid: int) -> Held:
     return Held(seconds, sum(anonymous), mapped, max(anonymous), tree)
 
 
-def watched(words: list[str], every_seconds: float, seen: Callable[[Held], Any], **settings: Any) -> int:
-    """The exit code of a command, whose memory `seen` is told as often as that, or as takes a third of a core.
+def watched(
+    words: list[str], every_seconds: float, seen: Callable[[Held], Any], **settings: Any
+) -> int:
+    """The exit code of a command, whose memory `seen` is told as often as that, or as takes a third
+    of a core.
 
     settings: of subprocess.Popen.
     """
@@ -69,7 +73,8 @@ def watched(words: list[str], every_seconds: float, seen: Callable[[Held], Any],
 
 
 def returning(bytes_: int) -> dict[str, str]:
-    """For the environment of what is measured: malloc returns freed blocks that are larger. By itself it keeps those up to 32 MiB."""
+    """For the environment of what is measured: malloc returns freed blocks that are larger. By
+    itself it keeps those up to 32 MiB."""
     return {"MALLOC_MMAP_THRESHOLD_": str(bytes_)}
 
 
@@ -88,7 +93,9 @@ class Counted(TorchDispatchMode):
                 weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
             self.sizes[storage._cdata] = weakref.ref(storage)
         found = (reference() for reference in list(self.sizes.values()))  # other threads free, too
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in found if storage is not None))
+        self.peak = max(
+            self.peak, sum(storage.nbytes() for storage in found if storage is not None)
+        )
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))

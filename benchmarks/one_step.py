@@ -1,4 +1,5 @@
-"""Single steps of training outside of a run, for benchmarks: the calls of `train` in train.py, in its order."""
+"""Single steps of training outside of a run, for benchmarks: the calls of `train` in train.py, in
+its order."""
 
 from __future__ import annotations
 
@@ -23,18 +24,27 @@ from fabric_llm.run import build, reference
 from fabric_llm.run.run import Run
 from fabric_llm.training import step
 
-SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 32}
+SMALL_LLAMA = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "vocab_size": 256,
+    "head_dim": 32,
+}
 SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     """`train.py ARGV` before its first step, without a run directory. All ranks call it.
 
-    drawn_on_device: a Llama's weights are drawn there, whatever files there are. One device, without --verify_start.
+    drawn_on_device: a Llama's weights are drawn there, whatever files there are. One device,
+    without --verify_start.
     """
     arguments = parse_train([str(word) for word in argv])
     directory = run_directory.directory(arguments)
-    plan = make_plan(arguments, place(arguments), directory, run_directory.choose(arguments, directory))
+    plan = make_plan(
+        arguments, place(arguments), directory, run_directory.choose(arguments, directory)
+    )
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
@@ -55,12 +65,18 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
         dtype = loading.DTYPES[plan.model.precision]
         small = type(plan.model.config)(**{**plan.model.config.to_dict(), **SMALL_LLAMA})
         small._attn_implementation = plan.model.config._attn_implementation
-        chosen = reference.choose(AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags)
+        chosen = reference.choose(
+            AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags
+        )
         torch.manual_seed(seed)
         with device:
             drawn = AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype).state_dict()
         names = weights.units(loading.build_skeleton(plan.model.config, dtype))
-        return SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]}), (None, None), chosen
+        return (
+            SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]}),
+            (None, None),
+            chosen,
+        )
 
     load, reference.load = reference.load, draw
     try:
@@ -72,7 +88,8 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
 def take_step(run: Run) -> float:
     """Loss of the global batch in the next step, at the learning rate --lr. All ranks call it.
 
-    These are the calls of the loop in train.py between the batch and `zero_grad`, in its order. Change both together.
+    These are the calls of the loop in train.py between the batch and `zero_grad`, in its order.
+    Change both together.
     """
     fabric, flags, plan = run.fabric, run.flags, run.plan
     before, run.progress = run.progress, plan.after(run.progress)
@@ -80,7 +97,9 @@ def take_step(run: Run) -> float:
     step.seed_step(flags.training.seed, before.step, fabric.global_rank)
     micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
     targets, total = step.count_targets(fabric, micro_batches), 0.0
-    for batch in step.accumulate(fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.model.sums_in_float32):
+    for batch in step.accumulate(
+        fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.model.sums_in_float32
+    ):
         losses = run.model(**batch) / targets
         step.backward(fabric, trained_loss(losses, plan.model.router_aux_loss_coef))
         total = total + losses.detach()
@@ -102,11 +121,16 @@ def train(turns: Any, run: Run) -> None:
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state, with or without Fabric's wrapper."""
     states = getattr(optimizer, "optimizer", optimizer).state.values()
-    return [value for state in states for value in state.values() if hasattr(value, "untyped_storage")]
+    return [
+        value for state in states for value in state.values() if hasattr(value, "untyped_storage")
+    ]
 
 
 def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:
-    """What this rank holds for `tensors` (on devices of a kind): storage that several of them share counts once, whole."""
+    """What this rank holds for `tensors` (on devices of a kind): storage that several of them share
+    counts once, whole."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    storages = (tensor.detach().untyped_storage() for tensor in local if kind in (None, tensor.device.type))
+    storages = (
+        tensor.detach().untyped_storage() for tensor in local if kind in (None, tensor.device.type)
+    )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -2,8 +2,9 @@
 
     python benchmarks/optimizer.py --markdown docs/results/optimizer.md
 
-Parameters have the shapes of Llamas, gradients are random. The optimizers take turns, one step each, so that other work
-on the machine meets all of them; times are medians over turns, ratios medians of the ratios within a turn.
+Parameters have the shapes of Llamas, gradients are random. The optimizers take turns, one step
+each, so that other work on the machine meets all of them; times are medians over turns, ratios
+medians of the ratios within a turn.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 class Row(NamedTuple):
-    """An optimizer: its parameters' dtype, how it is made, and the bytes a parameter that a step must read and write."""
+    """An optimizer: its parameters' dtype, how it is made, and the bytes a parameter that a step
+    must read and write."""
 
     name: str
     dtype: torch.dtype
@@ -51,21 +53,48 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("torch fused", torch.bfloat16, lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True), 14),
-    Row("torch foreach", torch.bfloat16, lambda params: torch.optim.AdamW(params, **SETTINGS, foreach=True), 14),
+    Row(
+        "torch fused",
+        torch.bfloat16,
+        lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True),
+        14,
+    ),
+    Row(
+        "torch foreach",
+        torch.bfloat16,
+        lambda params: torch.optim.AdamW(params, **SETTINGS, foreach=True),
+        14,
+    ),
     Row("nearest", torch.bfloat16, lambda params: AdamW(params, **SETTINGS, updates="nearest"), 14),
-    Row("stochastic, plain PyTorch", torch.bfloat16, lambda params: AdamW(params, **SETTINGS), 14, "plain"),
-    Row("stochastic, kernel", torch.bfloat16, lambda params: AdamW(params, **SETTINGS), 14, "kernel"),
+    Row(
+        "stochastic, plain PyTorch",
+        torch.bfloat16,
+        lambda params: AdamW(params, **SETTINGS),
+        14,
+        "plain",
+    ),
+    Row(
+        "stochastic, kernel", torch.bfloat16, lambda params: AdamW(params, **SETTINGS), 14, "kernel"
+    ),
     Row("master", torch.bfloat16, lambda params: AdamW(params, **SETTINGS, updates="master"), 28),
-    Row("torch fused, float32", torch.float32, lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True), 28),
+    Row(
+        "torch fused, float32",
+        torch.float32,
+        lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True),
+        28,
+    ),
 ]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__, rounds=9)
-    parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="parameters")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="parameters"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="where to run")
+    parser.add_argument(
+        "--accelerator", default="cpu", choices=("cpu", "cuda"), help="where to run"
+    )
     options = page.parse(parser, argv)
     device = torch.device(options.accelerator)
     if device.type == "cuda":
@@ -74,9 +103,14 @@ def main(argv: Optional[list[str]] = None) -> int:
     tables = [("Compiling", compiling(device))]
     tables += [(size, timing(size, device, options.rounds)) for size in options.sizes]
     notes = [
-        "Times: medians over rounds; the optimizers take turns, one step each. x torch fused: median of the ratios within a "
+        "Times: medians over rounds; the optimizers take turns, one step each. x torch fused: "
+        "median of the ratios within a "
         "round to torch.optim.AdamW(fused=True) on bfloat16 parameters",
-        "Bytes a parameter: what a step can't do without, reading and writing each tensor once; GB/s: these bytes in the time",
+        (
+            "Bytes a parameter: what a step can't do without, reading and writing each tensor "
+            "once; "
+            "GB/s: these bytes in the time"
+        ),
     ]
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables)
     page.write("optimizer.py", "What a step of the optimizer costs", notes, options, body, tables)
@@ -92,15 +126,19 @@ def compiling(device: torch.device) -> str:
     used = adamw.fastest(device) is not adamw_rounded.plain_update
     whole = time.perf_counter() - began - built
     return (
-        f"The compiler takes {built:.2f} s in each process. Compiling and comparing with plain PyTorch take {whole:.2f} s. "
-        + ("The bits are the same, and the kernel is used." if used else "The kernel isn't used here.")
+        f"The compiler takes {built:.2f} s in each process. Compiling and comparing with plain "
+        f"PyTorch take {whole:.2f} s. "
+    ) + (
+        "The bits are the same, and the kernel is used." if used else "The kernel isn't used here."
     )
 
 
 def timing(size: str, device: torch.device, rounds: int) -> str:
     """A table of times, ratios to torch's fused kernel in bfloat16, and bytes a second."""
     steps, count = {}, sum(shape[0] * shape[-1] for shape in shapes(*SHAPES[size]))
-    params = {dtype: random_parameters(size, dtype, device) for dtype in (torch.bfloat16, torch.float32)}
+    params = {
+        dtype: random_parameters(size, dtype, device) for dtype in (torch.bfloat16, torch.float32)
+    }
     for row in ROWS:
         optimizer = row.make(params[row.dtype])
         if row.kernel == "kernel":
@@ -112,16 +150,24 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
     times = seconds_in_turns(steps, rounds, device.type)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
-    rows = [{"name": row.name, "error": None, "seconds": times[row.name], "bytes": row.bytes} for row in ROWS]
+    rows = [
+        {"name": row.name, "error": None, "seconds": times[row.name], "bytes": row.bytes}
+        for row in ROWS
+    ]
     for row in rows:
         row["times_fused"] = page.times_faster(rows[0], row)
         row["rate"] = row["bytes"] * count / page.median(row)
         row["of_copy"] = row["rate"] / copied
-    notes = f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read and written)."
+    notes = (
+        f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read "
+        f"and written)."
+    )
     return f"{notes}\n\n{page.compare(rows, COLUMNS)}"
 
 
-def shapes(hidden: int, wide: int, key_values: int, layers: int, vocabulary: int) -> Iterator[tuple[int, ...]]:
+def shapes(
+    hidden: int, wide: int, key_values: int, layers: int, vocabulary: int
+) -> Iterator[tuple[int, ...]]:
     yield vocabulary, hidden
     for _ in range(layers):
         yield from ((hidden, hidden), (key_values, hidden), (key_values, hidden), (hidden, hidden))

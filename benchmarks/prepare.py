@@ -1,10 +1,12 @@
 """How fast prepare_data.py tokenizes, beside the tokenizer itself and other builders of datasets.
 
-    python benchmarks/prepare.py --megabytes 100 --rounds 3 --cores 1 2 --markdown docs/results/prepare.md
+    python benchmarks/prepare.py --megabytes 100 --rounds 3 --cores 1 2 --markdown
+    docs/results/prepare.md
 
-The text is that of this machine: sources and documentation of the standard library and of installed packages. A byte-level
-BPE of 32,000 tokens is trained on it. Each contender is a process of its own, which measures after its imports; they take
-turns, so that a slow minute of the machine meets all of them. Ratios are medians over rounds of the same round.
+The text is that of this machine: sources and documentation of the standard library and of installed
+packages. A byte-level BPE of 32,000 tokens is trained on it. Each contender is a process of its
+own, which measures after its imports; they take turns, so that a slow minute of the machine meets
+all of them. Ratios are medians over rounds of the same round.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ COLUMNS = {
     "tokens/s": lambda row: f"{row['tokens'] / page.median(row):,.0f}",
     "of the tokenizer": page.number("times", ".3f"),
     "processor seconds": lambda row: f"{statistics.median(row['processor_seconds']):.1f}",
-    "bytes a token": lambda row: f"{row['left_bytes'] / row['tokens']:.2f}" if row["left_bytes"] else "",
+    "bytes a token": lambda row: (
+        f"{row['left_bytes'] / row['tokens']:.2f}" if row["left_bytes"] else ""
+    ),
     "padding": page.number("padding", ".2%"),
     "peak memory, MiB": lambda row: f"{statistics.median(row['peak_bytes']) / page.MIB:,.0f}",
 }
 EACH_ROUND = ("seconds", "processor_seconds", "peak_bytes")  # what a row has a list of
-Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]  # what is timed; what its result is reported as
+Contender = tuple[
+    Callable[[], Any], Callable[[Any], dict[str, Any]]
+]  # what is timed; what its result is reported as
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -58,31 +64,54 @@ def main(argv: Optional[list[str]] = None) -> int:
         folder = Path(temporary)
         documents, size = make_corpus(folder, options.megabytes * 10**6)
         known = {"error": None, "text_bytes": size, **{key: [] for key in EACH_ROUND}}
-        rows = [{"name": name, "cores": n, **copy.deepcopy(known)} for n in options.cores for name in CONTENDERS]
+        rows = [
+            {"name": name, "cores": n, **copy.deepcopy(known)}
+            for n in options.cores
+            for name in CONTENDERS
+        ]
         for row in alternate(rows, options.rounds):
             report = turn(row["name"], folder, row["cores"])
             page.progress(f"{row['cores']} cores, {row['name']}: {report}")
             for key, value in report.items():
                 row[key] = [*row[key], value] if key in EACH_ROUND else value
     notes = [
-        f"Text: {size / 1e6:,.0f} MB in {documents:,} documents, sources and documentation of installed packages; byte-level"
+        f"Text: {size / 1e6:,.0f} MB in {documents:,} documents, sources and documentation of "
+        f"installed packages; byte-level"
         f" BPE of {VOCABULARY:,} tokens trained on it; rows of {CONTEXT} tokens",
-        f"Rounds: {options.rounds}, in turns. Seconds and memory are medians, ratios medians of the same round. Start-up of"
-        " the contender's process (imports) is left out, that of the processes it starts is not. Processor seconds are those"
+        f"Rounds: {options.rounds}, in turns. Seconds and memory are medians, ratios medians of "
+        f"the same round. Start-up of"
+        " the contender's process (imports) is left out, that of the processes it starts is not. "
+        "Processor seconds are those"
         " of all processes, and say more than seconds where others use the machine",
     ]
     tables = []
     for cores in options.cores:
-        table = page.compare([row for row in rows if row["cores"] == cores], COLUMNS, beside="the tokenizer itself")
+        table = page.compare(
+            [row for row in rows if row["cores"] == cores], COLUMNS, beside="the tokenizer itself"
+        )
         tables.append(f"## {cores} core{'s' * (cores > 1)}\n\n{table}")
-    page.write("prepare.py", "Preparing data: how fast, beside what", notes, options, "\n\n".join(tables), rows)
+    page.write(
+        "prepare.py",
+        "Preparing data: how fast, beside what",
+        notes,
+        options,
+        "\n\n".join(tables),
+        rows,
+    )
     return 0
 
 
 def library_texts(most_bytes: int) -> list[str]:
     """Files of text on this machine, each once."""
-    roots = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/include")
-    files = (path for root in roots for path in sorted(Path(root).rglob("*")) if path.suffix in SUFFIXES)
+    roots = (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        "/usr/share/doc",
+        "/usr/include",
+    )
+    files = (
+        path for root in roots for path in sorted(Path(root).rglob("*")) if path.suffix in SUFFIXES
+    )
     texts: dict[str, None] = {}
     total = 0
     for path in files:
@@ -117,7 +146,11 @@ def tokenizer_itself(folder: Path, output: Path, cores: int) -> Contender:
 
     def encode() -> int:
         batches = (texts[at : at + 1000] for at in range(0, len(texts), 1000))
-        return sum(len(one) for batch in batches for one in backend.encode_batch_fast(batch, add_special_tokens=False))
+        return sum(
+            len(one)
+            for batch in batches
+            for one in backend.encode_batch_fast(batch, add_special_tokens=False)
+        )
 
     return encode, lambda tokens: {"tokens": tokens}
 
@@ -128,22 +161,34 @@ def prepared(folder: Path, output: Path, cores: int, packing: str = "concat") ->
 
     def report(manifest: dict[str, Any]) -> dict[str, Any]:
         splits = manifest["splits"].values()
-        padding = sum(split.get("padding_tokens", 0) for split in splits) / sum(s["rows"] * CONTEXT for s in splits)
+        padding = sum(split.get("padding_tokens", 0) for split in splits) / sum(
+            s["rows"] * CONTEXT for s in splits
+        )
         return {"tokens": sum(split["tokens"] for split in splits), "padding": padding}
 
-    given = {"inputs": [folder / "corpus.jsonl"], "output": output, "tokenizer": str(folder / "tokenizer")}
+    given = {
+        "inputs": [folder / "corpus.jsonl"],
+        "output": output,
+        "tokenizer": str(folder / "tokenizer"),
+    }
     given |= {"context_length": CONTEXT, "packing": packing, "num_workers": cores}
     return functools.partial(prepare.prepare, **given), report
 
 
 def mapped(folder: Path, output: Path, cores: int) -> Contender:
-    """datasets.map with the tokenizer, each document padded to rows of the context, nothing truncated away."""
+    """datasets.map with the tokenizer, each document padded to rows of the context, nothing
+    truncated away."""
     import datasets
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    given = {"truncation": True, "max_length": CONTEXT, "padding": "max_length", "return_overflowing_tokens": True}
+    given = {
+        "truncation": True,
+        "max_length": CONTEXT,
+        "padding": "max_length",
+        "return_overflowing_tokens": True,
+    }
     file, cache = str(folder / "corpus.jsonl"), str(output / "cache")
 
     def rows(batch: dict) -> dict:
@@ -152,7 +197,9 @@ def mapped(folder: Path, output: Path, cores: int) -> Contender:
 
     def build() -> Any:
         loaded = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
-        done = loaded.map(rows, batched=True, num_proc=cores if cores > 1 else None, remove_columns=["text"])
+        done = loaded.map(
+            rows, batched=True, num_proc=cores if cores > 1 else None, remove_columns=["text"]
+        )
         done.save_to_disk(output / "saved")
         return done
 
@@ -173,7 +220,8 @@ CONTENDERS: dict[str, Callable[[Path, Path, int], Contender]] = {
 
 
 def turn(name: str, folder: Path, cores: int) -> dict[str, Any]:
-    """One contender in a process on so many cores: its report, its peak memory and the bytes that it leaves."""
+    """One contender in a process on so many cores: its report, its peak memory and the bytes that
+    it leaves."""
     output, said = folder / "output", folder / "said"
     output.mkdir()
     held: list[int] = []
@@ -182,23 +230,41 @@ def turn(name: str, folder: Path, cores: int) -> dict[str, Any]:
             [sys.executable, __file__, "--work", name, str(folder), str(output), str(cores)],
             SAMPLE_SECONDS,
             lambda now: held.append(now.pss),
-            env={**os.environ, "RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": str(cores > 1).lower()},
+            env={
+                **os.environ,
+                "RAYON_NUM_THREADS": str(cores),
+                "TOKENIZERS_PARALLELISM": str(cores > 1).lower(),
+            },
             stdout=file,
         )
-    left = sum(file.stat().st_size for file in output.rglob("*") if file.is_file() and "tokenizer" not in file.parts)
+    left = sum(
+        file.stat().st_size
+        for file in output.rglob("*")
+        if file.is_file() and "tokenizer" not in file.parts
+    )
     shutil.rmtree(output)
     if code:
         return {"error": f"exit code {code}"}
-    return {**json.loads(said.read_text().splitlines()[-1]), "peak_bytes": max(held), "left_bytes": left}
+    return {
+        **json.loads(said.read_text().splitlines()[-1]),
+        "peak_bytes": max(held),
+        "left_bytes": left,
+    }
 
 
 def work(name: str, folder: str, output: str, cores: str) -> int:
     """The process of a contender."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
     run, report = CONTENDERS[name](Path(folder), Path(output), int(cores))
-    before, began = sum(os.times()[:4]), time.perf_counter()  # of this process, and of its children that have ended
+    before, began = (
+        sum(os.times()[:4]),
+        time.perf_counter(),
+    )  # of this process, and of its children that have ended
     result = run()
-    seconds = {"seconds": time.perf_counter() - began, "processor_seconds": sum(os.times()[:4]) - before}
+    seconds = {
+        "seconds": time.perf_counter() - began,
+        "processor_seconds": sum(os.times()[:4]) - before,
+    }
     print(json.dumps({**seconds, **report(result)}), flush=True)
     return 0
 

@@ -2,8 +2,9 @@
 
     python benchmarks/sweep.py
 
-Each series is swept with the flags of this template that come nearest to it. Nothing is measured here, and no number of the
-sweep was chosen by these runs. It needs no GPU. docs/results/sweep.md has the tables, and where the sweep is wrong.
+Each series is swept with the flags of this template that come nearest to it. Nothing is measured
+here, and no number of the sweep was chosen by these runs. It needs no GPU. docs/results/sweep.md
+has the tables, and where the sweep is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ LLAMAS = {
     "70B": gpu.llama(8192, 28672, 80, 64, 8, False, 32000),
     "3.1 70B": gpu.llama(8192, 28672, 80, 64, 8, False, gpu.VOCABULARY),
 }
-MPTS = {"760M": (1536, 24), "1B": (2048, 24), "3B": (2560, 32), "7B": (4096, 32), "13B": (5120, 40), "30B": (7168, 48)}
+MPTS = {
+    "760M": (1536, 24),
+    "1B": (2048, 24),
+    "3B": (2560, 32),
+    "7B": (4096, 32),
+    "13B": (5120, 40),
+    "30B": (7168, 48),
+}
 MPTS |= {"70B": (8192, 80)}  # width and layers
 FULL, SELECTIVE = "--activation_checkpointing full", "--activation_checkpointing selective"
 MIXED, GRADIENTS = "--precision bf16-mixed", "--sharding_strategy SHARD_GRAD_OP"
@@ -54,21 +62,36 @@ class Series(NamedTuple):
 
 
 def titan(run: str, flags: str, *rates: float) -> Series:
-    flags = f"{MIXED} --strategy fsdp2 --context_length 8192 --micro_batch_size 2 {SELECTIVE} {flags}"
-    return Series(TITAN, f"Llama 8B, {run}", "8B", dict(zip((8, 128), rates)), f"{flags} --network 3200")
+    flags = (
+        f"{MIXED} --strategy fsdp2 --context_length 8192 --micro_batch_size 2 {SELECTIVE} {flags}"
+    )
+    return Series(
+        TITAN, f"Llama 8B, {run}", "8B", dict(zip((8, 128), rates)), f"{flags} --network 3200"
+    )
 
 
 def mpt(shape: str, size: int, published: dict[int, float], flags: str = "") -> Series:
-    flags = f"{MIXED} --context_length 2048 --micro_batch_size {size} --network 3200 {flags}".strip()
+    flags = (
+        f"{MIXED} --context_length 2048 --micro_batch_size {size} --network 3200 {flags}".strip()
+    )
     return Series(MPT, f"MPT {shape}", f"MPT {shape}", published, flags, "network not published")
 
 
 def ibm(shape: str, sharding: str, checkpointing: str, *rates: float) -> list[Series]:
-    flags = f"--context_length 4096 --micro_batch_size 2 {checkpointing} --sharding_strategy {sharding}"
+    flags = (
+        f"--context_length 4096 --micro_batch_size 2 {checkpointing} --sharding_strategy {sharding}"
+    )
     other = "checkpoints some layers as a whole" if checkpointing else None
     name = f"Llama {shape}, {sharding}"
     return [
-        Series(IBM, name, shape, {128: rates[0]}, f"{flags} --accelerator_name A100-80GB --network 400", other),
+        Series(
+            IBM,
+            name,
+            shape,
+            {128: rates[0]},
+            f"{flags} --accelerator_name A100-80GB --network 400",
+            other,
+        ),
         Series(IBM, name, shape, {96: rates[1]}, f"{flags} --network 800", other),
     ]
 
@@ -91,7 +114,10 @@ PUBLISHED = [
         "Llama 8B, within a node",
         "8B",
         {1: 10471, 2: 18728 / 2, 4: 38983 / 4},
-        f"{MIXED} --context_length 4096 --micro_batch_size 4 --gradient_accumulation_steps 2 {FULL} --devices 4 --accelerator_name H200",
+        (
+            f"{MIXED} --context_length 4096 --micro_batch_size 4 --gradient_accumulation_steps 2 "
+            f"{FULL} --devices 4 --accelerator_name H200"
+        ),
     ),
     *ibm("7B", "HYBRID_SHARD", "", 4550, 9600),
     *ibm("13B", "FULL_SHARD", SELECTIVE, 2150, 4850),
@@ -102,7 +128,11 @@ PUBLISHED = [
         "Llama 70B",
         "3.1 70B",
         {64: 866.77},
-        f"--strategy fsdp2 --context_length 4096 --gradient_accumulation_steps 4 {FULL} --network 3200",
+        (
+            f"--strategy fsdp2 --context_length 4096 --gradient_accumulation_steps 4 {FULL} "
+            f"--network "
+            f"3200"
+        ),
         "rows of 8,192 tokens, split over two GPUs (context parallelism)",
     ),
 ]
@@ -112,15 +142,28 @@ def main(argv: Optional[list[str]] = None) -> int:
     options = page.parse(page.parser(__doc__, rounds=1), argv)
     with tempfile.TemporaryDirectory() as name:
         rows = [row for one in PUBLISHED for row in predicted(one, Path(name))]
-    page.write("sweep.py", "Published scaling, and what plan.py --sweep says", [], options, body(rows), rows)
+    page.write(
+        "sweep.py",
+        "Published scaling, and what plan.py --sweep says",
+        [],
+        options,
+        body(rows),
+        rows,
+    )
     return 0
 
 
 def predicted(one: Series, folder: Path) -> list[page.Row]:
-    """A row for each number of devices. Efficiency is that among the rows: 1 with the fewest devices."""
+    """A row for each number of devices. Efficiency is that among the rows: 1 with the fewest
+    devices."""
     page.progress(f"{one.source} {one.run}")
     write_shape(folder / one.shape, one.shape)
-    words = ["--model_name", str(folder / one.shape), "--sweep", f"devices={min(one.published)}..{max(one.published)}"]
+    words = [
+        "--model_name",
+        str(folder / one.shape),
+        "--sweep",
+        f"devices={min(one.published)}..{max(one.published)}",
+    ]
     own, flags = parse_plan([*words, *one.flags.split()])
     asked = flags.fsdp.sharding_strategy
     swept = {row.devices: row for row in sweep.sweep(own, flags) if row.sharding == asked}
@@ -128,10 +171,21 @@ def predicted(one: Series, folder: Path) -> list[page.Row]:
     rows = []
     for devices, rate in one.published.items():
         row, outlook = swept[devices], swept[devices].outlook
-        found = {**one._asdict(), "devices": devices, "is_series": len(one.published) > 1, "published": rate}
-        found |= {"parameters": outlook.parameters, "messages": outlook.seconds.messages / outlook.seconds.compute}
+        found = {
+            **one._asdict(),
+            "devices": devices,
+            "is_series": len(one.published) > 1,
+            "published": rate,
+        }
+        found |= {
+            "parameters": outlook.parameters,
+            "messages": outlook.seconds.messages / outlook.seconds.compute,
+        }
         found |= {"plan": outlook.tokens_a_step / outlook.seconds.step / devices}
-        found |= {"efficiency": rate / one.published[min(swept)], "all_hidden": row.efficiency / first.efficiency}
+        found |= {
+            "efficiency": rate / one.published[min(swept)],
+            "all_hidden": row.efficiency / first.efficiency,
+        }
         rows.append({**found, "none_hidden": row.none_hidden / first.none_hidden})
     return rows
 
@@ -142,7 +196,12 @@ def write_shape(folder: Path, shape: str) -> None:
         inputs.write_llama(folder, **LLAMAS[shape])
         return
     width, layers = MPTS[shape.removeprefix("MPT ")]
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": width, "n_layer": layers}
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": width,
+        "n_layer": layers,
+    }
     config |= {"n_head": width // 128, "n_positions": 2048, "vocab_size": 50368}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -151,15 +210,28 @@ def write_shape(folder: Path, shape: str) -> None:
 def body(rows: list[page.Row]) -> str:
     series = [row for row in rows if row["is_series"]]
     later = [row for row in series if row["efficiency"] != 1]
-    titles = ["run", "source", "not the same", "GPUs", "published, tokens/s a GPU", "plan", "error", "messages"]
+    titles = [
+        "run",
+        "source",
+        "not the same",
+        "GPUs",
+        "published, tokens/s a GPU",
+        "plan",
+        "error",
+        "messages",
+    ]
     more = ["published efficiency", "all hidden", "none hidden"]
     between = [row for row in later if row["none_hidden"] <= row["efficiency"] <= row["all_hidden"]]
     return "\n\n".join(
         [
             "## From few GPUs to many",
-            page.table([*titles, *more], ([*cells(row), *efficiencies(row)] for row in series), words=3),
-            f"Of the {len(later)} efficiencies below 1, {len(between)} lie between the last two columns. The median of the errors' "
-            f"sizes is {middle(later, 'all_hidden')} where all messages are hidden, as the plan says, and "
+            page.table(
+                [*titles, *more], ([*cells(row), *efficiencies(row)] for row in series), words=3
+            ),
+            f"Of the {len(later)} efficiencies below 1, {len(between)} lie between the last two "
+            f"columns. The median of the errors' "
+            f"sizes is {middle(later, 'all_hidden')} where all messages are hidden, as the plan "
+            f"says, and "
             f"{middle(later, 'none_hidden')} where none are.",
             "## At one number of GPUs",
             page.table(titles, (cells(row) for row in rows if not row["is_series"]), words=3),
@@ -170,7 +242,14 @@ def body(rows: list[page.Row]) -> str:
 
 def cells(row: page.Row) -> list[str]:
     numbers = [f"{row['devices']}", f"{row['published']:,.0f}", f"{row['plan']:,.0f}"]
-    return [row["run"], row["source"], row["other"] or "", *numbers, f"{error(row):+.1%}", f"{row['messages']:.0%}"]
+    return [
+        row["run"],
+        row["source"],
+        row["other"] or "",
+        *numbers,
+        f"{error(row):+.1%}",
+        f"{row['messages']:.0%}",
+    ]
 
 
 def error(row: page.Row) -> float:
@@ -183,7 +262,9 @@ def efficiencies(row: page.Row) -> list[str]:
 
 
 def middle(rows: list[page.Row], key: str) -> str:
-    return f"{100 * statistics.median(abs(row[key] - row['efficiency']) for row in rows):.1f} points"
+    return (
+        f"{100 * statistics.median(abs(row[key] - row['efficiency']) for row in rows):.1f} points"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`python -m fabric_llm`: the commands of this package, each with what the first sentence of its module says."""
+"""`python -m fabric_llm`: the commands of this package, each with what the first sentence of its
+module says."""
 
 import ast
 import re
@@ -30,7 +31,11 @@ def main(argv: Optional[list[str]] = None) -> None:
     for word in sys.argv[1:] if argv is None else argv:
         if word not in ("-h", "--help"):
             close = [word] if word in known else nearest(word, known)
-            meant = f"take python -m fabric_llm.{close[0]}." if close else "python -m fabric_llm lists its commands."
+            meant = (
+                f"take python -m fabric_llm.{close[0]}."
+                if close
+                else "python -m fabric_llm lists its commands."
+            )
             fail("fabric_llm", f"it takes no {word!r}: {meant}")
     for call, does in known.values():
         print(f"{call}\n    {does}")

@@ -1,11 +1,13 @@
-"""`python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine`: average checkpoints into a verified model.
+"""`python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine`: average checkpoints
+into a verified model.
 
-The parts are runs, checkpoints and Hugging Face directories of one model. docs/averages.md says when an average helps.
-`python -m fabric_llm.average BASE checkpoints/RUN --forgetting_budget general:0.05` finds the weights of the two.
+The parts are runs, checkpoints and Hugging Face directories of one model. docs/averages.md says
+when an average helps. `python -m fabric_llm.average BASE checkpoints/RUN --forgetting_budget
+general:0.05` finds the weights of the two.
 
-Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of different models, 66 a damaged checkpoint,
-73 and 74 the output can't be written, 75 stopped on request, 76 NaN or infinity in a part or only the base model is inside the
-budgets, 77 refused for security.
+Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of different models, 66 a
+damaged checkpoint, 73 and 74 the output can't be written, 75 stopped on request, 76 NaN or infinity
+in a part or only the base model is inside the budgets, 77 refused for security.
 """
 
 import math
@@ -27,7 +29,10 @@ from fabric_llm.weights.checks import exported_output
 
 KNEE = "knee"
 PROGRAM = "python -m fabric_llm.average"
-ABOUT = f"usage: {PROGRAM} checkpoints/RUN --last 5 --output FOLDER\nAverage the weights of checkpoints of one model."
+ABOUT = (
+    f"usage: {PROGRAM} checkpoints/RUN --last 5 --output FOLDER\nAverage the weights of "
+    f"checkpoints of one model."
+)
 
 
 @dataclass
@@ -37,33 +42,47 @@ class AverageArguments:
     # May be given without its flag, before all others.
     parts: list[str] = flag(
         None,
-        "runs (their latest checkpoint, or --last), checkpoints, Hugging Face directories and what the hub's cache has",
+        (
+            "runs (their latest checkpoint, or --last), checkpoints, Hugging Face directories and "
+            "what the hub's cache has"
+        ),
         path=True,
     )
     output: Optional[str] = flag(
-        None, "Hugging Face directory to write (default: hf/NAME-average, of the last part)", path=True
+        None,
+        "Hugging Face directory to write (default: hf/NAME-average, of the last part)",
+        path=True,
     )
-    last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)", above=0)
+    last: Optional[int] = flag(
+        None, "take so many of the newest checkpoints of each run (default: 1)", above=0
+    )
     weights: str = flag(
         "equal",
-        "equal, which imitates a linear decay of the learning rate, a number for each part, made to add up to 1, or knee, of a "
+        "equal, which imitates a linear decay of the learning rate, a number for each part, made "
+        "to add up to 1, or knee, of a "
         "base model and a run: where it has learned much and forgotten little",
         takes="equal, knee or a number for each part, comma-separated, such as 0.7,0.3",
     )
     forgetting_budget: Optional[str] = flag(
         None,
-        "of a base model and a run, the weights that learned most while the losses of validation sets rise by no more than these "
+        "of a base model and a run, the weights that learned most while the losses of validation "
+        "sets rise by no more than these "
         "nats above the base model's",
         takes="name:nats, comma-separated, such as general:0.05,copy:0.2",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "auto: the widest of the parts")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "auto: the widest of the parts"
+    )
     max_shard_size: str = flag("5GB", "largest weight file")
-    evaluate: bool = flag(True, "print the validation loss of each part and of the average, as the run was evaluated")
+    evaluate: bool = flag(
+        True, "print the validation loss of each part and of the average, as the run was evaluated"
+    )
     overwrite: bool = flag(False, "replace an existing output folder")
 
 
 def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
-    """The directories that are averaged, in the order given, and those of a run by step. Raises ValueError."""
+    """The directories that are averaged, in the order given, and those of a run by step. Raises
+    ValueError."""
     folders = []
     for name in given:
         path = Path(name)
@@ -74,25 +93,36 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
                 cached = try_to_load_from_cache(name, "config.json")
                 path = Path(cached).parent if isinstance(cached, str) else path
         if not path.is_dir():
-            raise ValueError(f"No checkpoint, run or model at {name!r}, here or in the hub's cache.{nearest_of(path)}")
+            raise ValueError(
+                f"No checkpoint, run or model at {name!r}, here or in the hub's "
+                f"cache.{nearest_of(path)}"
+            )
         if (path / MANIFEST).is_file() or (path / "config.json").is_file():
             folders.append(path)
             continue
         there = files.checkpoints(path)
         if not there:
-            raise ValueError(f"{name!r} is neither a checkpoint nor a run with one, nor a model with a config.json.")
+            raise ValueError(
+                f"{name!r} is neither a checkpoint nor a run with one, nor a model with a "
+                f"config.json."
+            )
         if last is not None and last > len(there):
-            raise ValueError(f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}.")
+            raise ValueError(
+                f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}."
+            )
         folders += there[-(last or 1) :]
     return folders
 
 
 def weights_of(given: str, count: int) -> list[float]:
-    """The weight of each of `count` parts, which add up to 1, for what --weights says. Raises ValueError."""
+    """The weight of each of `count` parts, which add up to 1, for what --weights says. Raises
+    ValueError."""
     try:
         numbers = [1.0] * count if given == "equal" else [float(word) for word in given.split(",")]
     except ValueError:
-        raise ValueError(f"--weights takes equal or a number for each part, such as 0.7,0.3, not {given!r}.") from None
+        raise ValueError(
+            f"--weights takes equal or a number for each part, such as 0.7,0.3, not {given!r}."
+        ) from None
     if len(numbers) != count:
         raise ValueError(f"--weights {given}: {len(numbers)} numbers for {count} parts.")
     total = math.fsum(numbers)
@@ -102,14 +132,21 @@ def weights_of(given: str, count: int) -> list[float]:
 
 
 def require_line(given: AverageArguments, count: int) -> None:
-    """Raises ValueError unless evaluations of points between two of `count` parts can find the weights."""
+    """Raises ValueError unless evaluations of points between two of `count` parts can find the
+    weights."""
     asked = "--weights knee" if given.forgetting_budget is None else "--forgetting_budget"
     if given.forgetting_budget is not None and given.weights != "equal":
-        raise ValueError("--forgetting_budget and --weights are both given: a budget finds the weights itself.")
+        raise ValueError(
+            "--forgetting_budget and --weights are both given: a budget finds the weights itself."
+        )
     if count != 2:
-        raise ValueError(f"{asked} takes two parts, a base model and a run that began with it, not {count}.")
+        raise ValueError(
+            f"{asked} takes two parts, a base model and a run that began with it, not {count}."
+        )
     if not given.evaluate:
-        raise ValueError(f"{asked} finds the weights by evaluations, which --evaluate false turns off.")
+        raise ValueError(
+            f"{asked} finds the weights by evaluations, which --evaluate false turns off."
+        )
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -138,7 +175,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
         how = {"weights": given.forgetting_budget or given.weights, **more}
-        verified, better = average.average(parts, weights, how, output, given.dtype, given.max_shard_size), None
+        verified, better = (
+            average.average(parts, weights, how, output, given.dtype, given.max_shard_size),
+            None,
+        )
         print(verified, flush=True)
         ending.left = f"{output} is complete"
         if more:
@@ -149,7 +189,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         elif given.evaluate:
             better = average.compare(parts, output)
         card.write_of_average(output, verified)
-        following = f"AutoModelForCausalLM.from_pretrained({str(output if better is None else better.path)!r})"
+        best = output if better is None else better.path
+        following = f"AutoModelForCausalLM.from_pretrained({str(best)!r})"
         if better is not None and better.progress is not None:
             exports = command("python", "export_hf.py", better.path, output="hf/NAME")
             following = f"{exports} exports that part"

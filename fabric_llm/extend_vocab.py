@@ -1,8 +1,9 @@
-"""`python -m fabric_llm.extend_vocab MODEL --input CORPUS --tokens N --output hf/extended`: new words for a model.
+"""`python -m fabric_llm.extend_vocab MODEL --input CORPUS --tokens N --output hf/extended`: new
+words for a model.
 
-Learns up to N tokens from a corpus, adds them to the model's tokenizer and to its embeddings, and writes a Hugging Face directory
-that prepare_data.py and train.py take, with proof that what the model knew is as it was. docs/new_words.md has the commands in
-their order.
+Learns up to N tokens from a corpus, adds them to the model's tokenizer and to its embeddings, and
+writes a Hugging Face directory that prepare_data.py and train.py take, with proof that what the
+model knew is as it was. docs/new_words.md has the commands in their order.
 """
 
 from dataclasses import dataclass
@@ -19,20 +20,31 @@ from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.weights.checks import exported_output
 
 PROGRAM = "python -m fabric_llm.extend_vocab"
-ABOUT = f"usage: {PROGRAM} MODEL --input CORPUS --tokens N --output FOLDER\nAdd tokens, learned from a corpus."
+ABOUT = (
+    f"usage: {PROGRAM} MODEL --input CORPUS --tokens N --output FOLDER\nAdd tokens, learned "
+    f"from a corpus."
+)
 
 
 @dataclass
 class ExtendArguments:
     """Options"""
 
-    model_name: str = flag(None, "hub name or directory of a causal LM; may be given without its flag", path=True)
+    model_name: str = flag(
+        None, "hub name or directory of a causal LM; may be given without its flag", path=True
+    )
     input: list[str] = flag(None, "the corpus: what prepare_data.py --input takes", path=True)
     tokens: int = flag(None, "tokens to add at most: fewer if no more come twice", above=0)
     output: str = flag(None, "Hugging Face directory to write, such as hf/extended", path=True)
-    text_field: str = flag("text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text")
-    document_separator: Optional[str] = flag(None, "string between the documents of a text file, as in prepare_data.py")
-    pattern: Optional[list[str]] = flag(None, "file name patterns to take from folders, such as '*.py'")
+    text_field: str = flag(
+        "text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text"
+    )
+    document_separator: Optional[str] = flag(
+        None, "string between the documents of a text file, as in prepare_data.py"
+    )
+    pattern: Optional[list[str]] = flag(
+        None, "file name patterns to take from folders, such as '*.py'"
+    )
     exclude: Optional[list[str]] = flag(None, "names of folders to leave out")
     overwrite: bool = flag(False, "replace an existing output folder")
 
@@ -40,7 +52,9 @@ class ExtendArguments:
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
-        given = ExtendArguments(**parse(PROGRAM, ABOUT, [ExtendArguments], argv, first="model_name"))
+        given = ExtendArguments(
+            **parse(PROGRAM, ABOUT, [ExtendArguments], argv, first="model_name")
+        )
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         check_model_folder(given.model_name)
@@ -60,8 +74,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         names = ("input", "pattern", "exclude", "text_field", "document_separator")
         of_corpus = {name: value for name in names if (value := getattr(given, name)) is not None}
         data, embeddings = "data/extended", {"train_only": "embeddings"}
-        preparing = command("python", "prepare_data.py", **of_corpus, tokenizer=given.output, output=data)
-        training = command("python", "train.py", model_name=given.output, train_data_dir=data, **embeddings)
+        preparing = command(
+            "python", "prepare_data.py", **of_corpus, tokenizer=given.output, output=data
+        )
+        training = command(
+            "python", "train.py", model_name=given.output, train_data_dir=data, **embeddings
+        )
         print(f"Next: {preparing}\nthen: {training}", flush=True)
 
 

@@ -1,4 +1,5 @@
-"""`python -m fabric_llm.generate checkpoints/RUN --prompt TEXT`: what a model writes after a text, as it is made (docs/runs.md)."""
+"""`python -m fabric_llm.generate checkpoints/RUN --prompt TEXT`: what a model writes after a text,
+as it is made (docs/runs.md)."""
 
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint import keep
 
 PROGRAM = "python -m fabric_llm.generate"
-DESCRIPTION = f"Print what a model writes after a text, without a chat template: {PROGRAM} checkpoints/RUN --prompt TEXT"
+DESCRIPTION = (
+    f"Print what a model writes after a text, without a chat template: {PROGRAM} "
+    f"checkpoints/RUN --prompt TEXT"
+)
 
 
 @dataclass
@@ -19,18 +23,29 @@ class GenerateArguments:
     """Options"""
 
     model: str = flag(
-        None, "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be left out", path=True
+        None,
+        (
+            "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be "
+            "left "
+            "out"
+        ),
+        path=True,
     )
     prompt: Optional[str] = flag(None, "the text to go on from (default: all of standard input)")
     max_new_tokens: int = flag(128, "tokens at most; the model may end its text before", above=0)
-    temperature: float = flag(0.8, "what the logits are divided by; 0: always the most likely token", at_least=0)
-    top_p: float = flag(1.0, "draw from the most likely tokens that have this probability together", above=0)
+    temperature: float = flag(
+        0.8, "what the logits are divided by; 0: always the most likely token", at_least=0
+    )
+    top_p: float = flag(
+        1.0, "draw from the most likely tokens that have this probability together", above=0
+    )
     seed: int = flag(1234, "the same seed gives the same text", at_least=0)
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU where there is one")
 
 
 def write(folder: str, text: str, given: GenerateArguments) -> None:
-    """Print `text` and what the model in `folder` writes after it. Raises ValueError where they don't go together, or Fault."""
+    """Print `text` and what the model in `folder` writes after it. Raises ValueError where they
+    don't go together, or Fault."""
     import torch  # for which --help and mistakes don't wait
     from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
@@ -39,12 +54,17 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     loading.disable_progress_bar()
     config, tokenizer = loading.load_config(folder), loading.tokenizer_beside(folder)
     if tokenizer is None or not loading.has_weights(folder):
-        raise ValueError(f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with.")
+        raise ValueError(
+            f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with."
+        )
     prompt = torch.tensor([loading.prompt_tokens(tokenizer, text)])
     most = getattr(config, "max_position_embeddings", sys.maxsize)
     if not 0 < prompt.shape[1] <= most - given.max_new_tokens:
         many = f"The prompt has {prompt.shape[1]} tokens, which must be one or more"
-        raise ValueError(f"{many}, and with --max_new_tokens {given.max_new_tokens} no more than the model's {most}.")
+        raise ValueError(
+            f"{many}, and with --max_new_tokens {given.max_new_tokens} no more than the model's "
+            f"{most}."
+        )
     device = "cuda" if given.device == "auto" and torch.cuda.is_available() else "cpu"
     model, found = AutoModelForCausalLM.from_pretrained(
         folder, config=config, trust_remote_code=False, output_loading_info=True
@@ -52,18 +72,30 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     if found["missing_keys"]:
         raise ValueError(f"{folder!r} has no weights for {sorted(found['missing_keys'])[0]}.")
     torch.manual_seed(given.seed)
-    how = {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0} if given.temperature else {}
+    how = (
+        {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0}
+        if given.temperature
+        else {}
+    )
     how |= {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
-    # What else the model's own file asks for, such as a penalty or beams, isn't what this command says it does.
-    how |= {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # What else the model's own file asks for, such as a penalty or beams, isn't what this command
+    # says it does.
+    how |= {
+        name: getattr(model.generation_config, name)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     model.generation_config = GenerationConfig(**how)
-    model.to(device).generate(prompt.to(device), streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+    model.to(device).generate(
+        prompt.to(device), streamer=TextStreamer(tokenizer, skip_special_tokens=True)
+    )
 
 
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
-        given = GenerateArguments(**parse(PROGRAM, DESCRIPTION, [GenerateArguments], argv, first="model"))
+        given = GenerateArguments(
+            **parse(PROGRAM, DESCRIPTION, [GenerateArguments], argv, first="model")
+        )
         ending.left = "the text is cut off"
         folder = Path(given.model)
         if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
@@ -73,7 +105,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             exporting = command("python", "export_hf.py", folder, output="hf/NAME")
             raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")
         if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
-            raise ValueError("There is no text to go on from: give --prompt TEXT, or pass it on standard input.")
+            raise ValueError(
+                "There is no text to go on from: give --prompt TEXT, or pass it on standard input."
+            )
         try:
             text = sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt
             text.encode()  # in the locale C, Python reads any bytes

@@ -36,10 +36,13 @@ import torch.distributed.fsdp  # noqa: E402, F401
 
 from fabric_llm.run import supervision, verdicts  # noqa: E402, F401
 
-# A shell starts what runs in the background with SIGINT ignored, and so would be every process that the tests interrupt.
+# A shell starts what runs in the background with SIGINT ignored, and so would be every process that
+# the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
-tqdm.set_lock(threading.RLock())  # its own is shared by forked processes: killed with it, a rank would keep it for ever
+tqdm.set_lock(
+    threading.RLock()
+)  # its own is shared by forked processes: killed with it, a rank would keep it for ever
 disable_progress_bar()
 datasets.disable_progress_bars()
 
@@ -93,7 +96,8 @@ MIXTRAL_CONFIG = MixtralConfig(  # experts, and an auxiliary loss that is worth 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The tests are of processes on CPUs, also on a machine with a GPU: `--accelerator auto` would take it."""
+    """The tests are of processes on CPUs, also on a machine with a GPU: `--accelerator auto` would
+    take it."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -102,7 +106,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU, and to be asked for with -m gpu alone"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a GPU, and to be asked for with -m gpu alone")
+            )
         quick = item.get_closest_marker("quick_cases")
         if quick and not re.search(quick.args[0], item.name):
             item.add_marker("longer")
@@ -115,15 +121,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--families_table", type=Path, help="with -m families: the file to write what they gave to")
+    parser.addoption(
+        "--families_table", type=Path, help="with -m families: the file to write what they gave to"
+    )
 
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models llama, gpt2, mixtral, llama-tied, gpt2-no-dropout and datasets `data`, `ragged` and `many`."""
+    """A folder with models llama, gpt2, mixtral, llama-tied, gpt2-no-dropout and datasets `data`,
+    `ragged` and `many`."""
     folder = tmp_path_factory.mktemp("toys")
     configs = {**TOY_CONFIGS}
-    configs["llama-tied"] = LlamaConfig(**{**configs["llama"].to_dict(), "tie_word_embeddings": True})
+    configs["llama-tied"] = LlamaConfig(
+        **{**configs["llama"].to_dict(), "tie_word_embeddings": True}
+    )
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     configs["gpt2-no-dropout"] = GPT2Config(**{**configs["gpt2"].to_dict(), **no_dropout})
     configs["mixtral"] = MIXTRAL_CONFIG  # the last: each has the seed of its place
@@ -138,9 +149,14 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_dataset(
-    folder: Path, generator: np.random.Generator, ragged: bool = False, rows: int = ROWS, validation_rows: int = 10
+    folder: Path,
+    generator: np.random.Generator,
+    ragged: bool = False,
+    rows: int = ROWS,
+    validation_rows: int = 10,
 ) -> None:
-    """Token sequences with something to learn; `ragged`: with labels of which a different part is masked in each row."""
+    """Token sequences with something to learn; `ragged`: with labels of which a different part is
+    masked in each row."""
 
     def split(count: int) -> datasets.Dataset:
         tokens = generator.integers(0, VOCABULARY, (count, CONTEXT))
@@ -154,7 +170,9 @@ def make_dataset(
             columns["labels"] = labels.tolist()
         return datasets.Dataset.from_dict(columns)
 
-    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(str(folder))
+    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(
+        str(folder)
+    )
 
 
 END = 0  # the token that ends a document
@@ -163,7 +181,10 @@ END = 0  # the token that ends a document
 def documents(lengths: list[int], seed: int) -> list[list[int]]:
     """Token lists of these lengths, each ending with END."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (n - 1,), generator=generator).tolist() + [END] for n in lengths]
+    return [
+        torch.randint(1, VOCABULARY, (n - 1,), generator=generator).tolist() + [END]
+        for n in lengths
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -172,10 +193,21 @@ def packed_data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("packed") / "data"
 
     def split(rows: int, seed: int) -> datasets.Dataset:
-        tokens = [t for d in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in d][: rows * CONTEXT]
-        return datasets.Dataset.from_dict({"input_ids": torch.tensor(tokens).view(rows, CONTEXT).tolist()})
+        tokens = [t for d in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in d][
+            : rows * CONTEXT
+        ]
+        return datasets.Dataset.from_dict(
+            {"input_ids": torch.tensor(tokens).view(rows, CONTEXT).tolist()}
+        )
 
-    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(str(folder))
-    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(
+        str(folder)
+    )
+    manifest = {
+        "packed": True,
+        "context_length": CONTEXT,
+        "max_token_id": VOCABULARY - 1,
+        "eos_token_id": END,
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

@@ -1,4 +1,5 @@
-"""Families of causal models at toy size, each trained, resumed and exported by the code that users start.
+"""Families of causal models at toy size, each trained, resumed and exported by the code that users
+start.
 
 FAMILIES: model_type of transformers -> what its configuration class is given besides COMMON.
 """
@@ -52,14 +53,23 @@ MLA: dict[str, Any] = {  # multi-head latent attention
     "v_head_dim": 8,
 }
 MAMBA: dict[str, Any] = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
-MAMBA2: dict[str, Any] = {**MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+MAMBA2: dict[str, Any] = {
+    **MAMBA,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 LINEAR: dict[str, Any] = {  # gated delta net
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-SLIDING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+SLIDING: dict[str, Any] = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 HEAD: dict[str, Any] = {"head_dim": 8}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -156,7 +166,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {**GPT_NAMES, "n_inner": 48},
     "gpt_bigcode": {**GPT_NAMES, "n_inner": 48},
-    "gpt_neo": {"num_layers": LAYERS, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gpt_neo": {
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+    },
     "gpt_neox": {},
     "gpt_neox_japanese": {},
     "gpt_oss": {**SLIDING, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -216,7 +231,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "mamba": {"state_size": 8, "time_step_rank": 4},
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "time_step_rank": 4, "chunk_size": 8},
+    "mamba2": {
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "time_step_rank": 4,
+        "chunk_size": 8,
+    },
     "minicpm3": {**MLA, "num_key_value_heads": 4, "dim_model_base": 32},
     "minimax": {
         **HEAD,
@@ -284,7 +306,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {},
     "vaultgemma": {**SLIDING, **HEAD, "query_pre_attn_scalar": 8},
-    "xglm": {"d_model": 32, "num_layers": LAYERS, "attention_heads": 4, "ffn_dim": 48, "pad_token_id": 1},
+    "xglm": {
+        "d_model": 32,
+        "num_layers": LAYERS,
+        "attention_heads": 4,
+        "ffn_dim": 48,
+        "pad_token_id": 1,
+    },
     "xlstm": {"num_heads": 4, "embedding_dim": 32, "chunk_size": 8},
     "youtu": {**MLA, "num_key_value_heads": 4},
     "zamba": {
@@ -313,7 +341,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def toy_config(family: str) -> PretrainedConfig:
-    """The configuration of `family` at toy size. Its class may refuse names that it doesn't know."""
+    """The configuration of `family` at toy size. Its class may refuse names that it doesn't
+    know."""
     return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
 
 
@@ -333,12 +362,21 @@ def write_data(folder: Path) -> Path:
     """Rows of packed documents of seven tokens, with the manifest that prepare_data.py writes."""
 
     def split(rows: int, seed: int) -> datasets.Dataset:
-        tokens = torch.randint(1, VOCABULARY, (rows * CONTEXT,), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(
+            1, VOCABULARY, (rows * CONTEXT,), generator=torch.Generator().manual_seed(seed)
+        )
         tokens[6::7] = END
         return datasets.Dataset.from_dict({"input_ids": tokens.view(rows, CONTEXT).tolist()})
 
-    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(str(folder))
-    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(
+        str(folder)
+    )
+    manifest = {
+        "packed": True,
+        "context_length": CONTEXT,
+        "max_token_id": VOCABULARY - 1,
+        "eos_token_id": END,
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -354,19 +392,42 @@ class Tried:
     model_class: str = ""
     attention: str = ""
     documents: str = ""  # "apart", or what a document sees of the one before it
-    devices: dict[int, str] = field(default_factory=dict)  # number of devices -> "yes", or what was said
-    logits: dict[int, str] = field(default_factory=dict)  # number of devices -> difference of the export's
+    devices: dict[int, str] = field(
+        default_factory=dict
+    )  # number of devices -> "yes", or what was said
+    logits: dict[int, str] = field(
+        default_factory=dict
+    )  # number of devices -> difference of the export's
     kept: str = ""  # tensors of other dtypes than a cast of the whole model would give them
 
 
 def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] = (1, 2)) -> Tried:
-    """Train two steps with default flags, resume at the first, train to the second again, export; on so many devices."""
+    """Train two steps with default flags, resume at the first, train to the second again, export;
+    on so many devices."""
     tried = Tried(family)
     model = write_model(family, folder / family)
     for count in devices:
         run = folder / f"{family}-{count}"
-        flags = ("--model_name", model, "--train_data_dir", data, "--output_dir", folder, "--run_name", run.name)
-        flags += ("--global_batch_size", 4, "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 1)
+        flags = (
+            "--model_name",
+            model,
+            "--train_data_dir",
+            data,
+            "--output_dir",
+            folder,
+            "--run_name",
+            run.name,
+        )
+        flags += (
+            "--global_batch_size",
+            4,
+            "--max_step",
+            2,
+            "--save_step_interval",
+            1,
+            "--eval_iters",
+            1,
+        )
         said = train(count, *flags)
         if said is None:
             describe(tried, run)
@@ -374,7 +435,9 @@ def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] =
         if said is None:
             try:
                 output = folder / f"{run.name}-hf"
-                [difference] = run_ranks(1, export_difference, run, output, timeout_seconds=TIMEOUT_SECONDS)
+                [difference] = run_ranks(
+                    1, export_difference, run, output, timeout_seconds=TIMEOUT_SECONDS
+                )
                 tried.logits[count] = f"{difference:.1e}" if difference else "0"
             except AssertionError as error:
                 said = str(error).strip().splitlines()[-1]
@@ -393,7 +456,9 @@ def train(count: int, *flags: Any) -> str | None:
     outputs[str(flags[flags.index("--run_name") + 1])] = job.output[0]
     if not any(codes):
         return None
-    sentence = next((line for line in lines if line.startswith("train.py: ")), lines[-1] if lines else "nothing")
+    sentence = next(
+        (line for line in lines if line.startswith("train.py: ")), lines[-1] if lines else "nothing"
+    )
     return sentence.removeprefix("train.py: error: ")
 
 
@@ -422,7 +487,9 @@ def describe(tried: Tried, run: Path) -> None:
     tried.attention = found[1] if (found := re.search(r"(\w+) attention, ", said)) else "sdpa"
     leak = re.search(r"change by up to (\S+) of their standard deviation", said)
     tried.documents = "apart" if leak is None else f"see each other, {leak[1]}"
-    buffers = [(name, buffer) for name, buffer in skeleton.named_buffers() if not name.endswith("inv_freq")]
+    buffers = [
+        (name, buffer) for name, buffer in skeleton.named_buffers() if not name.endswith("inv_freq")
+    ]
     kept = {
         "float32 parameters": short_names(skeleton.named_parameters(), torch.float32),
         "float32 buffers": short_names(buffers, torch.float32),
@@ -433,7 +500,11 @@ def describe(tried: Tried, run: Path) -> None:
 
 def short_names(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
     """The last two words of the names of tensors of this dtype, each once."""
-    return ", ".join(sorted({".".join(name.split(".")[-2:]) for name, tensor in tensors if tensor.dtype == dtype}))
+    return ", ".join(
+        sorted(
+            {".".join(name.split(".")[-2:]) for name, tensor in tensors if tensor.dtype == dtype}
+        )
+    )
 
 
 # ------------------------------------------------------------------------------- the table
@@ -441,29 +512,48 @@ def short_names(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype)
 
 def table(rows: list[Tried], seconds: float) -> str:
     """docs/results/families.md"""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "lightning", "transformers")
+    )
     good = [row for row in rows if set(row.devices.values()) == {"yes"}]
     lines = [
         "# Families of models: what trains with default flags",
         "",
         f"- Command: `{COMMAND}`",
-        f"- Date: {date.today()}; {seconds:,.0f} s on {os.cpu_count()} CPU cores, load {os.getloadavg()[1]:.1f}",
+        (
+            f"- Date: {date.today()}; {seconds:,.0f} s on {os.cpu_count()} CPU cores, load "
+            f"{os.getloadavg()[1]:.1f}"
+        ),
         f"- Versions: Python {platform.python_version()}, {versions}",
         "- GPU: not measured",
-        f"- Models: toy sizes of the classes in transformers, random weights in safetensors, vocabulary of {VOCABULARY}",
-        "- Each: `train.py` with its defaults (bf16-true, --attention auto, --document_masking auto; fsdp on two devices) "
-        "for two steps, resumed after the first, `export_hf.py`'s export and its comparison of logits",
-        "- Documents: *see each other* means that --document_masking auto is off. The number is the largest change of a "
-        "logit of a document when the one before it is another, as a part of the logits' standard deviation; with random "
+        (
+            f"- Models: toy sizes of the classes in transformers, random weights in safetensors, "
+            f"vocabulary of {VOCABULARY}"
+        ),
+        "- Each: `train.py` with its defaults (bf16-true, --attention auto, --document_masking "
+        "auto; fsdp on two devices) "
+        "for two steps, resumed after the first, `export_hf.py`'s export and its comparison of "
+        "logits",
+        "- Documents: *see each other* means that --document_masking auto is off. The number is "
+        "the largest change of a "
+        "logit of a document when the one before it is another, as a part of the logits' standard "
+        "deviation; with random "
         "weights it says that there is a way, not how much a trained model makes of it",
         "- Attention: what `--attention auto` takes; eager where the class has no SDPA",
-        "- Kept as transformers has it: what a cast of the whole model to bfloat16, or FSDP's casts of buffers, would change, "
+        "- Kept as transformers has it: what a cast of the whole model to bfloat16, or FSDP's "
+        "casts of buffers, would change, "
         "besides RoPE's frequencies, which are float32 in all",
-        "- Logits: mean difference between the export and the model in training, as a part of their standard deviation",
+        (
+            "- Logits: mean difference between the export and the model in training, as a part of "
+            "their standard deviation"
+        ),
         "",
         f"{len(good)} of {len(rows)} families train, resume and export on one device and on two.",
         "",
-        "| model_type | class | attention | documents | one device | two, fsdp | logits, one / two | kept as transformers has it |",
+        (
+            "| model_type | class | attention | documents | one device | two, fsdp | logits, one / "
+            "two | kept as transformers has it |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.family):

@@ -1,7 +1,8 @@
-"""Hosts on one machine: each with a name, a network address and processes of its own, joined by a switch (Linux, root).
+"""Hosts on one machine: each with a name, a network address and processes of its own, joined by a
+switch (Linux, root).
 
-They share the machine's file system, as the hosts of a cluster share a disk. What makes them are namespaces; they end with
-the process that made them, whatever becomes of it.
+They share the machine's file system, as the hosts of a cluster share a disk. What makes them are
+namespaces; they end with the process that made them, whatever becomes of it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,33 @@ def missing() -> Optional[str]:
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
     if absent:
         return f"hosts need {', '.join(absent)} (Debian: iproute2, util-linux)"
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True
+    )
     return "hosts need root, or the right to make namespaces" if tried.returncode else None
 
 
 class Namespace:
-    """What runs inside ends when `first`, the first process of it, ends; that ends when its standard input does."""
+    """What runs inside ends when `first`, the first process of it, ends; that ends when its
+    standard input does."""
 
     def __init__(self, kinds: str, setup: str) -> None:
-        words = ["unshare", *(f"--{kind}" for kind in kinds.split()), "bash", "-c", FIRST.format(setup=setup)]
+        words = [
+            "unshare",
+            *(f"--{kind}" for kind in kinds.split()),
+            "bash",
+            "-c",
+            FIRST.format(setup=setup),
+        ]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n", f"no namespace: {setup}"
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         self.first = int(children[0]) if "fork" in kinds else self.process.pid
 
     def end(self) -> None:
@@ -51,7 +65,8 @@ class Namespace:
 
 
 class Network:
-    """Hosts NAME -> 10.77.0.1, 10.77.0.2, ..., all of which know each other's names. A context manager."""
+    """Hosts NAME -> 10.77.0.1, 10.77.0.2, ..., all of which know each other's names. A context
+    manager."""
 
     def __init__(self, *names: str, folder: Path) -> None:
         self.names, self.folder = names, folder
@@ -74,7 +89,10 @@ class Network:
         """Start the host, for the first time or after `lose`."""
         port = self.names.index(name) + 1
         hosts = self.folder / "hosts"
-        setup = f"hostname {name} && mount --make-rprivate / && mount -t proc proc /proc && mount --bind {hosts} /etc/hosts"
+        setup = (
+            f"hostname {name} && mount --make-rprivate / && mount -t proc proc /proc && mount "
+            f"--bind {hosts} /etc/hosts"
+        )
         host = self.hosts[name] = Namespace("net uts mount pid fork kill-child", setup)
         self._at_switch(f"ip link add port{port} type veth peer name eth0 netns {host.first}")
         self._at_switch(f"ip link set port{port} master switch up")
@@ -82,7 +100,8 @@ class Network:
             subprocess.run([*self.on(name), *command.split()], check=True)
 
     def lose(self, name: str, silently: bool) -> None:
-        """Kill all processes of the host; `silently`, as a power cut does: none of its connections is closed before that."""
+        """Kill all processes of the host; `silently`, as a power cut does: none of its connections
+        is closed before that."""
         port = self.names.index(name) + 1
         if silently:
             self._at_switch(f"ip link set port{port} down")

@@ -1,4 +1,5 @@
-"""Hubs on this machine: HTTP servers that answer as huggingface.co does, so that the real client does and raises what it would.
+"""Hubs on this machine: HTTP servers that answer as huggingface.co does, so that the real client
+does and raises what it would.
 
 `hub` refuses, and `Uploads` takes what is pushed, or breaks in the middle of it.
 """
@@ -16,8 +17,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ANSWERS = {  # the repository -> (status, X-Error-Code, X-Error-Message)
-    "org/gated": (403, "GatedRepo", "Access to model org/gated is restricted and you are not in the authorized list."),
-    "org/gated-anonymous": (401, "GatedRepo", "Access to model is restricted. You must be authenticated to access it."),
+    "org/gated": (
+        403,
+        "GatedRepo",
+        "Access to model org/gated is restricted and you are not in the authorized list.",
+    ),
+    "org/gated-anonymous": (
+        401,
+        "GatedRepo",
+        "Access to model is restricted. You must be authenticated to access it.",
+    ),
     "org/nothing": (404, "RepoNotFound", "Repository not found"),
     "org/private": (401, "RepoNotFound", "Invalid username or password."),
     "org/token": (401, "", "Invalid credentials in Authorization header"),
@@ -44,10 +53,13 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(folder: Path) -> Iterator[dict[str, str]]:
-    """Environment variables of a process that asks this hub, with an empty cache in `folder` and without a token."""
+    """Environment variables of a process that asks this hub, with an empty cache in `folder` and
+    without a token."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
+    }
     try:
         yield {
             **own,
@@ -61,13 +73,16 @@ def hub(folder: Path) -> Iterator[dict[str, str]]:
 
 
 class Uploads(ThreadingHTTPServer):
-    """A hub of one repository, by the protocol of Git LFS. Large files are stored one by one, and then all are committed."""
+    """A hub of one repository, by the protocol of Git LFS. Large files are stored one by one, and
+    then all are committed."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), UploadHandler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         self.lock = threading.Lock()
-        self.breaks_at: float = float("inf")  # the number of the large file that isn't taken, nor those after it
+        self.breaks_at: float = float(
+            "inf"
+        )  # the number of the large file that isn't taken, nor those after it
         self.stored: dict[str, bytes] = {}  # large files by their hash
         self.put: list[str] = []  # their hashes as they came
         self.repository: dict[str, bytes] = {}  # what is committed, by path
@@ -99,12 +114,17 @@ class UploadHandler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return 200, {}
         if path == "/api/models/org/name/preupload/main":
-            is_large = {one["path"]: one["path"].endswith((".safetensors", ".png")) for one in json.loads(body)["files"]}
+            is_large = {
+                one["path"]: one["path"].endswith((".safetensors", ".png"))
+                for one in json.loads(body)["files"]
+            }
             modes = {True: "lfs", False: "regular"}
             files = [{"path": name, "uploadMode": modes[large]} for name, large in is_large.items()]
             return 200, {"files": [{**one, "shouldIgnore": False} for one in files]}
         if path == "/org/name.git/info/lfs/objects/batch":
-            objects = [{"oid": one["oid"], "size": one["size"]} for one in json.loads(body)["objects"]]
+            objects = [
+                {"oid": one["oid"], "size": one["size"]} for one in json.loads(body)["objects"]
+            ]
             for one in objects:
                 if one["oid"] not in hub.stored:
                     one["actions"] = {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}
@@ -118,7 +138,9 @@ class UploadHandler(BaseHTTPRequestHandler):
         if path == "/api/models/org/name/commit/main":
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    hub.repository[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    hub.repository[line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"]
+                    )
                 elif line["key"] == "lfsFile":
                     hub.repository[line["value"]["path"]] = hub.stored[line["value"]["oid"]]
             return 200, {"commitUrl": f"{hub.address}/org/name/commit/1", "commitOid": "1" * 40}

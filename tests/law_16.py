@@ -248,7 +248,9 @@ def write_toys(folder: Path) -> Path:
         config = AutoConfig.for_model(**said)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         fast.save_pretrained(folder / name)
-    for number, name in enumerate(("rows", "more", "labels", "best_fit", "second", "concat", "low", "high")):
+    for number, name in enumerate(
+        ("rows", "more", "labels", "best_fit", "second", "concat", "low", "high")
+    ):
         generator = np.random.default_rng(number)
         if name in ("low", "high"):
             splits = {split: _halves(name, split, generator) for split in ("train", "validation")}
@@ -312,7 +314,9 @@ def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
     if flags["freeze"] == "embeddings":
         flags["freeze"] = "transformer.wte*" if model == "gpt2" else "*embed_tokens*"
     elif flags["freeze"] is not None and model in ("gpt2", "gemma3"):
-        flags["freeze"] = "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
+        flags["freeze"] = (
+            "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
+        )
     flags |= {"model_name": str(folder / model), "global_batch_size": 8, "precision": "32-true"}
     return flags | {name: value.format(folder=folder) for name, value in DATA[data].flags.items()}
 
@@ -383,7 +387,9 @@ def values_of(name: str, one: Flag) -> list[Any]:
 
 def factors() -> dict[str, list[Any]]:
     """What a row draws: name -> values; toys first."""
-    drawn = {name: values_of(name, one) for name, one in flags_of_how().items() if name not in NOT_DRAWN}
+    drawn = {
+        name: values_of(name, one) for name, one in flags_of_how().items() if name not in NOT_DRAWN
+    }
     return {"model": list(MODELS), "data": list(DATA), **drawn}
 
 
@@ -511,9 +517,13 @@ class Array:
     def _never(self, together: Collection[tuple[str, Any]]) -> bool:
         """Whether some of these values were refused often, and never accepted together."""
         found = (
-            values for values, one in self.refused.items() if values.issubset(together) and len(one.beside) >= ENOUGH_REFUSALS
+            values
+            for values, one in self.refused.items()
+            if values.issubset(together) and len(one.beside) >= ENOUGH_REFUSALS
         )
-        return any(not any(values <= accepted.items() for accepted in self.accepted) for values in found)
+        return any(
+            not any(values <= accepted.items() for accepted in self.accepted) for values in found
+        )
 
     def _beside(self, row: Row) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in BESIDE_REFUSAL)
@@ -566,14 +576,18 @@ class Piece:
     """One start of a run."""
 
     row: Row
-    interruption: str  # a failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none
+    interruption: (
+        str  # a failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none
+    )
     command: list[str] = field(default_factory=list)
     code: Optional[int] = None
     said: str = ""
 
     def __str__(self) -> str:
         is_outside = " " in self.interruption
-        before = f"FABRIC_LLM_FAILPOINT={self.interruption} " * bool(self.interruption and not is_outside)
+        before = f"FABRIC_LLM_FAILPOINT={self.interruption} " * bool(
+            self.interruption and not is_outside
+        )
         after = f"   # {self.interruption}" * is_outside
         return f"{before}python {shlex.join(self.command)}{after}   # code {self.code}"
 
@@ -603,7 +617,11 @@ def _layer_class(model: str) -> str:
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(config).modules()
-    return next(type(one).__name__ for one in modules if type(one).__name__.endswith(("DecoderLayer", "Block")))
+    return next(
+        type(one).__name__
+        for one in modules
+        if type(one).__name__.endswith(("DecoderLayer", "Block"))
+    )
 
 
 def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 900) -> None:
@@ -632,7 +650,9 @@ def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 900) -> N
         if delay:
             size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
             while process.poll() is None and time.monotonic() < deadline:
-                if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > size:
+                if (run / "metrics.jsonl").exists() and (
+                    run / "metrics.jsonl"
+                ).stat().st_size > size:
                     break
                 time.sleep(0.02)
             time.sleep(float(delay))
@@ -714,7 +734,9 @@ def run_row(
             continue
         outcome.pieces.append(piece)
         array.accept(row)
-        may_end_with = {DONE} if not cut else {DONE, STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
+        may_end_with = (
+            {DONE} if not cut else {DONE, STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
+        )
         if piece.code not in may_end_with or "Traceback" in piece.said:
             outcome.differences.append(f"code {piece.code}: {last_words(piece.said)}")
             return outcome
@@ -752,17 +774,26 @@ MOST_REFUSED = 20  # for one row
 _references: dict[str, plain_trainer.Found] = {}
 
 
-def reference(what: dict[str, Any], row: Row, folder: Path, root: Path = ROOT) -> plain_trainer.Found:
+def reference(
+    what: dict[str, Any], row: Row, folder: Path, root: Path = ROOT
+) -> plain_trainer.Found:
     data = DATA[row["data"]]
     if data.pinned:
         return _undisturbed(what, {"data": row["data"], **data.pinned}, folder, root)
-    kept = {name: what[name] for name in [*WHAT, "model_name", "global_batch_size"] if what[name] is not None}
+    kept = {
+        name: what[name]
+        for name in [*WHAT, "model_name", "global_batch_size"]
+        if what[name] is not None
+    }
     kept |= {
         "max_step": what["max_step"],
         "document_masking": what.get("document_masking") == "true",
     }
     kept |= {name: row[name] for name in ("ema_decay", "ema_every") if row.get(name) is not None}
-    sources, beside = ({name: str(folder / one) for name, one in each.items()} for each in (data.sources, {"beside": BESIDE}))
+    sources, beside = (
+        {name: str(folder / one) for name, one in each.items()}
+        for each in (data.sources, {"beside": BESIDE})
+    )
     name = json.dumps([kept, sources], sort_keys=True)
     if name not in _references:
         _references[name] = plain_trainer.train(kept, sources, data.stages, beside)
@@ -783,7 +814,9 @@ def _undisturbed(what: dict[str, Any], row: Row, folder: Path, root: Path) -> pl
         if "loss" in line:
             steps[line["step"]] = {name: line[name] for name in ("loss", "lr", "grad_norm")}
         if "eval" in line:
-            evaluations[line["step"]] = {name: one["loss"] for name, one in line["eval"].items()} | {"": line["eval_loss"]}
+            evaluations[line["step"]] = {
+                name: one["loss"] for name, one in line["eval"].items()
+            } | {"": line["eval_loss"]}
     weights = weights_of(run / f"step-{max(steps):08d}")
     moved = {name: torch.full((), 1e-4) for name in weights if name != "lm_head.weight"}
     return plain_trainer.Found(steps, evaluations, weights, moved)
@@ -825,16 +858,22 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
         if "loss" in line:
             seen[step] += 1
             for name, most in (("loss", LOSS), ("lr", 1e-12), ("grad_norm", NORM)):
-                found += _apart(f"step {step}: {name}", line[name], plain.steps.get(step, {}).get(name), most)
+                found += _apart(
+                    f"step {step}: {name}", line[name], plain.steps.get(step, {}).get(name), most
+                )
         if "eval_loss" in line:
             seen["evaluation", step] += 1
             of_sets = plain.evaluations.get(step, {})
             for name, one in line["eval"].items():
                 if name in of_sets:
-                    found += _apart(f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS)
+                    found += _apart(
+                        f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS
+                    )
             found += _apart(f"step {step}: eval_loss", line["eval_loss"], of_sets.get(""), LOSS)
             if "eval_loss_ema" in line and "ema" in of_sets:
-                found += _apart(f"step {step}: loss of the average", line["eval_loss_ema"], of_sets["ema"], LOSS)
+                found += _apart(
+                    f"step {step}: loss of the average", line["eval_loss_ema"], of_sets["ema"], LOSS
+                )
     found += [f"{place} is logged {count} times" for place, count in seen.items() if count > 1]
     if last not in seen or max(step for step in seen if isinstance(step, int)) != last:
         found.append(f"the last step, {last}, isn't logged")
@@ -858,7 +897,10 @@ def weights_apart(weights: dict[str, torch.Tensor], plain: plain_trainer.Found) 
             uncertain = plain.uncertain.get(plain.tied.get(name, name), 0.0)
             most = WEIGHT * tensor.abs().max() + uncertain
             if bool((apart > most).any()):
-                found.append(f"weights {name}: {float(apart.max()):.2e} apart, of {float(tensor.abs().max()):.2e}")
+                found.append(
+                    f"weights {name}: {float(apart.max()):.2e} apart, of "
+                    f"{float(tensor.abs().max()):.2e}"
+                )
     return found
 
 
@@ -890,17 +932,27 @@ def unlike(run: Path, twin: Path) -> list[str]:
     """
     found = []
     for key in ("loss", "grad_norm", "eval_loss", "eval_loss_ema"):
-        one, other = ({line["step"]: line[key] for line in lines_of(each) if key in line} for each in (run, twin))
+        one, other = (
+            {line["step"]: line[key] for line in lines_of(each) if key in line}
+            for each in (run, twin)
+        )
         own = one.keys() if key.startswith("eval") else set()
-        if differing := sorted(step for step in other.keys() | own if one.get(step) != other.get(step)):
+        if differing := sorted(
+            step for step in other.keys() | own if one.get(step) != other.get(step)
+        ):
             step = differing[0]
-            found.append(f"{key} of {len(differing)} steps, of step {step} {one.get(step)}, not {other.get(step)}")
+            found.append(
+                f"{key} of {len(differing)} steps, of step {step} {one.get(step)}, not "
+                f"{other.get(step)}"
+            )
     one, other = (weights_of(max(each.glob("step-*[0-9]"))) for each in (run, twin))
     names = [name for name in one if not torch.equal(one[name], other[name])]
     return found + ([f"weights: {len(names)} tensors, first {names[0]}"] if names else [])
 
 
-def rows_until(end: float, array: Array, folder: Path, seed: int, root: Path = ROOT) -> Iterator[tuple[int, Outcome]]:
+def rows_until(
+    end: float, array: Array, folder: Path, seed: int, root: Path = ROOT
+) -> Iterator[tuple[int, Outcome]]:
     """Run rows until the time.monotonic() `end`. Yields their numbers, and what came of them."""
     number = 0
     while time.monotonic() < end:

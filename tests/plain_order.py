@@ -58,7 +58,9 @@ def whole(shares: dict[str, str], names: list[str]) -> list[int]:
     return [int(part * math.lcm(*(one.denominator for one in parts))) for part in parts]
 
 
-def order(seed: int, rows: dict[str, int], stages: list[tuple[int, list[int]]]) -> Iterator[tuple[str, int, list[int]]]:
+def order(
+    seed: int, rows: dict[str, int], stages: list[tuple[int, list[int]]]
+) -> Iterator[tuple[str, int, list[int]]]:
     """(source, row, weights of the stage) at each position."""
     names, count, seeds = list(rows), dict.fromkeys(rows, 0), {}
     for name in names:

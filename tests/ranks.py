@@ -1,7 +1,8 @@
 """Run a function in several real processes that form a gloo process group.
 
-Ranks are forked from the test process, which has imported everything already: a start takes a tenth of a second.
-No port can be taken: rank 0 gets a free one and writes it into a file. They always destroy their process group.
+Ranks are forked from the test process, which has imported everything already: a start takes a tenth
+of a second. No port can be taken: rank 0 gets a free one and writes it into a file. They always
+destroy their process group.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from typing import Any, Callable
 import torch
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120) -> list[Any]:
-    """[function(*args) on each rank]. With world_size 1 there is no process group, as in a plain `python train.py`.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120
+) -> list[Any]:
+    """[function(*args) on each rank]. With world_size 1 there is no process group, as in a plain
+    `python train.py`.
 
-    Raises AssertionError with the first failing rank's traceback and output. SystemExit counts as failure.
+    Raises AssertionError with the first failing rank's traceback and output. SystemExit counts as
+    failure.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -33,22 +38,41 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         statuses = _wait(pids, timeout_seconds)
         reports = [_report(folder, rank, status) for rank, status in enumerate(statuses)]
         if any(statuses):
-            raise AssertionError("\n".join(report for report, status in zip(reports, statuses) if status))
-        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+            raise AssertionError(
+                "\n".join(report for report, status in zip(reports, statuses) if status)
+            )
+        return [
+            pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)
+        ]
 
 
 class Job:
-    """`train.py FLAGS` on several ranks that may be killed; each ends with train.py's own exit code.
+    """`train.py FLAGS` on several ranks that may be killed; each ends with train.py's own exit
+    code.
 
-    codes: exit code of each rank once `wait` has returned, -9 for one that was killed. output: what each one said.
+    codes: exit code of each rank once `wait` has returned, -9 for one that was killed. output: what
+    each one said.
     """
 
-    def __init__(self, world_size: int, *flags: Any, failpoint: str = "", before: Callable[[], None] = lambda: None) -> None:
-        """failpoint: see fabric_llm/failpoints.py. before: called in each rank before train.py's main."""
-        argv = [str(flag) for flag in flags] + ["--devices", str(world_size), "--log_step_interval", "1"]
+    def __init__(
+        self,
+        world_size: int,
+        *flags: Any,
+        failpoint: str = "",
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """failpoint: see fabric_llm/failpoints.py. before: called in each rank before train.py's
+        main."""
+        argv = [str(flag) for flag in flags] + [
+            "--devices",
+            str(world_size),
+            "--log_step_interval",
+            "1",
+        ]
         self.folder = Path(tempfile.mkdtemp())
         self.pids = [
-            _fork(rank, world_size, self.folder, _train_to_the_end, (argv, failpoint, before)) for rank in range(world_size)
+            _fork(rank, world_size, self.folder, _train_to_the_end, (argv, failpoint, before))
+            for rank in range(world_size)
         ]
         self.codes: list[int] = []
         self.output: list[str] = []
@@ -61,7 +85,8 @@ class Job:
                 os.kill(self.pids[rank], signal.SIGKILL)
 
     def wait(self, timeout_seconds: float = 60) -> list[int]:
-        """The codes. Raises AssertionError if a rank is still there after that time: it is killed then."""
+        """The codes. Raises AssertionError if a rank is still there after that time: it is killed
+        then."""
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + timeout_seconds
         while len(statuses) < len(self.pids) and time.monotonic() < deadline:
@@ -76,7 +101,9 @@ class Job:
         for rank in left:
             os.kill(self.pids[rank], signal.SIGKILL)
             os.waitpid(self.pids[rank], 0)
-        self.output = [_report(self.folder, rank, statuses.get(pid, -1)) for rank, pid in enumerate(self.pids)]
+        self.output = [
+            _report(self.folder, rank, statuses.get(pid, -1)) for rank, pid in enumerate(self.pids)
+        ]
         shutil.rmtree(self.folder)
         assert not left, f"ranks {left} did not end:\n" + "\n".join(self.output)
         self.codes = [os.waitstatus_to_exitcode(statuses[pid]) for pid in self.pids]
@@ -84,7 +111,8 @@ class Job:
 
 
 def _wait_until_joined(folder: Path, pids: list[int], timeout_seconds: float = 60) -> None:
-    """Without a launcher nobody would tell a rank in the rendezvous that the other was killed: it waits for its time-out.
+    """Without a launcher nobody would tell a rank in the rendezvous that the other was killed: it
+    waits for its time-out.
 
     That is this harness's own affair: train.py begins after it.
     """
@@ -112,7 +140,9 @@ def _train_to_the_end(argv: list[str], failpoint: str, before: Callable[[], None
     os._exit(code)  # as train.py does
 
 
-def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _fork(
+    rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -159,7 +189,8 @@ def _join(rank: int, world_size: int, folder: Path) -> None:
 
 
 def _store(rank: int, file: Path) -> torch.distributed.Store:
-    """Held by rank 0, as in a real run, at a port that the kernel gives it. (A frozen rank could keep a file's lock.)"""
+    """Held by rank 0, as in a real run, at a port that the kernel gives it. (A frozen rank could
+    keep a file's lock.)"""
     if rank == 0:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         file.with_suffix(".part").write_text(str(store.port))
@@ -168,11 +199,14 @@ def _store(rank: int, file: Path) -> torch.distributed.Store:
     deadline = time.monotonic() + 60
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.002)
-    return torch.distributed.TCPStore("127.0.0.1", int(file.read_text()), is_master=False, wait_for_workers=False)
+    return torch.distributed.TCPStore(
+        "127.0.0.1", int(file.read_text()), is_master=False, wait_for_workers=False
+    )
 
 
 def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
-    """Exit statuses; once one rank has failed the others get five seconds before they are killed."""
+    """Exit statuses; once one rank has failed the others get five seconds before they are
+    killed."""
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + timeout_seconds
     while len(statuses) < len(pids):
@@ -200,7 +234,12 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
     """`train.py FLAGS` on `world_size` ranks, all of its code and real files."""
     import train
 
-    argv = [str(flag) for flag in flags] + ["--devices", str(world_size), "--log_step_interval", "1"]
+    argv = [str(flag) for flag in flags] + [
+        "--devices",
+        str(world_size),
+        "--log_step_interval",
+        "1",
+    ]
     run_ranks(world_size, train.main, argv, timeout_seconds=timeout_seconds)
 
 
@@ -212,12 +251,15 @@ def planned(argv: Any) -> tuple[Any, Any]:
 
     arguments = parse_train([str(word) for word in argv])
     directory = run_directory.directory(arguments)
-    made = make_plan(arguments, start.place(arguments), directory, run_directory.choose(arguments, directory))
+    made = make_plan(
+        arguments, start.place(arguments), directory, run_directory.choose(arguments, directory)
+    )
     return arguments, made
 
 
 def built(argv: Any) -> tuple[Any, Any, Any, Any]:
-    """(fabric, plan, model, optimizer) of `train.py ARGV` before its first step. All ranks call it."""
+    """(fabric, plan, model, optimizer) of `train.py ARGV` before its first step. All ranks call
+    it."""
     from fabric_llm.model.strategy import make_fabric
     from fabric_llm.run.build import build_model
     from fabric_llm.run.run import Run
@@ -233,18 +275,24 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
 def instead(flags, more):
     """The flags, each with its value, in which those of `more` take the place of their own."""
     names = {str(word).partition("=")[0] for word in more}
-    pairs = [pair for pair in zip(flags[::2], flags[1::2], strict=True) if str(pair[0]) not in names]
+    pairs = [
+        pair for pair in zip(flags[::2], flags[1::2], strict=True) if str(pair[0]) not in names
+    ]
     return (*(word for pair in pairs for word in pair), *more)
 
 
-def toy_run(toys: Path, output: Path, *, model: str = "llama", data: str = "data") -> tuple[Any, ...]:
+def toy_run(
+    toys: Path, output: Path, *, model: str = "llama", data: str = "data"
+) -> tuple[Any, ...]:
     """The flags of train.py that every run needs; `toys` is conftest's folder."""
     return ("--model_name", toys / model, "--train_data_dir", toys / data, "--output_dir", output)
 
 
 def metrics(run_directory: Path, key: str = "loss") -> list[Any]:
     """The values of `key` in metrics.jsonl, in order."""
-    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line[key] for line in lines if key in line]
 
 
@@ -267,7 +315,8 @@ sys.meta_path.insert(0, Refuse())
 
 
 def refuse_imports(folder: Path, names: tuple[str, ...]) -> str:
-    """A PYTHONPATH of processes, and all that they start, in which an import of one of the `names` raises AssertionError."""
+    """A PYTHONPATH of processes, and all that they start, in which an import of one of the `names`
+    raises AssertionError."""
     site = folder / f"without-{names[0]}"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(REFUSE.format(names=names))

@@ -1,4 +1,5 @@
-"""AdamW keeps small updates in bfloat16, is torch's AdamW in float32, and its state survives any change of ranks."""
+"""AdamW keeps small updates in bfloat16, is torch's AdamW in float32, and its state survives any
+change of ranks."""
 
 import copy
 import math
@@ -63,7 +64,10 @@ def test_float32_is_torch_adamw(updates, how):
 
 
 def test_nearest_is_torch_adamw_in_bfloat16():
-    ours, theirs = parameters(torch.bfloat16, (70, 50), (3,)), parameters(torch.bfloat16, (70, 50), (3,))
+    ours, theirs = (
+        parameters(torch.bfloat16, (70, 50), (3,)),
+        parameters(torch.bfloat16, (70, 50), (3,)),
+    )
     train(ours, AdamW(ours, **SETTINGS, updates="nearest"), 50)
     train(theirs, torch.optim.AdamW(theirs, **SETTINGS, fused=True), 50)
     assert same_bits(ours, theirs)
@@ -123,9 +127,12 @@ def test_a_wrong_name_is_refused():
 
 
 def drift(updates, *, dtype=torch.bfloat16, steps=400, count=2**12):
-    """Ones after `steps` updates of a hundredth of half a step each, upwards: (parameters, optimizer)."""
+    """Ones after `steps` updates of a hundredth of half a step each, upwards: (parameters,
+    optimizer)."""
     param = nn.Parameter(torch.ones(count, dtype=dtype))
-    optimizer = AdamW([param], lr=HALF_STEP / 100, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0, updates=updates)
+    optimizer = AdamW(
+        [param], lr=HALF_STEP / 100, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0, updates=updates
+    )
     for _ in range(steps):
         param.grad = -torch.ones_like(param)  # Adam moves by lr
         optimizer.step()
@@ -139,7 +146,9 @@ def exact():
 
 
 def test_nearest_loses_small_updates(exact):
-    assert (drift("nearest")[0] == 1).all() and exact[0] == pytest.approx(1 + 4 * HALF_STEP, rel=1e-4)
+    assert (drift("nearest")[0] == 1).all() and exact[0] == pytest.approx(
+        1 + 4 * HALF_STEP, rel=1e-4
+    )
 
 
 def test_stochastic_moves_by_the_right_amount_on_average(exact):
@@ -158,7 +167,8 @@ def test_master_is_float32(exact):
 
 @pytest.mark.parametrize("updates", UPDATES)
 def test_the_second_moment_does_not_stall(updates):
-    """Large gradients, then small ones, at beta2 0.999: rounded to nearest, exp_avg_sq would never come down again."""
+    """Large gradients, then small ones, at beta2 0.999: rounded to nearest, exp_avg_sq would never
+    come down again."""
     param = nn.Parameter(torch.ones(2**12, dtype=torch.bfloat16))
     optimizer = AdamW([param], lr=1e-6, betas=(0.9, 0.999), updates=updates)
     large = 50
@@ -177,11 +187,15 @@ def test_the_second_moment_does_not_stall(updates):
 
 
 def rounded(values, seed=0):
-    noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randint(
+        0, 2**16, values.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+    )
     return bfloat16_bits(values.clone(), noise).to(torch.int16).view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("value", [1.001, -1.001, 3e-5, -7.77e4, 3.3e38, 1e-39, -3e-40, 1 + 2**-16, 1.9999])
+@pytest.mark.parametrize(
+    "value", [1.001, -1.001, 3e-5, -7.77e4, 3.3e38, 1e-39, -3e-40, 1 + 2**-16, 1.9999]
+)
 def test_rounding_is_right_on_average(value):
     value = torch.tensor(value)
     count = 2**20
@@ -189,7 +203,9 @@ def test_rounding_is_right_on_average(value):
     low, high = found.min(), found.max()
     assert low <= value <= high
     assert bits(high.bfloat16()).sub(bits(low.bfloat16())).abs() <= 1  # neighbours
-    spread = (high - value.double()) * (value.double() - low)  # the variance of the two-point distribution
+    spread = (high - value.double()) * (
+        value.double() - low
+    )  # the variance of the two-point distribution
     assert abs(found.mean() - value.double()) <= 4 * (spread / count).sqrt()
 
 
@@ -199,12 +215,16 @@ def test_every_bfloat16_stays():
         found = bfloat16_bits(every.float(), torch.full((2**16,), noise, dtype=torch.int32))
         found = found.to(torch.int16).view(torch.bfloat16)
         numbers = ~every.isnan()
-        assert same_bits([found[numbers]], [every[numbers]])  # infinities, denormals and -0.0 among them
+        assert same_bits(
+            [found[numbers]], [every[numbers]]
+        )  # infinities, denormals and -0.0 among them
         assert found[~numbers].isnan().all()
 
 
 def test_nan_stays_nan_and_the_largest_number_becomes_infinite():
-    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(
+        torch.float32
+    )
     assert nans.isnan().all()
     assert all(rounded(nans, seed).isnan().all() for seed in range(20))
     found = rounded(torch.full((1000,), torch.finfo(torch.float32).max))
@@ -212,7 +232,8 @@ def test_nan_stays_nan_and_the_largest_number_becomes_infinite():
 
 
 def test_rounding_errors_are_independent():
-    """Between elements near and far, state tensors and steps: sums of errors grow like those of coin flips."""
+    """Between elements near and far, state tensors and steps: sums of errors grow like those of
+    coin flips."""
     param = nn.Parameter(torch.zeros(2**14, dtype=torch.bfloat16))
     optimizer = AdamW([param], lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0)
     ups = []
@@ -271,7 +292,8 @@ def test_random_numbers_are_a_function_of_seed_name_and_step():
 
 
 def pieces_after_a_step(*pieces, name="weight", seed=0):
-    """Ones after a constant update, the pieces side by side: (offset, elements) of each. Only rounding tells them apart."""
+    """Ones after a constant update, the pieces side by side: (offset, elements) of each. Only
+    rounding tells them apart."""
     params = [nn.Parameter(torch.ones(count, dtype=torch.bfloat16)) for _, count in pieces]
     origins = {param: (name, offset) for param, (offset, _) in zip(params, pieces)}
     optimizer = AdamW(params, lr=1e-3, seed=seed, origins=origins)
@@ -302,8 +324,14 @@ def test_each_step_rounds_its_own_way():
     for step in (1.0, 2.0):
         param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
         optimizer = AdamW([param], lr=1e-3, betas=(0.0, 0.0), eps=0.0)
-        state = {"step": torch.tensor(step), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
+        state = {
+            "step": torch.tensor(step),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+        optimizer.load_state_dict(
+            {"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
         param.grad = torch.ones_like(param)
         optimizer.step()
         found.append(param.detach())
@@ -313,7 +341,9 @@ def test_each_step_rounds_its_own_way():
 # ------------------------------------------------------------------------------- state
 
 
-@pytest.mark.parametrize(("updates", "expected"), [("stochastic", 4), ("nearest", 4), ("master", 12)])
+@pytest.mark.parametrize(
+    ("updates", "expected"), [("stochastic", 4), ("nearest", 4), ("master", 12)]
+)
 def test_state_takes_as_many_bytes_as_the_docstring_says(updates, expected):
     params = parameters(torch.bfloat16, (50, 40), (7,))
     optimizer = AdamW(params, **SETTINGS, updates=updates)
@@ -322,13 +352,16 @@ def test_state_takes_as_many_bytes_as_the_docstring_says(updates, expected):
         tensors = [value for name, value in optimizer.state[param].items() if name != "step"]
         assert sum(t.numel() * t.element_size() for t in tensors) == expected * param.numel()
         assert all(t.shape == param.shape for t in tensors)
-        assert optimizer.state[param]["step"].item() == 2 and optimizer.state[param]["step"].ndim == 0
+        assert (
+            optimizer.state[param]["step"].item() == 2 and optimizer.state[param]["step"].ndim == 0
+        )
 
 
 @pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_dict_round_trip(updates, dtype):
-    """Through state_dict and load_state_dict, without a checkpoint: every bit and dtype, the same steps after."""
+    """Through state_dict and load_state_dict, without a checkpoint: every bit and dtype, the same
+    steps after."""
     first, second = parameters(dtype, (50, 40), (7,)), parameters(dtype, (50, 40), (7,))
     one, two = AdamW(first, **SETTINGS, updates=updates), AdamW(second, **SETTINGS, updates=updates)
     train(first, one, 3)
@@ -338,7 +371,9 @@ def test_state_dict_round_trip(updates, dtype):
     two.load_state_dict(copy.deepcopy(one.state_dict()))
     for a, b in zip(first, second):
         for name, value in one.state[a].items():
-            assert two.state[b][name].dtype == value.dtype and torch.equal(two.state[b][name], value)
+            assert two.state[b][name].dtype == value.dtype and torch.equal(
+                two.state[b][name], value
+            )
     train(first, one, 2, seed=9)
     state = [value.clone() for p in first for value in one.state[p].values()]
     train(second, two, 2, seed=9)
@@ -352,13 +387,20 @@ def build(name, updates, source, lr=1e-3):
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     fabric = strategy.make_fabric(Placement(name, Sharding(), world_size, 1, "cpu"), "bf16-true")
     fabric.launch()
-    stored = loading.open_weights(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
+    stored = (
+        loading.open_weights(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
+    )
     skeleton, model = (loading.build_skeleton(config, dtype) for _ in range(2))
     weights.compute_buffers(model)
     model = language_model.LanguageModel(model)
     decayed = adamw.decayed_names(model)
     wrapped = strategy.wrap(
-        fabric, name, model, lambda model: weights.fill(model, skeleton, stored), "bf16-true", strategy_rules.Sharding()
+        fabric,
+        name,
+        model,
+        lambda model: weights.fill(model, skeleton, stored),
+        "bf16-true",
+        strategy_rules.Sharding(),
     )
     training = SimpleNamespace(lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1, seed=7)
     optimizer = fabric.setup_optimizers(adamw.make_optimizer(wrapped, decayed, training, updates))
@@ -379,7 +421,13 @@ def skeleton():
 
 
 def save(target, fabric, wrapped, optimizer):
-    settings = {"skeleton": skeleton(), "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
+    settings = {
+        "skeleton": skeleton(),
+        "tokenizer": None,
+        "progress": Progress(),
+        "facts": {},
+        "origin": {},
+    }
     settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
     pending = writing.begin(target, fabric, wrapped.module, optimizer, **settings)
     writing.write(pending)
@@ -390,7 +438,10 @@ def state_on_disk(path):
     """Every tensor of the optimizer's state in a checkpoint, whole."""
     reader = HuggingFaceStorageReader(path=str(path / "trainer" / "optimizer"))
     entries = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     dcp.load(tensors, storage_reader=reader)
     return tensors
 
@@ -405,11 +456,14 @@ def train_and_save(name, updates, source, folder):
 
 
 def load_and_save(name, updates, source, target, steps):
-    """From a checkpoint, with `steps` more steps, into another. Returns dtypes and devices of the state in memory."""
+    """From a checkpoint, with `steps` more steps, into another. Returns dtypes and devices of the
+    state in memory."""
     fabric, wrapped, optimizer = build(name, updates, source)
     reading.load_optimizer(source, wrapped.module, optimizer, skeleton())
     states = optimizer.optimizer.state.values()
-    kinds = {(key, value.dtype, value.device.type) for state in states for key, value in state.items()}
+    kinds = {
+        (key, value.dtype, value.device.type) for state in states for key, value in state.items()
+    }
     take_steps(fabric, wrapped, optimizer, 2, 2 + steps)
     save(target, fabric, wrapped, optimizer)
     return kinds
@@ -418,7 +472,8 @@ def load_and_save(name, updates, source, target, steps):
 @pytest.mark.longer
 @pytest.mark.parametrize("updates", UPDATES)
 def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
-    """Written by one strategy, read and written again by the next: state and weights never change."""
+    """Written by one strategy, read and written again by the next: state and weights never
+    change."""
     first = tmp_path / "first"
     run_ranks(2, train_and_save, "fsdp", updates, toys / "llama", first)
     source = first / "step-00000002"
@@ -428,7 +483,9 @@ def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
     expected = {"step": torch.float32, "exp_avg": wide, "exp_avg_sq": wide}
     expected |= {"master": wide} if updates == "master" else {}
     assert {name.rsplit(".", 1)[1]: t.dtype for name, t in original.items()} == expected
-    for index, (name, ranks) in enumerate([("fsdp2", 3), ("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp", 3)]):
+    for index, (name, ranks) in enumerate(
+        [("fsdp2", 3), ("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp", 3)]
+    ):
         target = tmp_path / str(index) / "step-00000002"
         kinds = set().union(*run_ranks(ranks, load_and_save, name, updates, source, target, 0))
         assert kinds == {(key, dtype, "cpu") for key, dtype in expected.items()}

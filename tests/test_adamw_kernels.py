@@ -1,4 +1,5 @@
-"""Each kernel gives the bits of plain PyTorch, or isn't used; and the noise that they round with is good noise."""
+"""Each kernel gives the bits of plain PyTorch, or isn't used; and the noise that they round with is
+good noise."""
 
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler, named c++")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="needs a C++ compiler, named c++"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,8 @@ def forgetful():
 @needs_compiler
 @pytest.mark.parametrize("count", [1, 7, 8, 15, 33, 1000, 2**17 + 5])
 def test_the_compiled_update_is_the_plain_one(compiled, count):
-    """Numbers of all sizes, denormals, infinities and NaNs; steps 1, 2 and 1000; indices up to 2**32 - 1."""
+    """Numbers of all sizes, denormals, infinities and NaNs; steps 1, 2 and 1000; indices up to
+    2**32 - 1."""
     assert adamw_rounded.equals_plain(compiled, CPU, count)
 
 
@@ -80,7 +84,8 @@ print("the same bits")
 
 
 def test_the_triton_kernel_is_the_plain_update_in_tritons_interpreter():
-    """A GPU isn't needed for it, and what a GPU's compiler does isn't shown by it: `fastest` compares again on the GPU."""
+    """A GPU isn't needed for it, and what a GPU's compiler does isn't shown by it: `fastest`
+    compares again on the GPU."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
@@ -110,12 +115,16 @@ print(*sorted(re.findall(r"(?:ld|st)[.]global[.]v\\d[.]b32", ptx)))
 
 
 def test_the_triton_kernel_compiles_to_single_operations_on_16_bytes(tmp_path):
-    """For an A100, without one: each operation is rounded by itself, to nearest, and denormals stay. Whole blocks of the four
-    tensors are loaded, and of three stored, 16 bytes at a time."""
+    """For an A100, without one: each operation is rounded by itself, to nearest, and denormals
+    stay. Whole blocks of the four tensors are loaded, and of three stored, 16 bytes at a time."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", PTX], cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PTX],
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.splitlines() == [
         "add.rn.f32 div.rn.f32 mul.rn.f32 sqrt.rn.f32 sub.rn.f32",
@@ -159,7 +168,9 @@ def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, mon
         ("false", "returned non-zero exit status 1"),
     ],
 )
-def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(forgetful, monkeypatch, compiler, sentence):
+def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(
+    forgetful, monkeypatch, compiler, sentence
+):
     monkeypatch.setenv("CXX", compiler)
     expected = train(5000, 1)
     monkeypatch.setattr(adamw, "LEAST_ELEMENTS", 5000)
@@ -167,7 +178,10 @@ def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(forgetful, mo
         warnings.simplefilter("always")
         assert torch.equal(train(5000, 1), expected)
     [warning] = [str(warning.message) for warning in said]
-    assert "plain PyTorch takes several times as long for the same numbers" in warning and sentence in warning
+    assert (
+        "plain PyTorch takes several times as long for the same numbers" in warning
+        and sentence in warning
+    )
     assert "\n" not in warning
 
 
@@ -193,8 +207,14 @@ def noises(step=1, *, seed=0, name="weight", first=0, high=0, count=COUNT):
 
 
 def assert_independent(a, b):
-    """Correlation of two samples, of their upper halves, and of where they are near their ends: below 5 deviations."""
-    for function in (lambda x: x, lambda x: (x < 0.5).double(), lambda x: (x < 0.01).double(), lambda x: (32 * x) % 1):
+    """Correlation of two samples, of their upper halves, and of where they are near their ends:
+    below 5 deviations."""
+    for function in (
+        lambda x: x,
+        lambda x: (x < 0.5).double(),
+        lambda x: (x < 0.01).double(),
+        lambda x: (32 * x) % 1,
+    ):
         x, y = (function(value) - function(value).mean() for value in (a, b))
         correlation = (x * y).mean() / (x.square().mean() * y.square().mean()).sqrt()
         assert abs(correlation) < 5 / len(a) ** 0.5
@@ -229,9 +249,12 @@ def test_tensors_are_independent():
             assert_independent(b[lag:], a[: COUNT - lag])
 
 
-@pytest.mark.parametrize("other", [{"step": 2}, {"step": 2**20}, {"seed": 1}, {"name": "weighu"}, {"high": 1}])
+@pytest.mark.parametrize(
+    "other", [{"step": 2}, {"step": 2**20}, {"seed": 1}, {"name": "weighu"}, {"high": 1}]
+)
 def test_steps_seeds_and_parameters_are_independent(other):
-    """And none is another one's, shifted: not by a little, nor, at the peak of their circular correlation, by anything."""
+    """And none is another one's, shifted: not by a little, nor, at the peak of their circular
+    correlation, by anything."""
     first, second = noises(), noises(**other)
     for a, b in zip(first, second):
         assert_independent(a, b)

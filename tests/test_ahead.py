@@ -1,4 +1,5 @@
-"""Micro-batches are made ready ahead of the step, down to their copy on the device, and the step's wait is measured."""
+"""Micro-batches are made ready ahead of the step, down to their copy on the device, and the step's
+wait is measured."""
 
 import threading
 import time
@@ -28,7 +29,9 @@ class Copies:
 
 def assert_same(found, wanted):
     for one, other in zip(found, wanted, strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[name].cpu(), other[name]) for name in one)
+        assert one.keys() == other.keys() and all(
+            torch.equal(one[name].cpu(), other[name]) for name in one
+        )
 
 
 @pytest.fixture
@@ -43,10 +46,15 @@ def test_copies_are_made_by_the_threads_that_read_ahead(batches, workers):
     for number, position in enumerate(range(0, 10 * STEP, STEP), 1):
         found = prefetch.at(position)
         assert_same(found, batches.at(position))
-        assert copies.handed_out[-1] == (threading.main_thread(), found) and len(copies.handed_out) == number
+        assert (
+            copies.handed_out[-1] == (threading.main_thread(), found)
+            and len(copies.handed_out) == number
+        )
     prefetch.close()
     ahead = [name for name in copies.made if name.startswith("batches")]
-    assert len(ahead) >= (9 if workers else 0) and len(copies.made) - len(ahead) == (1 if workers else 10)
+    assert len(ahead) >= (9 if workers else 0) and len(copies.made) - len(ahead) == (
+        1 if workers else 10
+    )
     assert prefetch.rows_read.count == 10 * STEP, "and not what was only made ready"
 
 

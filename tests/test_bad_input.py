@@ -1,5 +1,5 @@
-"""Bad input to train.py: one sentence with the offending value, exit code 2 (or that of its row in docs/faults.md),
-before any process or model exists."""
+"""Bad input to train.py: one sentence with the offending value, exit code 2 (or that of its row in
+docs/faults.md), before any process or model exists."""
 
 import json
 import re
@@ -44,7 +44,11 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert exit.value.code == code
         lines = error.strip().splitlines()
-        assert len(lines) == 1 and lines[0].startswith("train.py: error: ") and lines[0].endswith((".", "?")), error
+        assert (
+            len(lines) == 1
+            and lines[0].startswith("train.py: error: ")
+            and lines[0].endswith((".", "?"))
+        ), error
         assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
         return lines[0].removeprefix("train.py: error: ")
 
@@ -74,7 +78,14 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--global_batch_size", "64"], ["64", str(ROWS)]),
         (["--global_batch_size", "6", "--micro_batch_size", "4"], ["6", "4", "4 x 1 devices"]),
         (
-            ["--global_batch_size", "8", "--micro_batch_size", "2", "--gradient_accumulation_steps", "3"],
+            [
+                "--global_batch_size",
+                "8",
+                "--micro_batch_size",
+                "2",
+                "--gradient_accumulation_steps",
+                "3",
+            ],
             ["8", "4", "3"],
         ),
         (["--auto_wrap_policy", "NoSuchBlock"], ["NoSuchBlock", "LlamaDecoderLayer"]),
@@ -85,7 +96,10 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--tpu", "true"], ["torch_xla"]),
         (["--strategy", "fsdp2", "--sharding_strategy", "NO_SHARD"], ["NO_SHARD", "ddp"]),
         (["--strategy", "ddp", "--cpu_offload", "true"], ["cpu_offload", "fsdp"]),
-        (["--strategy", "fsdp", "--cpu_offload", "true", "--global_batch_size", "2"], ["2 micro-batches", "fsdp2"]),
+        (
+            ["--strategy", "fsdp", "--cpu_offload", "true", "--global_batch_size", "2"],
+            ["2 micro-batches", "fsdp2"],
+        ),
         (["--global_batch_size", "4096"], ["A step takes 4096 sequences", "the training split of"]),
         (["--run_name", "../elsewhere"], ["../elsewhere"]),
         (["--checkpoint", "x"], ["--resume true"]),
@@ -110,7 +124,9 @@ def test_flags(refused, flags, words):
 def test_text_that_yaml_1_1_takes_for_a_number(refused, tmp_path):
     for text in ("3:5", "'3:5'"):  # base 60 there
         (tmp_path / "flags.yaml").write_text(f"profile: {text}\nmax_step: 2\n")
-        assert "--profile 3:5: the run ends at step 2" in refused("--config", tmp_path / "flags.yaml")
+        assert "--profile 3:5: the run ends at step 2" in refused(
+            "--config", tmp_path / "flags.yaml"
+        )
     (tmp_path / "flags.yaml").write_text("max_hours: 1:30\n")
     where = f"line 1 of {tmp_path / 'flags.yaml'}: "
     sentence = refused("--config", tmp_path / "flags.yaml")
@@ -141,14 +157,31 @@ def test_more_devices_than_there_are(refused, monkeypatch):
     assert "--gpu-bind=none" in refused("--devices", 4)
 
 
-def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(toys, tmp_path, capsys, monkeypatch):
-    """Devices are counted before torch is imported, where /dev shows no GPU: a run must not go on beside them."""
+def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(
+    toys, tmp_path, capsys, monkeypatch
+):
+    """Devices are counted before torch is imported, where /dev shows no GPU: a run must not go on
+    beside them."""
     counts = iter([0])
     monkeypatch.setattr("torch.cuda.device_count", lambda: next(counts, 2))
     with pytest.raises(SystemExit) as exit:
-        train.main([str(word) for word in (*toy_run(toys, tmp_path), "--strategy", "ddp", "--precision", "32-true")])
+        train.main(
+            [
+                str(word)
+                for word in (
+                    *toy_run(toys, tmp_path),
+                    "--strategy",
+                    "ddp",
+                    "--precision",
+                    "32-true",
+                )
+            ]
+        )
     said = capsys.readouterr().err
-    assert exit.value.code == 2 and "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda" in said
+    assert (
+        exit.value.code == 2
+        and "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda" in said
+    )
 
 
 def test_yaml_keys(refused, tmp_path):
@@ -170,7 +203,9 @@ def test_yaml_keys(refused, tmp_path):
     assert "--run_name 'a\\udcf1' isn't UTF-8 text." in refused("--run_name", "a\udcf1")
     assert "--output_dir 'a\\udcf1' isn't UTF-8 text." in refused("--output_dir", "a\udcf1")
     config.write_text("lr: quick\n")
-    assert "line 1 of {config}: lr takes a number, not 'quick'".format(config=config) in refused("--config", config)
+    assert "line 1 of {config}: lr takes a number, not 'quick'".format(config=config) in refused(
+        "--config", config
+    )
 
 
 def test_model_and_data_belong_together(refused):
@@ -179,7 +214,10 @@ def test_model_and_data_belong_together(refused):
 
 
 def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric_llm.plan.start.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
+    monkeypatch.setattr(
+        "fabric_llm.plan.start.prepare_demo",
+        lambda *given: pytest.fail("half a minute for nothing"),
+    )
     words = ("--resume", "true", "--run_name", "other", "--output_dir", tmp_path / "runs")
     assert "no complete checkpoint" in refused(*words, good=False, code=66)
 
@@ -300,7 +338,9 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
     assert "it has no dataset_dict.json" in refused("--train_data_dir", tmp_path / "one")
     for name in ("train", "valid"):
-        datasets.Dataset.from_dict({"input_ids": [ROW] * 3}).save_to_disk(str(tmp_path / "two" / name))
+        datasets.Dataset.from_dict({"input_ids": [ROW] * 3}).save_to_disk(
+            str(tmp_path / "two" / name)
+        )
     sentence = refused("--train_data_dir", tmp_path / "two")
     command = re.search(r"(echo .*) writes it", sentence)[1]
     subprocess.run(command, shell=True, check=True)
@@ -310,8 +350,12 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
 @pytest.mark.longer
 def test_a_dataset_with_a_test_split_is_made_one_that_trains(refused, tmp_path):
     for name, splits in {"a": ["train", "test"], "b": ["test"]}.items():
-        _, folder = dataset(tmp_path / name, **{split: {"input_ids": [ROW] * 200} for split in splits})
-        words = shlex.split(re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1])
+        _, folder = dataset(
+            tmp_path / name, **{split: {"input_ids": [ROW] * 200} for split in splits}
+        )
+        words = shlex.split(
+            re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1]
+        )
         subprocess.run([sys.executable, *words], check=True, capture_output=True)
         made = open_dataset(f"{folder}-splits")
         assert len(made.train) + len(made.validation) == 200 * len(splits)
@@ -319,7 +363,9 @@ def test_a_dataset_with_a_test_split_is_made_one_that_trains(refused, tmp_path):
 
 def test_more_positions_than_the_model_has(refused, toys, tmp_path):
     rows = {"input_ids": [[1] * 65]}
-    sentence = refused(*dataset(tmp_path / "long", train=rows, validation=rows), "--model_name", toys / "gpt2")
+    sentence = refused(
+        *dataset(tmp_path / "long", train=rows, validation=rows), "--model_name", toys / "gpt2"
+    )
     assert "65" in sentence and "64" in sentence
 
 
@@ -351,13 +397,24 @@ def test_data_of_another_tokenizer(refused, toys, tmp_path):
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
         tokenizer.save_pretrained(tmp_path / folder / ("tokenizer" if folder == "data" else ""))
     sentence = refused("--model_name", tmp_path / "model", "--train_data_dir", tmp_path / "data")
-    assert "12 tokens differ: 'a' is 11, not 0, 'b' is 10, not 1" in sentence and "--tokenizer" in sentence
+    assert (
+        "12 tokens differ: 'a' is 11, not 0, 'b' is 10, not 1" in sentence
+        and "--tokenizer" in sentence
+    )
     assert sentence.count(", not ") == 10
 
 
 def test_what_rank_0_alone_checks_ends_all_ranks(toys, tmp_path):
     with pytest.raises(AssertionError) as error:
-        train_ranks(2, *toy_run(toys, tmp_path), "--number_epochs", 1, "--profile", "900:901", timeout_seconds=60)
+        train_ranks(
+            2,
+            *toy_run(toys, tmp_path),
+            "--number_epochs",
+            1,
+            "--profile",
+            "900:901",
+            timeout_seconds=60,
+        )
     assert "--profile 900:901: the run ends at step" in str(error.value)
     assert not (tmp_path / "llama-data").exists(), "nothing was done"
 
@@ -366,11 +423,19 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
     monkeypatch.setattr(
-        "fabric_llm.plan.make_plan.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
+        "fabric_llm.plan.make_plan.open_source",
+        lambda folder, how: asked.append(how) or open_dataset(folder, how),
     )
-    arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
+    arguments = parse_train(
+        [str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)]
+    )
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
+        for name, value in (
+            ("RANK", rank),
+            ("LOCAL_RANK", local_rank),
+            ("WORLD_SIZE", 4),
+            ("LOCAL_WORLD_SIZE", 2),
+        ):
             monkeypatch.setenv(name, str(value))
         make_plan(arguments, place(arguments), tmp_path / "run", None)
     assert asked == ["auto", "size", "auto", "size"]
@@ -379,7 +444,12 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 79),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            79,
+        ),
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 79),
         (MemoryError(), 79),
         (OSError(28, "No space left on device"), 74),
@@ -395,7 +465,9 @@ def test_remote_code_is_never_run(refused, toys, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(toys / "llama", folder)
     config = json.loads((folder / "config.json").read_text())
-    config.update(model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    config.update(
+        model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    )
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     sentence = refused("--model_name", folder, code=77)
@@ -408,7 +480,18 @@ def finished(toys, tmp_path_factory):
     """A finished run of two steps, checkpoints at 1 and 2."""
     output = tmp_path_factory.mktemp("finished")
     flags = toy_run(toys, output)
-    train_ranks(1, *flags, "--run_name", "run", "--max_step", 2, "--save_step_interval", 1, "--global_batch_size", 4)
+    train_ranks(
+        1,
+        *flags,
+        "--run_name",
+        "run",
+        "--max_step",
+        2,
+        "--save_step_interval",
+        1,
+        "--global_batch_size",
+        4,
+    )
     return output
 
 
@@ -416,10 +499,22 @@ def finished(toys, tmp_path_factory):
     ("flags", "words"),
     [
         ([], ["holds checkpoints up to step-00000002", "--resume true", "--run_name"]),
-        (["--resume", "true", "--max_step", "2"], ["is where this run ends", "step 2 of 2", "--max_step"]),
+        (
+            ["--resume", "true", "--max_step", "2"],
+            ["is where this run ends", "step 2 of 2", "--max_step"],
+        ),
         (["--resume", "true"], ["max_step 2, not 9", "--resume_override max_step"]),
         (
-            ["--resume", "true", "--lr", "1e-3", "--warmup_steps", "3", "--resume_override", "max_step"],
+            [
+                "--resume",
+                "true",
+                "--lr",
+                "1e-3",
+                "--warmup_steps",
+                "3",
+                "--resume_override",
+                "max_step",
+            ],
             ["lr 2e-05, not 0.001; warmup_steps 0, not 3", "--resume_override lr,warmup_steps"],
         ),
         (["--resume", "true", "--global_batch_size", "8"], ["global_batch_size 4, not 8"]),
@@ -429,9 +524,21 @@ def finished(toys, tmp_path_factory):
     ],
 )
 def test_a_run_that_is_there_already(refused, finished, flags, words):
-    files = [finished / "run" / name for name in ("STATUS.json", "events.jsonl", "metrics.jsonl", "arguments.yaml")]
+    files = [
+        finished / "run" / name
+        for name in ("STATUS.json", "events.jsonl", "metrics.jsonl", "arguments.yaml")
+    ]
     before = [file.read_bytes() for file in files]
-    given = ("--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9)
+    given = (
+        "--output_dir",
+        finished,
+        "--run_name",
+        "run",
+        "--global_batch_size",
+        4,
+        "--max_step",
+        9,
+    )
     sentence = refused(*instead(given, flags))
     assert all(word in sentence for word in words), sentence
     assert [file.read_bytes() for file in files] == before, "it stays done"
@@ -444,11 +551,21 @@ def test_resume_alone_says_which_run_it_could_mean(refused, finished, tmp_path):
     assert "--run_name" in sentence and "'demo_llama-demo', 'run'" in sentence
     assert "--run_name run" in refused("--resume", "true", "--output_dir", finished, good=False)
     shutil.rmtree(both / "run")
-    assert directory(parse_train(["--resume", "true", "--output_dir", str(both)])) == both / "demo_llama-demo"
+    assert (
+        directory(parse_train(["--resume", "true", "--output_dir", str(both)]))
+        == both / "demo_llama-demo"
+    )
 
 
 def test_a_checkpoint_of_another_model(refused, finished, toys):
-    flags = ("--resume", "true", "--checkpoint", finished / "run" / "step-00000001", "--model_name", toys / "gpt2")
+    flags = (
+        "--resume",
+        "true",
+        "--checkpoint",
+        finished / "run" / "step-00000001",
+        "--model_name",
+        toys / "gpt2",
+    )
     sentence = refused(*flags, "--global_batch_size", 4)
     assert "belongs to another model" in sentence and "gpt2" in sentence
 
@@ -458,7 +575,11 @@ def test_a_damaged_checkpoint(refused, finished, tmp_path):
     shutil.copytree(finished / "run" / "step-00000001", damaged)
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    sentence = refused("--resume", "true", "--checkpoint", damaged, "--global_batch_size", 4, code=66)
+    sentence = refused(
+        "--resume", "true", "--checkpoint", damaged, "--global_batch_size", 4, code=66
+    )
     assert "damaged" in sentence and "model.safetensors" in sentence
     weights.unlink()
-    assert "model.safetensors is missing" in refused("--resume", "true", "--checkpoint", damaged, code=66)
+    assert "model.safetensors is missing" in refused(
+        "--resume", "true", "--checkpoint", damaged, code=66
+    )

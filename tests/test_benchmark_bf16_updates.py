@@ -1,4 +1,5 @@
-"""benchmarks/bf16_updates.py at toy size: every row is there, and what it counts is so. No test here looks at a clock."""
+"""benchmarks/bf16_updates.py at toy size: every row is there, and what it counts is so. No test
+here looks at a clock."""
 
 import json
 import subprocess
@@ -21,13 +22,33 @@ BYTES = {  # a parameter: weights, optimizer state
 def result(toys, tmp_path_factory):
     """(standard output, numbers of each row) of the main benchmark."""
     folder = tmp_path_factory.mktemp("bf16_updates")
-    size = ("--steps", "40", "--lr", "1e-4", "--global_batch_size", "16", "--eval_iters", "8", "--accelerator", "cpu")
-    files = ("--output", folder / "rows.json", "--markdown", folder / "page.md", "--output_dir", folder / "runs")
+    size = (
+        "--steps",
+        "40",
+        "--lr",
+        "1e-4",
+        "--global_batch_size",
+        "16",
+        "--eval_iters",
+        "8",
+        "--accelerator",
+        "cpu",
+    )
+    files = (
+        "--output",
+        folder / "rows.json",
+        "--markdown",
+        folder / "page.md",
+        "--output_dir",
+        folder / "runs",
+    )
     command = [sys.executable, SCRIPT, toys / "llama-tied", toys / "many", *size, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-6000:]
     assert (folder / "page.md").read_text() == done.stdout
-    return done.stdout, {row["name"]: row for row in json.loads((folder / "rows.json").read_text())["rows"]}
+    return done.stdout, {
+        row["name"]: row for row in json.loads((folder / "rows.json").read_text())["rows"]
+    }
 
 
 def test_the_table_has_every_row(result):

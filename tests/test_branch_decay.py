@@ -11,22 +11,43 @@ from fabric_llm.verify import __main__ as verify
 
 @pytest.fixture(scope="module")
 def trunk(toys, tmp_path_factory):
-    """A folder with run directories `wsd`, `infinite` and `cosine`, each with checkpoints of steps 4, 8 and 12."""
+    """A folder with run directories `wsd`, `infinite` and `cosine`, each with checkpoints of steps
+    4, 8 and 12."""
     output = tmp_path_factory.mktemp("trunk")
     for schedule, more in (("wsd", ()), ("infinite", ("--cooldown_steps", 2)), ("cosine", ())):
-        train_ranks(1, *flags(toys, output, "--run_name", schedule, "--lr_schedule", schedule, *more))
+        train_ranks(
+            1, *flags(toys, output, "--run_name", schedule, "--lr_schedule", schedule, *more)
+        )
     return output
 
 
 def flags(toys, output, *more):
-    training = ("--lr", 1e-2, "--min_lr", 1e-3, "--warmup_steps", 2, "--max_step", 12, "--save_step_interval", 4)
+    training = (
+        "--lr",
+        1e-2,
+        "--min_lr",
+        1e-3,
+        "--warmup_steps",
+        2,
+        "--max_step",
+        12,
+        "--save_step_interval",
+        4,
+    )
     return (*toy_run(toys, output), *training, "--eval_iters", 1, "--global_batch_size", 4, *more)
 
 
 def decaying(step, *more):
     """A decay within four steps from `step` on."""
     decay = ("--lr_schedule", "wsd", "--decay_steps", 4, "--max_step", step + 4)
-    return (*decay, "--resume_override", "lr,lr_schedule,decay_steps,max_step", "--resume", "true", *more)
+    return (
+        *decay,
+        "--resume_override",
+        "lr,lr_schedule,decay_steps,max_step",
+        "--resume",
+        "true",
+        *more,
+    )
 
 
 def branch(trunk, schedule, step, *more):
@@ -41,9 +62,22 @@ def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, 
         train_ranks(ranks, *branch(trunk, "wsd", 8, *more))
     whole = trunk / "whole"
     assert metrics(whole, "step")[-1] == 12 and metrics(whole, "lr")[8:] == pytest.approx(
-        [lr_at(s, max_step=12, lr=1e-2, min_lr=1e-3, warmup_steps=2, lr_schedule="wsd", decay_steps=4) for s in range(8, 12)]
+        [
+            lr_at(
+                s,
+                max_step=12,
+                lr=1e-2,
+                min_lr=1e-3,
+                warmup_steps=2,
+                lr_schedule="wsd",
+                decay_steps=4,
+            )
+            for s in range(8, 12)
+        ]
     )
-    assert metrics(whole, "loss")[:8] == metrics(trunk / "wsd", "loss")[:8], "it begins with the log of the run"
+    assert metrics(whole, "loss")[:8] == metrics(trunk / "wsd", "loss")[:8], (
+        "it begins with the log of the run"
+    )
     # From its own checkpoint it goes on like any run, without a word about the branch.
     train_ranks(1, "--output_dir", trunk, "--run_name", "stopped", "--resume", "true",
                 "--checkpoint", trunk / "stopped" / "step-00000010")  # fmt: skip
@@ -54,7 +88,9 @@ def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, 
 
 @pytest.mark.longer
 def test_a_restart_of_the_same_command_goes_on(toys, trunk):
-    words = branch(trunk, "wsd", 4, "--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto")
+    words = branch(
+        trunk, "wsd", 4, "--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto"
+    )
     assert Job(1, *words, failpoint="between_steps:count=3").wait() == [-9]
     train_ranks(1, *words)
     assert metrics(trunk / "restarted", "step")[-1] == 8
@@ -66,13 +102,20 @@ def test_a_restart_of_the_same_command_goes_on(toys, trunk):
 @pytest.mark.parametrize("decays", [True, False])
 def test_a_branch_that_is_stopped_before_its_first_step_is_named_as_it_is(toys, tmp_path, decays):
     """Its checkpoint owes an evaluation, in which the branch is asked to stop as well."""
-    words = flags(toys, tmp_path, "--lr_schedule", "constant", "--eval_iters", 10, "--eval_batch_size", 1)
+    words = flags(
+        toys, tmp_path, "--lr_schedule", "constant", "--eval_iters", 10, "--eval_batch_size", 1
+    )
     words = (*words, "--eval_step_interval", 4)
-    assert Job(1, *words, "--run_name", "trunk", failpoint="evaluate:count=12:do=term").wait() == [75]
+    assert Job(1, *words, "--run_name", "trunk", failpoint="evaluate:count=12:do=term").wait() == [
+        75
+    ]
     from_there = ("--checkpoint", tmp_path / "trunk" / "step-00000004", "--run_name", "branch")
     more = (*(decaying(4) if decays else ("--resume", "true")), *from_there)
     job = Job(1, *words, *more, failpoint="evaluate:count=2:do=term")
-    assert job.wait() == [75] and f"Checkpoint: {tmp_path / 'branch' / 'step-00000004'}\n" in job.output[0]
+    assert (
+        job.wait() == [75]
+        and f"Checkpoint: {tmp_path / 'branch' / 'step-00000004'}\n" in job.output[0]
+    )
     assert (tmp_path / "branch" / "step-00000004" / "MANIFEST.json").is_file()
     [following] = re.findall("Next: the same command with (.*)", job.output[0])
     train_ranks(1, *words, *more, *following.split())

@@ -1,4 +1,5 @@
-"""The card of an export: each number is that of a file, what it prints works, and a push that broke half-way goes on."""
+"""The card of an export: each number is that of a file, what it prints works, and a push that broke
+half-way goes on."""
 
 import json
 import re
@@ -28,7 +29,8 @@ WORDS = "to be or not to be that is the question whether it is nobler in the min
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with a model in the hub's cache, two prepared datasets, and the run `run` of both, of 6 steps, saved after 4."""
+    """A folder with a model in the hub's cache, two prepared datasets, and the run `run` of both,
+    of 6 steps, saved after 4."""
     folder = tmp_path_factory.mktemp("card")
     for name, salt in (("new", 3), ("old", 5)):
         (folder / f"{name} text").mkdir()
@@ -37,7 +39,15 @@ def work(tmp_path_factory):
             (folder / f"{name} text" / f"{number}.rst").write_text(f"{name} {text}")
     tokenizer = ("--tokenizer", folder / "new" / "tokenizer")
     for name, words in (("new", ("--train_tokenizer", 300)), ("old", tokenizer)):
-        words = ("--input", folder / f"{name} text", *words, "--output", folder / name, "--context_length", 24)
+        words = (
+            "--input",
+            folder / f"{name} text",
+            *words,
+            "--output",
+            folder / name,
+            "--context_length",
+            24,
+        )
         words += ("--pattern", "*.rst", "--validation_fraction", 0.2)
         prepare_data.main([str(word) for word in words])
     base = folder / "models--org--base" / "snapshots" / COMMIT
@@ -51,8 +61,26 @@ def work(tmp_path_factory):
 
 
 def train(folder, model, name, *more):
-    flags = ("--model_name", model, "--output_dir", folder / "checkpoints", "--run_name", name, "--micro_batch_size", 4)
-    flags += ("--train_data_dir", folder / "new", "--max_step", 6, "--save_step_interval", 4, "--eval_iters", 2)
+    flags = (
+        "--model_name",
+        model,
+        "--output_dir",
+        folder / "checkpoints",
+        "--run_name",
+        name,
+        "--micro_batch_size",
+        4,
+    )
+    flags += (
+        "--train_data_dir",
+        folder / "new",
+        "--max_step",
+        6,
+        "--save_step_interval",
+        4,
+        "--eval_iters",
+        2,
+    )
     train_ranks(1, *flags, "--eval_step_interval", 2, "--lr", 1e-2, "--precision", "32-true", *more)
 
 
@@ -63,7 +91,8 @@ def export(source, output, *more):
 
 @pytest.fixture(scope="module")
 def made(work):
-    """(the card of the checkpoint of step 4, which isn't the run's last; its checkpoint; the export)."""
+    """(the card of the checkpoint of step 4, which isn't the run's last; its checkpoint; the
+    export)."""
     source, output = work / "checkpoints" / "run" / "step-00000004", work / "hf"
     return export(source, output), source, output
 
@@ -90,23 +119,43 @@ def test_the_front_matter_is_that_of_the_hub(made):
     said = made[0].data.to_dict()
     assert (said["base_model"], said["base_model_relation"]) == ("org/base", "finetune")
     assert (said["library_name"], said["pipeline_tag"]) == ("transformers", "text-generation")
-    assert (said["license"], said["license_name"], said["license_link"]) == ("other", "llama3", "https://example.com/L")
+    assert (said["license"], said["license_name"], said["license_link"]) == (
+        "other",
+        "llama3",
+        "https://example.com/L",
+    )
     assert "language" not in said and "datasets" not in said and COMMIT in made[0].text
     assert "`llama3` (https://example.com/L)" in section(made[0], "Licence")
 
 
 def test_losses_are_those_of_the_log_at_the_step_of_the_checkpoint(made):
     card, source, _ = made
-    lines = [json.loads(line) for line in (source.parent / "metrics.jsonl").read_text().splitlines()]
-    [before], [then] = ([line["eval"] for line in lines if "eval" in line and line["step"] == step] for step in (0, 4))
+    lines = [
+        json.loads(line) for line in (source.parent / "metrics.jsonl").read_text().splitlines()
+    ]
+    [before], [then] = (
+        [line["eval"] for line in lines if "eval" in line and line["step"] == step]
+        for step in (0, 4)
+    )
     assert [row[0] for row in rows(card, "Evaluation")] == list(then) == ["new", "replay", "copy"]
     for name, *cells, rise, budget in rows(card, "Evaluation"):
-        known = [one[name].get(measure) for measure in ("loss", "bits_per_byte") for one in (before, then)]
+        known = [
+            one[name].get(measure)
+            for measure in ("loss", "bits_per_byte")
+            for one in (before, then)
+        ]
         assert cells == ["\u2013" if number is None else f"{number:.4f}" for number in known]
         assert rise == f"{then[name]['forgotten']:+.4f}"
         assert budget == ("0.5 (kept)" if name == "replay" else "\u2013")
-    found = {(one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results}
-    measured = {(name, m): then[name][m] for name in then for m in ("loss", "bits_per_byte") if m in then[name]}
+    found = {
+        (one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results
+    }
+    measured = {
+        (name, m): then[name][m]
+        for name in then
+        for m in ("loss", "bits_per_byte")
+        if m in then[name]
+    }
     assert found == measured, "with all digits"
 
 
@@ -114,12 +163,19 @@ def test_data_schedule_and_versions_are_those_of_the_checkpoint(made):
     card, source, _ = made
     progress = keep.read_progress(source)
     read = mixture_of(progress).read_before(progress["progress"]["position"])
-    assert sum(one["tokens"] for one in read.values()) == progress["progress"]["tokens"] == 4 * 4 * 24
+    assert (
+        sum(one["tokens"] for one in read.values()) == progress["progress"]["tokens"] == 4 * 4 * 24
+    )
     expected = [[name, f"{one['tokens']:,}", f"{one['epochs']:.4f}"] for name, one in read.items()]
     assert [[name, *numbers] for name, _, *numbers in rows(card, "Data")] == expected
     assert "It was trained for 4 of 6 steps, 384 tokens." in card.text
     shown = dict(rows(card, "Schedule"))
-    assert (shown["lr"], shown["min_lr"], shown["max_step"], shown["seed"]) == ("0.01", "0.0", "6", "1234")
+    assert (shown["lr"], shown["min_lr"], shown["max_step"], shown["seed"]) == (
+        "0.01",
+        "0.0",
+        "6",
+        "1234",
+    )
     assert ["torch", torch.__version__, torch.__version__] in rows(card, "Versions")
     assert "logits differ from those in training by" in section(card, "Verification")
 
@@ -129,14 +185,18 @@ def test_curves_are_drawn_where_matplotlib_is(made, work, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = export(source, tmp_path / "without")
     assert "curves.png" not in without.text and "need matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "without" / "curves.png").exists() and rows(without, "Evaluation") == rows(card, "Evaluation")
+    assert not (tmp_path / "without" / "curves.png").exists() and rows(
+        without, "Evaluation"
+    ) == rows(card, "Evaluation")
     monkeypatch.undo()
-    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install -e '.[report]'")
+    pytest.importorskip(
+        "matplotlib", reason="matplotlib isn't installed: pip install -e '.[report]'"
+    )
     assert "![Losses over steps](curves.png)" in card.text
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ------------------------------------------------------------------------------- what it prints works
+# ----------------------------------------------------------------------------- what it prints works
 
 
 def test_it_loads_as_the_card_says(made):
@@ -158,15 +218,18 @@ AutoModelForCausalLM.register(CappedConfig, CappedForCausalLM)
 
 
 def test_a_registered_class_is_imported_first(work, tmp_path):
-    CappedConfig(**{**TOY_CONFIGS["llama"].to_dict(), "vocab_size": 300, "model_type": "capped_llama"}).save_pretrained(
-        tmp_path / "capped"
-    )
+    CappedConfig(
+        **{**TOY_CONFIGS["llama"].to_dict(), "vocab_size": 300, "model_type": "capped_llama"}
+    ).save_pretrained(tmp_path / "capped")
     train(work, tmp_path / "capped", "capped", "--max_step", 1)
     card, found = export(work / "checkpoints" / "capped", tmp_path / "hf"), {}
     assert "import test_card" in block(card, "Load it", "python")
     exec(block(card, "Load it", "python"), found)
     assert type(found["model"]) is CappedForCausalLM
-    assert "trained from random weights with the configuration of" in card.text and "base_model" not in card.data.to_dict()
+    assert (
+        "trained from random weights with the configuration of" in card.text
+        and "base_model" not in card.data.to_dict()
+    )
 
 
 def test_the_commands_are_those_that_were_given(made, work, tmp_path):
@@ -175,7 +238,11 @@ def test_the_commands_are_those_that_were_given(made, work, tmp_path):
     for name, words in (("new", new), ("old", old)):
         given = parse_prepare(words[2:])
         assert (given.input, given.output) == ([str(work / f"{name} text")], str(work / name))
-        assert (given.context_length, given.validation_fraction, given.pattern) == (24, 0.2, ["*.rst"])
+        assert (given.context_length, given.validation_fraction, given.pattern) == (
+            24,
+            0.2,
+            ["*.rst"],
+        )
     assert parse_prepare(new[2:]).train_tokenizer == 300
     assert parse_prepare(old[2:]).tokenizer == str(work / "new" / "tokenizer")
     (tmp_path / "arguments.yaml").write_text(block(card, "Commands", "yaml"))
@@ -192,14 +259,22 @@ def test_the_commands_are_those_that_were_given(made, work, tmp_path):
 def test_a_checkpoint_without_its_run_and_a_base_without_a_card(made, work, tmp_path):
     shutil.copytree(made[1], tmp_path / "moved")
     card = export(tmp_path / "moved", tmp_path / "hf")
-    assert [row[:3] for row in rows(card, "Evaluation")] == [row[:3] for row in rows(made[0], "Evaluation")]
-    assert rows(card, "Data") == rows(made[0], "Data") and "train.py" not in section(card, "Commands")
+    assert [row[:3] for row in rows(card, "Evaluation")] == [
+        row[:3] for row in rows(made[0], "Evaluation")
+    ]
+    assert rows(card, "Data") == rows(made[0], "Data") and "train.py" not in section(
+        card, "Commands"
+    )
     assert not (tmp_path / "hf" / "curves.png").exists()
     shutil.copytree(work / "models--org--base" / "snapshots" / COMMIT, tmp_path / "local")
     (tmp_path / "local" / "README.md").write_text("---\nlicense: [\n---\n")
     train(work, tmp_path / "local", "of local", "--eval_iters", 0)
     card = export(work / "checkpoints" / "of local", tmp_path / "hf", "--overwrite", "true")
-    assert card.data.license is None and card.data.base_model is None and card.data.eval_results is None
+    assert (
+        card.data.license is None
+        and card.data.base_model is None
+        and card.data.eval_results is None
+    )
     assert "Nothing was evaluated." in card.text and "wasn't at hand" in section(card, "Licence")
     assert "put the README.md of the base beside the config.json" in section(card, "Licence")
     [(name, folder, tokens, epochs)] = rows(card, "Data")
@@ -214,7 +289,10 @@ def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, wor
         said = section(export(made[1], tmp_path / "hf"), "Licence")
     finally:
         (tmp_path / "README.md").rename(readme)
-    assert f"`hf download org/base README.md --revision {COMMIT}`" in said and "https://huggingface.co/org/base" in said
+    assert (
+        f"`hf download org/base README.md --revision {COMMIT}`" in said
+        and "https://huggingface.co/org/base" in said
+    )
 
 
 @pytest.mark.longer
@@ -239,22 +317,45 @@ def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path
         card = export(work / "checkpoints" / "between" / f"step-{step:08d}", tmp_path / f"{step}")
         assert card.data.eval_results is None and sentence in section(card, "Evaluation")
     shutil.copytree(work / "checkpoints" / "run", work / "checkpoints" / "again")
-    more = ("--replay", work / "old", "--forgetting_budget", "replay:0.5", "--resume", "true", "--resume_override", "lr")
-    train(work, base, "again", *more, "--lr", 1e-4, "--checkpoint", work / "checkpoints" / "again" / "step-00000004")
+    more = (
+        "--replay",
+        work / "old",
+        "--forgetting_budget",
+        "replay:0.5",
+        "--resume",
+        "true",
+        "--resume_override",
+        "lr",
+    )
+    train(
+        work,
+        base,
+        "again",
+        *more,
+        "--lr",
+        1e-4,
+        "--checkpoint",
+        work / "checkpoints" / "again" / "step-00000004",
+    )
     [aside] = (work / "checkpoints" / "again").glob("aside-step-00000006-*")
     said = {row[0]: row[2] for row in rows(export(aside, tmp_path / "aside"), "Evaluation")}
-    assert said == {name: f"{loss:.4f}" for name, loss in keep.read_progress(aside)["eval_losses"].items()}
+    assert said == {
+        name: f"{loss:.4f}" for name, loss in keep.read_progress(aside)["eval_losses"].items()
+    }
 
 
 def test_of_an_average_no_loss_is_said_to_be_its_own(work, tmp_path):
     train(work, work / "models--org--base" / "snapshots" / COMMIT, "ema", "--ema_decay", 0.5)
     card = export(work / "checkpoints" / "ema", tmp_path / "hf", "--ema", "true")
-    last = [json.loads(line) for line in (work / "checkpoints" / "ema" / "metrics.jsonl").read_text().splitlines()][-1]
+    last = [
+        json.loads(line)
+        for line in (work / "checkpoints" / "ema" / "metrics.jsonl").read_text().splitlines()
+    ][-1]
     assert f"The average has a loss of {last['eval_loss_ema']:.4f} over all sets" in card.text
     assert card.data.eval_results is None and "their moving average (decay 0.5)" in card.text
 
 
-# ------------------------------------------------------------------------------- a push that broke half-way
+# ----------------------------------------------------------------------- a push that broke half-way
 
 
 @pytest.fixture
@@ -271,24 +372,37 @@ def hub(monkeypatch):
     server.server_close()
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's own request
+@pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # of huggingface_hub's own request
 def test_a_push_that_broke_half_way_is_repeated_with_the_same_command(made, hub, tmp_path, capsys):
     command = (made[1], tmp_path / "hf", "--push_to_hub", "org/name", "--max_shard_size", "50KB")
     hub.breaks_at = 2
     with pytest.raises(SystemExit) as ended:
         export(*command)
     said = capsys.readouterr()
-    assert ended.value.code == 2 and "is complete, but pushing it failed (repeat the command): " in said.err
+    assert (
+        ended.value.code == 2
+        and "is complete, but pushing it failed (repeat the command): " in said.err
+    )
     assert len(hub.stored) == 1 and hub.repository == {}
     readme = tmp_path / "hf" / "README.md"
     readme.write_text(readme.read_text() + "\nA sentence of mine.\n")
-    hub.breaks_at, broken, weights = float("inf"), len(hub.put), readme.with_name("model.safetensors.index.json").stat()
+    hub.breaks_at, broken, weights = (
+        float("inf"),
+        len(hub.put),
+        readme.with_name("model.safetensors.index.json").stat(),
+    )
     card = export(*command)
-    assert "which is there: comparing them" in (out := capsys.readouterr().out) and "Pushed to" in out
+    assert (
+        "which is there: comparing them" in (out := capsys.readouterr().out) and "Pushed to" in out
+    )
     assert readme.with_name("model.safetensors.index.json").stat() == weights, "not written again"
     assert hub.repository == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     assert len(hub.put) - broken == len(hub.stored) - 1, "what was stored isn't sent again"
-    assert card.text.endswith("A sentence of mine.\n") and 'from_pretrained("org/name")' in card.text
+    assert (
+        card.text.endswith("A sentence of mine.\n") and 'from_pretrained("org/name")' in card.text
+    )
     assert len(hub.asked_for) == 2 and all("private" in said for said in hub.asked_for)
 
 
@@ -302,15 +416,28 @@ def test_what_was_exported_is_pushed_later_with_its_card(made, hub, tmp_path):
     assert hub.repository["README.md"] == (tmp_path / "hf" / "README.md").read_bytes()
     rename(tmp_path / "hf", "org/other's")
     card = ModelCard.load(tmp_path / "hf" / "README.md")
-    assert card.text.count('from_pretrained("org/other\'s")') == 2 and card.text.lstrip().startswith("# org/other's\n")
+    assert card.text.count(
+        'from_pretrained("org/other\'s")'
+    ) == 2 and card.text.lstrip().startswith("# org/other's\n")
 
 
 @pytest.mark.parametrize("other", ["checkpoint", "dtype"])
-def test_what_is_there_is_pushed_only_if_it_is_this_export(made, hub, work, tmp_path, capsys, other):
+def test_what_is_there_is_pushed_only_if_it_is_this_export(
+    made, hub, work, tmp_path, capsys, other
+):
     export(made[1], tmp_path / "hf")
     source = made[1].with_name("step-00000006") if other == "checkpoint" else made[1]
     with pytest.raises(SystemExit) as ended:
-        export(source, tmp_path / "hf", "--push_to_hub", "org/name", *(("--dtype", "bfloat16") * (other == "dtype")))
+        export(
+            source,
+            tmp_path / "hf",
+            "--push_to_hub",
+            "org/name",
+            *(("--dtype", "bfloat16") * (other == "dtype")),
+        )
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and "exists and isn't this export: take another --output, or --overwrite true" in said
+    assert (
+        ended.value.code == 2
+        and "exists and isn't this export: take another --output, or --overwrite true" in said
+    )
     assert hub.asked_for == [] and hub.repository == {}

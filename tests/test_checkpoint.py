@@ -1,4 +1,5 @@
-"""Checkpoints on disk: what lies where, that a name means a complete one, and that nothing is run to read them."""
+"""Checkpoints on disk: what lies where, that a name means a complete one, and that nothing is run
+to read them."""
 
 import hashlib
 import itertools
@@ -23,26 +24,55 @@ from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest, step_of
 from fabric_llm.checkpoint import whole, writing
-from fabric_llm.checkpoint.keep import Kept, Progress, is_evaluated, move_aside, prune, read_progress, sweep, verified
+from fabric_llm.checkpoint.keep import (
+    Kept,
+    Progress,
+    is_evaluated,
+    move_aside,
+    prune,
+    read_progress,
+    sweep,
+    verified,
+)
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import export
 
-FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
+FLAGS = (
+    "--micro_batch_size",
+    4,
+    "--eval_iters",
+    0,
+    "--lr",
+    1e-2,
+    "--precision",
+    "32-true",
+    "--max_step",
+    3,
+)
 EXTEND = ("--resume_override", "max_step")
-LEFT = [".lock", "STATUS.json", "arguments.yaml", "events.jsonl", "metrics.jsonl"]  # beside checkpoints
+LEFT = [
+    ".lock",
+    "STATUS.json",
+    "arguments.yaml",
+    "events.jsonl",
+    "metrics.jsonl",
+]  # beside checkpoints
 FLAGS += ("--save_step_interval", 1)
 
 
 @pytest.fixture(scope="module")
 def runs(toys, tmp_path_factory):
-    """Finished runs `full` (one rank) and `sharded` (two FSDP ranks) with checkpoints at steps 1, 2 and 3."""
+    """Finished runs `full` (one rank) and `sharded` (two FSDP ranks) with checkpoints at steps 1, 2
+    and 3."""
     folder = tmp_path_factory.mktemp("runs")
     flags = (*toy_run(toys, folder, model="llama-tied"), *FLAGS)
     train_ranks(1, *flags, "--run_name", "full")
-    train_ranks(2, *flags, "--run_name", "sharded", "--strategy", "fsdp", "--state_dict_type", "sharded")
+    train_ranks(
+        2, *flags, "--run_name", "sharded", "--strategy", "fsdp", "--state_dict_type", "sharded"
+    )
     return folder
 
 
@@ -72,7 +102,9 @@ def one_rank(toys, output, *flags):
 
 
 def assert_same_weights(run, undisturbed):
-    ours, theirs = (load_file(folder / "step-00000003" / "model.safetensors") for folder in (run, undisturbed))
+    ours, theirs = (
+        load_file(folder / "step-00000003" / "model.safetensors") for folder in (run, undisturbed)
+    )
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
@@ -116,7 +148,9 @@ def test_layout_of_a_sharded_checkpoint(runs):
 
 
 def test_a_full_checkpoint_opens_with_transformers(runs, toys):
-    opened, info = AutoModelForCausalLM.from_pretrained(runs / "full" / "step-00000003", output_loading_info=True)
+    opened, info = AutoModelForCausalLM.from_pretrained(
+        runs / "full" / "step-00000003", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert (
         load_file(runs / "full" / "step-00000003" / "model.safetensors").keys()
@@ -128,7 +162,9 @@ def test_a_full_checkpoint_opens_with_transformers(runs, toys):
 def test_each_rank_writes_its_part(runs):
     """Together the parts are the model once: nothing is stored twice, no rank holds it all."""
     whole = Tensors((runs / "sharded" / "step-00000003" / "weights").glob("*.safetensors"))
-    shards = [load_file(f) for f in sorted((runs / "sharded" / "step-00000003" / "weights").iterdir())]
+    shards = [
+        load_file(f) for f in sorted((runs / "sharded" / "step-00000003" / "weights").iterdir())
+    ]
     numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in shards]
     assert sum(numbers) == sum(tensor.numel() for tensor in whole.values())
     assert min(numbers) > 0.3 * sum(numbers)
@@ -155,7 +191,9 @@ def test_progress_json_says_where_the_run_is(runs):
     assert len(document["fixed"].pop("train_fingerprint")) == 64
     measured = document.pop("measured_on")
     assert document.pop("evaluated_on") == measured
-    assert set(measured) == {"validation", "copy"} and measured["copy"] == measured["validation"][:2]
+    assert (
+        set(measured) == {"validation", "copy"} and measured["copy"] == measured["validation"][:2]
+    )
     assert len(measured["validation"][0]) == 64
     assert measured["validation"][1:] == [0, 10], "rows of all, without evaluations"
     assert document.pop("rows_read") == {"from_position": 0, **asdict(claimed_rows(44, 1234, 0, 8))}
@@ -205,7 +243,9 @@ def train_until_killed(where, argv):
     if where == "manifest":
         Path.write_bytes = kill_where(lambda path: path.name == "MANIFEST.json", write_bytes)
     elif where == "fsync":
-        os.fsync = kill_where(lambda d: ".tmp-step-00000003" in os.readlink(f"/proc/self/fd/{d}"), fsync)
+        os.fsync = kill_where(
+            lambda d: ".tmp-step-00000003" in os.readlink(f"/proc/self/fd/{d}"), fsync
+        )
     else:
         Path.rename = kill_where(lambda path: path.name.startswith(".tmp-step-00000003"), rename)
     train.main(argv)
@@ -213,13 +253,21 @@ def train_until_killed(where, argv):
 
 @pytest.mark.parametrize("where", ["manifest", "fsync", "rename"])
 def test_a_save_that_was_killed_is_no_checkpoint(toys, runs, tmp_path, capsys, where):
-    """Until the rename there is nothing named step-N; the run goes on from the one before, and sweeps."""
+    """Until the rename there is nothing named step-N; the run goes on from the one before, and
+    sweeps."""
     shutil.copytree(runs / "full", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step-00000003")
     with pytest.raises(AssertionError, match="wait status 9"):
-        run_ranks(1, train_until_killed, where, argv(toys, tmp_path, "--run_name", "run", "--resume", "true"))
+        run_ranks(
+            1,
+            train_until_killed,
+            where,
+            argv(toys, tmp_path, "--run_name", "run", "--resume", "true"),
+        )
     assert latest(tmp_path / "run").name == "step-00000002"
-    (leftover,) = [name for name in names(tmp_path / "run") if name.startswith(".tmp-step-00000003-")]
+    (leftover,) = [
+        name for name in names(tmp_path / "run") if name.startswith(".tmp-step-00000003-")
+    ]
     assert not (tmp_path / "run" / "step-00000003").exists()
 
     one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true")
@@ -231,8 +279,12 @@ def test_a_save_that_was_killed_is_no_checkpoint(toys, runs, tmp_path, capsys, w
 def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
     events = []
     fsync, rename = os.fsync, Path.rename
-    monkeypatch.setattr(os, "fsync", lambda d: (events.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
-    monkeypatch.setattr(Path, "rename", lambda self, target: (events.append("rename"), rename(self, target)))
+    monkeypatch.setattr(
+        os, "fsync", lambda d: (events.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d))
+    )
+    monkeypatch.setattr(
+        Path, "rename", lambda self, target: (events.append("rename"), rename(self, target))
+    )
     temporary = tmp_path / ".tmp-step-00000001-0"
     (temporary / "trainer").mkdir(parents=True)
     (temporary / "weights").write_text("weights")
@@ -245,7 +297,9 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
     assert after == [str(tmp_path)]
 
 
-def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_begins(runs, toys, tmp_path, monkeypatch):
+def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_begins(
+    runs, toys, tmp_path, monkeypatch
+):
     events = []
     start, opened = files.Describing.start, whole.TensorFile.__init__
 
@@ -264,7 +318,9 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
     parts = [name for name in files_of(tmp_path / "run" / "step-00000001") if "/shard-" in name]
     assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts
-    one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND)  # and together they are the state
+    one_rank(
+        toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND
+    )  # and together they are the state
     assert_same_weights(tmp_path / "run", runs / "full")
 
 
@@ -272,9 +328,13 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
     (tmp_path / "run" / "step-00000002").mkdir(parents=True)
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
     assert "Kept as aside-step-00000002" in capsys.readouterr().out
-    monkeypatch.setattr("fabric_llm.run.save.step_directory", lambda directory, step: directory / "step-00000001")
+    monkeypatch.setattr(
+        "fabric_llm.run.save.step_directory", lambda directory, step: directory / "step-00000001"
+    )
     with pytest.raises(SystemExit) as exit:
-        one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", "--resume_override", "max_step")
+        one_rank(
+            toys, tmp_path, "--run_name", "run", "--resume", "true", "--resume_override", "max_step"
+        )
     assert exit.value.code == 74 and "step-00000001 exists already" in capsys.readouterr().err
     verified(tmp_path / "run" / "step-00000001", hashes=True)
 
@@ -296,8 +356,11 @@ def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
     assert sweep(run) == []
 
 
-def test_what_a_killed_save_left_goes_before_the_disk_is_asked_for_room(run, toys, monkeypatch, capsys):
-    """Or the run could never be started again where the disk holds one checkpoint more than are kept."""
+def test_what_a_killed_save_left_goes_before_the_disk_is_asked_for_room(
+    run, toys, monkeypatch, capsys
+):
+    """Or the run could never be started again where the disk holds one checkpoint more than are
+    kept."""
     left = run / ".tmp-step-00000004-12ab"
     left.mkdir()
     disk_usage = shutil.disk_usage
@@ -313,7 +376,11 @@ def test_a_manifest_says_what_the_checkpoint_was_made_from(run):
     document = files.read(run / "step-00000003")
     assert (document["step"], document["world_size"]) == (3, 1)
     assert document["arguments_sha256"] == files.sha256(run / "arguments.yaml")
-    assert document["data_fingerprint"] and set(document["versions"]) >= {"torch", "lightning", "transformers"}
+    assert document["data_fingerprint"] and set(document["versions"]) >= {
+        "torch",
+        "lightning",
+        "transformers",
+    }
 
 
 def test_logits_that_overflow_are_no_checkpoint(toys, tmp_path, monkeypatch, capsys):
@@ -355,8 +422,13 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
     assert waited.count("of which 0.00 GiB are free: training waits for the save of step") == 2
     for step in (1, 2, 3):
         ours, theirs = (tmp_path / name / f"step-{step:08d}" for name in ("copied", "waited"))
-        assert all(file.read_bytes() == (ours / file.relative_to(theirs)).read_bytes() for file in theirs.rglob("shard-*"))
-        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        assert all(
+            file.read_bytes() == (ours / file.relative_to(theirs)).read_bytes()
+            for file in theirs.rglob("shard-*")
+        )
+        assert (ours / "model.safetensors").read_bytes() == (
+            theirs / "model.safetensors"
+        ).read_bytes()
 
 
 def test_ranks_share_the_memory_of_their_host():
@@ -366,7 +438,7 @@ def test_ranks_share_the_memory_of_their_host():
     assert writing.of_fullest_host(sizes[1:]) == (30, 40)
 
 
-# ------------------------------------------------------------------------------- latest, prune, rollback
+# -------------------------------------------------------------------------- latest, prune, rollback
 
 
 def test_latest_is_the_highest_complete_step(run):
@@ -378,7 +450,14 @@ def test_latest_is_the_highest_complete_step(run):
 
 
 def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
-    for name in ("step-x", "step-", "step-9", "step-00000009x", "xstep-00000009", "aside-step-00000009-a"):
+    for name in (
+        "step-x",
+        "step-",
+        "step-9",
+        "step-00000009x",
+        "xstep-00000009",
+        "aside-step-00000009-a",
+    ):
         (run / name).mkdir()
         (run / name / "MANIFEST.json").write_text("{}")
     (run / "step-00000010").mkdir()  # no manifest
@@ -387,7 +466,9 @@ def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
     assert latest(run / "nowhere") is None and latest(run / "step-x") is None
 
 
-@pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])]
+)
 def test_prune_keeps_the_newest(run, keep_last, left):
     prune(run, Kept(keep_last))
     assert [int(path.name.removeprefix("step-")) for path in checkpoints(run)] == left
@@ -407,7 +488,9 @@ def found_checkpoint(run, step, **document):
     (folder / "trainer").mkdir(parents=True)
     (folder / "MANIFEST.json").touch()
     progress = {"step": step, "position": 8 * step, "tokens": 0}
-    (folder / "trainer" / "progress.json").write_text(json.dumps({"progress": progress, **document}))
+    (folder / "trainer" / "progress.json").write_text(
+        json.dumps({"progress": progress, **document})
+    )
 
 
 def test_prune_counts_what_was_due_and_the_newest_stays(tmp_path):
@@ -426,7 +509,9 @@ def test_prune_counts_what_was_moved_aside_and_takes_it_first(tmp_path):
     names = move_aside(tmp_path, 4)
     (tmp_path / f"{names[0]}.pinned").touch()
     prune(tmp_path, Kept(3, interval=2))
-    assert names_of(tmp_path) == sorted([f"{names[0]}.pinned", *names, "step-00000002", "step-00000004"])
+    assert names_of(tmp_path) == sorted(
+        [f"{names[0]}.pinned", *names, "step-00000002", "step-00000004"]
+    )
     found_checkpoint(tmp_path, 6)
     prune(tmp_path, Kept(3, interval=2))
     steps = ["step-00000002", "step-00000004", "step-00000006"]
@@ -440,19 +525,34 @@ def names_of(folder):
 def test_prune_leaves_one_to_go_back_to(tmp_path):
     for step, loss in ((2, 1.0), (4, 1.1), (5, 1.0), (6, 2.0), (8, 2.0)):
         found_checkpoint(tmp_path, step, eval_losses={"old": loss})
-    prune(tmp_path, Kept(1, interval=2, to_go_back_to=lambda document: document["eval_losses"]["old"] < 1.5))
+    prune(
+        tmp_path,
+        Kept(1, interval=2, to_go_back_to=lambda document: document["eval_losses"]["old"] < 1.5),
+    )
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 8], "the newest that is due"
 
 
 def test_losses_that_only_the_log_has_count_as_a_checkpoint_s_own(tmp_path):
-    """A stop cut off the evaluation of step 2, and a resumed run has made it. That of step 4 was of an undone step."""
+    """A stop cut off the evaluation of step 2, and a resumed run has made it. That of step 4 was of
+    an undone step."""
     for step in (2, 4, 6):
         found_checkpoint(tmp_path, step)
-    lines = [{"step": 2, "position": 16, "eval_loss": 1.5, "eval": {"old": {"loss": 1.0}, "new": {"loss": None}}}]
+    lines = [
+        {
+            "step": 2,
+            "position": 16,
+            "eval_loss": 1.5,
+            "eval": {"old": {"loss": 1.0}, "new": {"loss": None}},
+        }
+    ]
     lines += [{"step": 4, "position": 99, "eval_loss": 1.0, "eval": {"old": {"loss": 1.0}}}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     known, unknown = (read_progress(tmp_path / f"step-0000000{step}") for step in (2, 4))
-    assert known["eval_loss"] == 1.5 and known["eval_losses"]["old"] == 1.0 and math.isnan(known["eval_losses"]["new"])
+    assert (
+        known["eval_loss"] == 1.5
+        and known["eval_losses"]["old"] == 1.0
+        and math.isnan(known["eval_losses"]["new"])
+    )
     assert not is_evaluated(unknown)
     prune(tmp_path, Kept(1, best=1, interval=2))
     assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 6]
@@ -496,7 +596,9 @@ def test_a_directory_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     """So that no run begins in it meanwhile."""
     folder, rmdir, held = tmp_path / "run", Path.rmdir, []
     run_directory.lock(folder)
-    monkeypatch.setattr(Path, "rmdir", lambda path: held.append(path in run_directory._locks) or rmdir(path))
+    monkeypatch.setattr(
+        Path, "rmdir", lambda path: held.append(path in run_directory._locks) or rmdir(path)
+    )
     run_directory.leave(Fault("wrong"), has_plan=False)
     assert held == [True] and not folder.exists() and not run_directory._locks
 
@@ -542,9 +644,15 @@ def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):
     aside = [name for name in names(run) if name.startswith("aside-")]
     out = capsys.readouterr().out
     assert len(aside) == 2 and all(f"Kept as {name}" in out for name in aside)
-    kept = load_file(run / next(name for name in aside if "step-00000003" in name) / "model.safetensors")
+    kept = load_file(
+        run / next(name for name in aside if "step-00000003" in name) / "model.safetensors"
+    )
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
-    assert [path.name for path in checkpoints(run)] == ["step-00000001", "step-00000002", "step-00000003"]
+    assert [path.name for path in checkpoints(run)] == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
 
 
 def test_move_aside_leaves_older_ones(run):
@@ -564,10 +672,14 @@ def test_check_names_the_first_file_that_is_damaged(run):
     flipped[-5] ^= 16
     weights.write_bytes(flipped)
     verified(folder)  # by size alone nothing is wrong
-    with pytest.raises(ValueError, match="step-00000003.*damaged: the content of model.safetensors has changed"):
+    with pytest.raises(
+        ValueError, match="step-00000003.*damaged: the content of model.safetensors has changed"
+    ):
         verified(folder, hashes=True)
     weights.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=f"model.safetensors has {len(content) - 1} bytes, not {len(content)}"):
+    with pytest.raises(
+        ValueError, match=f"model.safetensors has {len(content) - 1} bytes, not {len(content)}"
+    ):
         verified(folder)
     weights.write_bytes(content)
     verified(folder, hashes=True)
@@ -602,8 +714,21 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
         for name in ("load", "save", "loads", "dump", "dumps", "Unpickler", "Pickler"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, never)
-    one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--max_step", 2, "--num_workers", 0)
-    one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true", *EXTEND)
+    one_rank(
+        toys,
+        tmp_path,
+        "--run_name",
+        "run",
+        "--state_dict_type",
+        kind,
+        "--max_step",
+        2,
+        "--num_workers",
+        0,
+    )
+    one_rank(
+        toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true", *EXTEND
+    )
     export(tmp_path / "run" / "step-00000003", tmp_path / "hf")
 
 
@@ -611,12 +736,16 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
 
 
 def optimizer_after_loading(flags):
-    """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not stepped yet."""
+    """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not
+    stepped yet."""
     from fabric_llm.model.strategy import original_name
 
     _, _, model, optimizer = built(flags)
     state = optimizer.optimizer.state
-    return {original_name(name): {k: v.clone() for k, v in state[p].items()} for name, p in model.named_parameters()}
+    return {
+        original_name(name): {k: v.clone() for k, v in state[p].items()}
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.longer
@@ -626,13 +755,29 @@ def optimizer_after_loading(flags):
     [("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 3, "full"), ("fsdp", 3, "full")],
 )
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
-def test_optimizer_state_of_any_strategy_loads_on_one_device(toys, tmp_path, strategy, ranks, kind, model):
-    """The tensors of the parts, put together by their offsets here, are those that the optimizer gets."""
+def test_optimizer_state_of_any_strategy_loads_on_one_device(
+    toys, tmp_path, strategy, ranks, kind, model
+):
+    """The tensors of the parts, put together by their offsets here, are those that the optimizer
+    gets."""
     flags = (*toy_run(toys, tmp_path, model=model), *FLAGS)
-    flags += ("--run_name", "run", "--global_batch_size", 6, "--micro_batch_size", 1, "--max_step", 2)
-    train_ranks(ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2)
+    flags += (
+        "--run_name",
+        "run",
+        "--global_batch_size",
+        6,
+        "--micro_batch_size",
+        1,
+        "--max_step",
+        2,
+    )
+    train_ranks(
+        ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2
+    )
     (loaded,) = run_ranks(
-        1, optimizer_after_loading, [*flags, "--resume", "true", "--max_step", 5, "--resume_override", "max_step"]
+        1,
+        optimizer_after_loading,
+        [*flags, "--resume", "true", "--max_step", 5, "--resume_override", "max_step"],
     )
     stored = put_together(tmp_path / "run" / "step-00000002" / "trainer" / "optimizer")
     assert {name.split(".", 1)[1].rsplit(".", 1)[0] for name in stored} == set(loaded)
@@ -663,7 +808,9 @@ def joined(parts):
     ends = [[first + length for first, length in zip(start, part.shape)] for start, part in parts]
     whole = torch.full([max(end) for end in zip(*ends)], float("nan"), dtype=parts[0][1].dtype)
     for start, part in parts:
-        whole[tuple(slice(first, first + length) for first, length in zip(start, part.shape))] = part
+        whole[tuple(slice(first, first + length) for first, length in zip(start, part.shape))] = (
+            part
+        )
     assert sum(part.numel() for _, part in parts) == whole.numel() and not whole.isnan().any()
     return whole
 
@@ -672,14 +819,26 @@ def joined(parts):
 
 
 def choose(parent, run_name=None, resumes=False, given=None):
-    flags = {"model_name": "model", "train_data_dir": "data", "output_dir": parent, "resume": str(resumes).lower()}
+    flags = {
+        "model_name": "model",
+        "train_data_dir": "data",
+        "output_dir": parent,
+        "resume": str(resumes).lower(),
+    }
     flags |= {"run_name": run_name, "checkpoint": given}
-    return run_directory.directory(parse_train([f"--{k}={v}" for k, v in flags.items() if v is not None]))
+    return run_directory.directory(
+        parse_train([f"--{k}={v}" for k, v in flags.items() if v is not None])
+    )
 
 
 def test_default_name():
-    assert run_directory.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
-    assert run_directory.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
+    assert (
+        run_directory.default_name("meta-llama/Meta-Llama-3-8B", "data/mine")
+        == "Meta-Llama-3-8B-mine"
+    )
+    assert (
+        run_directory.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
+    )
 
 
 def test_a_run_that_replays_is_called_after_its_new_data():

@@ -19,11 +19,27 @@ def run(command, folder, expected_code=0):
     """Run a command line in `folder`; returns (stdout, stderr)."""
     command = command.replace("\\\n", " ")
     words = [sys.executable if word == "python" else word for word in command.split()]
-    words = [str(ROOT / word) if word in ("train.py", "prepare_data.py", "export_hf.py") else word for word in words]
-    words = [str(Path(sys.executable).parent / word) if word == "torchrun" else word for word in words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    words = [
+        str(ROOT / word) if word in ("train.py", "prepare_data.py", "export_hf.py") else word
+        for word in words
+    ]
+    words = [
+        str(Path(sys.executable).parent / word) if word == "torchrun" else word for word in words
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
-        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
+        words,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == expected_code, f"{command}\n{done.stdout}\n{done.stderr}"
     assert not re.search(r"\r|\wWarning: ", done.stderr), "bars, or warnings in Python's own format"
@@ -56,10 +72,16 @@ def test_the_demo_runs_says_what_it_is_and_what_comes_next(tmp_path):
 def test_the_demo_runs_on_several_devices(tmp_path):
     """Two CPUs for four GPUs; each run takes another directory."""
     run("python train.py --max_step 1 --eval_iters 0", tmp_path)
-    four_gpus = [command for command in readme_commands("train.py") if command.endswith(("--devices 4", "4 train.py"))]
+    four_gpus = [
+        command
+        for command in readme_commands("train.py")
+        if command.endswith(("--devices 4", "4 train.py"))
+    ]
     assert len(four_gpus) == 2, "plain and under torchrun"
     for number, command in enumerate(four_gpus, start=2):
-        command = command.replace("devices 4", "devices 2").replace("nproc_per_node 4", "nproc_per_node 2")
+        command = command.replace("devices 4", "devices 2").replace(
+            "nproc_per_node 4", "nproc_per_node 2"
+        )
         out, _ = run(f"{command} --max_step 1 --eval_iters 0", tmp_path)
         assert "Preparing" not in out and "fsdp on 2 cpu devices" in out
         assert (tmp_path / "checkpoints" / f"demo_llama-demo-{number}" / "step-00000001").is_dir()
@@ -90,28 +112,44 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     name = "meta-llama/Meta-Llama-3-8B"
     prepare = prepare.replace(f"--tokenizer {name}", "--train_tokenizer 512").replace("4096", "64")
     out, _ = run(prepare, tmp_path)
-    assert "train" in out and "Next: python train.py --model_name NAME_OR_DIR --train_data_dir data/mine" in out
+    assert (
+        "train" in out
+        and "Next: python train.py --model_name NAME_OR_DIR --train_data_dir data/mine" in out
+    )
     (tmp_path / "general").mkdir()
     (tmp_path / "general" / "license.txt").write_text((ROOT / "LICENSE").read_text())
-    run(general.replace(f"--tokenizer {name}", "--tokenizer data/mine/tokenizer").replace("4096", "64"), tmp_path)
+    run(
+        general.replace(f"--tokenizer {name}", "--tokenizer data/mine/tokenizer").replace(
+            "4096", "64"
+        ),
+        tmp_path,
+    )
     flags = "--max_step 6 --save_step_interval 3 --eval_step_interval 3 --eval_iters 2"
     train = train.replace("--devices 4", "--devices 2").replace(name, "model")
     train = re.sub(r"--(number_epochs 1|eval_step_interval 200|save_step_interval 500)", "", train)
     run(f"{train} {flags} --max_step 3 --strategy fsdp2", tmp_path)
-    resume = resume.replace("Meta-Llama-3-8B-mine", "model-mine").replace("--devices 2", "--devices 1")
+    resume = resume.replace("Meta-Llama-3-8B-mine", "model-mine").replace(
+        "--devices 2", "--devices 1"
+    )
     out, _ = run(f"{resume} --max_step 6 --resume_override max_step", tmp_path)
     assert "resumed from checkpoints/model-mine/step-00000003" in out
     assert metrics(tmp_path / "checkpoints" / "model-mine", "step")[-1] == 6
     export = export.replace("Meta-Llama-3-8B-mine", "model-mine").split("--push_to_hub")[0]
     out, _ = run(export, tmp_path)
-    assert "Verified with plain transformers" in out and "logits differ from those in training by" in out
+    assert (
+        "Verified with plain transformers" in out
+        and "logits differ from those in training by" in out
+    )
     assert "Next: AutoModelForCausalLM.from_pretrained('hf/mine')" in out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "mine").config.vocab_size == 512
     [verify] = readme_commands("fabric_llm.verify checkpoints")
     run(verify.replace("Meta-Llama-3-8B-mine", "model-mine"), tmp_path)
     # a checkpoint is a model to start from
     out, _ = run(
-        "python train.py --model_name checkpoints/model-mine/step-00000006 --train_data_dir data/mine --max_step 1",
+        (
+            "python train.py --model_name checkpoints/model-mine/step-00000006 --train_data_dir "
+            "data/mine --max_step 1"
+        ),
         tmp_path,
     )
     assert "weights of checkpoints/model-mine/step-00000006" in out
@@ -122,15 +160,24 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
 def test_a_mistake_gets_one_sentence_in_all_processes(toys, tmp_path):
     out, error = run("python train.py --devices 2 --lrr 1", tmp_path, expected_code=2)
     assert error == "train.py: error: unknown flag --lrr. Did you mean --lr?\n"
-    out, error = run("python prepare_data.py --input nowhere --train_tokenizer 300 --output data/x", tmp_path, 2)
-    assert error.startswith("prepare_data.py: error: ") and "nowhere" in error and len(error.splitlines()) == 1
+    out, error = run(
+        "python prepare_data.py --input nowhere --train_tokenizer 300 --output data/x", tmp_path, 2
+    )
+    assert (
+        error.startswith("prepare_data.py: error: ")
+        and "nowhere" in error
+        and len(error.splitlines()) == 1
+    )
     out, error = run("python export_hf.py nowhere --output x", tmp_path, expected_code=2)
     assert error == "export_hf.py: error: No checkpoint at 'nowhere'.\n"
 
 
 def test_an_end_with_words_prints_them_and_is_no_success(tmp_path):
     """SystemExit("text") of code of one's own."""
-    code = "import arguments, runpy, sys; arguments.parse_train = lambda argv: sys.exit('not here'); runpy.run_path(sys.argv[1], run_name='__main__')"
+    code = (
+        "import arguments, runpy, sys; arguments.parse_train = lambda argv: sys.exit('not "
+        "here'); runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
     words = [sys.executable, "-c", code, ROOT / "train.py"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "not here\n")
@@ -138,7 +185,8 @@ def test_an_end_with_words_prints_them_and_is_no_success(tmp_path):
 
 @pytest.mark.longer
 def test_a_mistake_that_only_the_weights_show_ends_all_processes(toys, tmp_path):
-    """Weights are read after the processes have started: still one sentence and exit code 2, and nobody hangs."""
+    """Weights are read after the processes have started: still one sentence and exit code 2, and
+    nobody hangs."""
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -147,7 +195,10 @@ def test_a_mistake_that_only_the_weights_show_ends_all_processes(toys, tmp_path)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    command = f"python train.py --devices 2 --model_name {tmp_path / 'model'} --train_data_dir {toys / 'data'}"
+    command = (
+        f"python train.py --devices 2 --model_name {tmp_path / 'model'} --train_data_dir "
+        f"{toys / 'data'}"
+    )
     _, error = run(command, tmp_path, expected_code=2)
     sentences = [line for line in error.splitlines() if line.startswith("train.py: error:")]
     assert len(sentences) == 1 and "model.norm.weight" in sentences[0]
@@ -163,14 +214,19 @@ def test_help(script, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [12, None])
 def test_the_demo_gives_the_same_curve_on_one_device_fsdp_and_fsdp2(tmp_path, steps):
-    """Two micro-batches on one device and one on each of two make the same sums: the curves agree bit for bit."""
+    """Two micro-batches on one device and one on each of two make the same sums: the curves agree
+    bit for bit."""
     more = "--eval_iters 0 --log_step_interval 1" if steps else ""
     flags = f"--precision 32-true {f'--max_step {steps}' if steps else ''} {more} --run_name"
     run(f"python train.py --devices 1 {flags} one", tmp_path)
     run(f"python train.py --devices 2 --strategy fsdp {flags} fsdp", tmp_path)
     run(f"python train.py --devices 2 --strategy fsdp2 {flags} fsdp2", tmp_path)
-    one, fsdp, fsdp2 = (metrics(tmp_path / "checkpoints" / name) for name in ("one", "fsdp", "fsdp2"))
+    one, fsdp, fsdp2 = (
+        metrics(tmp_path / "checkpoints" / name) for name in ("one", "fsdp", "fsdp2")
+    )
     assert len(one) > 10
     assert fsdp == pytest.approx(one, abs=1e-4)
     assert fsdp2 == pytest.approx(one, abs=1e-4)
-    assert fsdp == pytest.approx(one, rel=2e-7, abs=0), "the loss is a sum of two numbers, the weights are the same"
+    assert fsdp == pytest.approx(one, rel=2e-7, abs=0), (
+        "the loss is a sum of two numbers, the weights are the same"
+    )

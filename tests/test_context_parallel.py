@@ -1,4 +1,5 @@
-"""--context_parallel: ranks that share rows compute what one process computes, with documents that cross their cuts."""
+"""--context_parallel: ranks that share rows compute what one process computes, with documents that
+cross their cuts."""
 
 import shutil
 from types import SimpleNamespace
@@ -24,18 +25,47 @@ from fabric_llm.model.strategy import context_group
 from fabric_llm.plan.make_plan import require_shares
 from fabric_llm.verify import __main__ as verify
 
-STRATEGIES = [("fsdp", 2, 2), ("fsdp2", 2, 2), ("ddp", 2, 2), ("fsdp2", 4, 2), ("fsdp", 4, 4)]  # ranks; that share rows
+STRATEGIES = [
+    ("fsdp", 2, 2),
+    ("fsdp2", 2, 2),
+    ("ddp", 2, 2),
+    ("fsdp2", 4, 2),
+    ("fsdp", 4, 4),
+]  # ranks; that share rows
 FAMILIES = ["qwen3", "gemma3_text", "mixtral", "gpt2-no-dropout", "phi", "olmo2", "deepseek_v3"]
 
 
 def run_of(model, data, folder, name, *more):
-    flags = ("--model_name", model, "--train_data_dir", data, "--output_dir", folder, "--run_name", name, "--lr", 1e-3)
-    flags += ("--max_step", 4, "--global_batch_size", 4, "--precision", "32-true", "--eval_iters", 4)
+    flags = (
+        "--model_name",
+        model,
+        "--train_data_dir",
+        data,
+        "--output_dir",
+        folder,
+        "--run_name",
+        name,
+        "--lr",
+        1e-3,
+    )
+    flags += (
+        "--max_step",
+        4,
+        "--global_batch_size",
+        4,
+        "--precision",
+        "32-true",
+        "--eval_iters",
+        4,
+    )
     return (*flags, "--eval_step_interval", 2, *more)
 
 
 def numbers(folder, name):
-    return {key: metrics(folder / name, key) for key in ("step", "loss", "grad_norm", "eval_loss", "tokens")}
+    return {
+        key: metrics(folder / name, key)
+        for key in ("step", "loss", "grad_norm", "eval_loss", "tokens")
+    }
 
 
 def assert_same(found, expected, rel=2e-6):
@@ -53,7 +83,9 @@ def alone(toys, packed_data, tmp_path_factory):
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks", "sharing"), STRATEGIES)
-def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone, strategy, ranks, sharing):
+def test_the_numbers_are_those_of_one_process(
+    toys, packed_data, tmp_path, alone, strategy, ranks, sharing
+):
     how = ("--strategy", strategy, "--context_parallel", sharing)
     train_ranks(ranks, *run_of(toys / "llama", packed_data, tmp_path, "packed", *how))
     assert_same(numbers(tmp_path, "packed"), alone["packed"])
@@ -62,7 +94,9 @@ def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone
 
 @pytest.mark.every_eighth(5)
 @pytest.mark.longer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler, as the next
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler, as the next
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("strategy", "more"),
@@ -77,19 +111,24 @@ def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone
 def test_other_paths_share_rows(toys, packed_data, tmp_path, alone, strategy, more):
     """Compiled, recomputed, in micro-batches, without chunks of the loss."""
     how = ("--strategy", strategy, "--context_parallel", 2, *more)
-    train_ranks(2, *run_of(toys / "llama", packed_data, tmp_path, "packed", *how), timeout_seconds=300)
+    train_ranks(
+        2, *run_of(toys / "llama", packed_data, tmp_path, "packed", *how), timeout_seconds=300
+    )
     assert_same(numbers(tmp_path, "packed"), alone["packed"], rel=5e-6)
 
 
 @pytest.mark.longer
 def test_rows_of_one_document_are_shared_as_well(toys, tmp_path, alone):
-    train_ranks(2, *run_of(toys / "llama", toys / "many", tmp_path, "rows", "--context_parallel", 2))
+    train_ranks(
+        2, *run_of(toys / "llama", toys / "many", tmp_path, "rows", "--context_parallel", 2)
+    )
     assert_same(numbers(tmp_path, "rows"), alone["rows"])
 
 
 @pytest.mark.longer
 def test_a_run_goes_on_with_any_number_that_shares(toys, packed_data, tmp_path, alone):
-    """Laws 2 and 3: bit for bit with the same, the same curve with another, and one of the runs exports."""
+    """Laws 2 and 3: bit for bit with the same, the same curve with another, and one of the runs
+    exports."""
     flags = run_of(toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 2)
     train_ranks(2, *flags, "--context_parallel", 2)
     exact = numbers(tmp_path, "packed")
@@ -105,10 +144,29 @@ def test_a_run_goes_on_with_any_number_that_shares(toys, packed_data, tmp_path, 
 
 @pytest.mark.longer
 def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_path, alone):
-    """2 -> 1 -> 4, each killed in the middle of a step: the curve of the run that nothing has disturbed."""
-    flags = run_of(toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 1, "--resume", "auto")
-    for ranks, count in ((2, 6), (1, 6)):  # micro-batches of a process, four a step: in its second step
-        job = Job(ranks, *flags, "--context_parallel", ranks, failpoint=f"between_micro_batches:count={count}:do=kill")
+    """2 -> 1 -> 4, each killed in the middle of a step: the curve of the run that nothing has
+    disturbed."""
+    flags = run_of(
+        toys / "llama",
+        packed_data,
+        tmp_path,
+        "packed",
+        "--save_step_interval",
+        1,
+        "--resume",
+        "auto",
+    )
+    for ranks, count in (
+        (2, 6),
+        (1, 6),
+    ):  # micro-batches of a process, four a step: in its second step
+        job = Job(
+            ranks,
+            *flags,
+            "--context_parallel",
+            ranks,
+            failpoint=f"between_micro_batches:count={count}:do=kill",
+        )
         assert -9 in job.wait()
     assert Job(4, *flags, "--context_parallel", 4).wait() == [0] * 4
     assert_same(numbers(tmp_path, "packed"), alone["packed"])
@@ -117,7 +175,9 @@ def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_pa
 
 @pytest.mark.longer
 @pytest.mark.parametrize("sharing", [2, 4])
-def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_bit(toys, packed_data, tmp_path, sharing):
+def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_bit(
+    toys, packed_data, tmp_path, sharing
+):
     other = shutil.copytree(packed_data, tmp_path / "other")
     flags = (
         *toy_run(toys, tmp_path)[:2],
@@ -128,15 +188,36 @@ def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_b
         "--lr",
         1e-3,
     )
-    flags += ("--max_step", 4, "--global_batch_size", 4, "--precision", "32-true", "--eval_iters", 4, "--eval_step_interval", 2)
+    flags += (
+        "--max_step",
+        4,
+        "--global_batch_size",
+        4,
+        "--precision",
+        "32-true",
+        "--eval_iters",
+        4,
+        "--eval_step_interval",
+        2,
+    )
     flags += ("--save_step_interval", 2)
     train_ranks(1, *flags, "--run_name", "alone")
     train_ranks(sharing, *flags, "--run_name", "shared", "--context_parallel", sharing)
     assert_same(numbers(tmp_path, "shared"), numbers(tmp_path, "alone"))
     assert verify.main([str(tmp_path / "shared")]) == 0
-    again = ("--run_name", "again", "--resume", "true", "--checkpoint", tmp_path / "shared" / "step-00000002")
+    again = (
+        "--run_name",
+        "again",
+        "--resume",
+        "true",
+        "--checkpoint",
+        tmp_path / "shared" / "step-00000002",
+    )
     train_ranks(sharing, *flags, *again, "--context_parallel", sharing)
-    whole, resumed = (load_file(tmp_path / name / "step-00000004" / "model.safetensors") for name in ("shared", "again"))
+    whole, resumed = (
+        load_file(tmp_path / name / "step-00000004" / "model.safetensors")
+        for name in ("shared", "again")
+    )
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert numbers(tmp_path, "again") == numbers(tmp_path, "shared")
 
@@ -152,11 +233,14 @@ def test_families_share_rows(toys, tmp_path, family):
         train_ranks(ranks, *run_of(model, data, tmp_path, name, "--context_parallel", ranks))
     assert_same(numbers(tmp_path, "two"), numbers(tmp_path, "one"), rel=2e-5)
     balance = [metrics(tmp_path / name, "aux_loss") for name in ("one", "two")]
-    assert balance[0] == pytest.approx(balance[1], rel=2e-6) and len(balance[0]) == 4 * (family == "mixtral")
+    assert balance[0] == pytest.approx(balance[1], rel=2e-6) and len(balance[0]) == 4 * (
+        family == "mixtral"
+    )
 
 
 def gradients_of_parts(model_name, lengths):
-    """(loss, gradients) of this rank's part of a row, each of the sum over all ranks, and how often heads were exchanged."""
+    """(loss, gradients) of this rank's part of a row, each of the sum over all ranks, and how often
+    heads were exchanged."""
     ranks, exchange, calls = torch.distributed.get_world_size(), fast_paths._exchange, []
 
     def counted(*args):
@@ -165,12 +249,21 @@ def gradients_of_parts(model_name, lengths):
 
     fast_paths._exchange = counted
     model = LanguageModel(
-        AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32, attn_implementation="packed"),
+        AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=torch.float32, attn_implementation="packed"
+        ),
         chunked=True,
     )
     model.context_group = context_group(ranks)
-    batch = part_of(packed_batch([[t for d in documents(lengths, seed=1) for t in d]]), torch.distributed.get_rank(), ranks)
-    assert batch["input_ids"].shape == (1, 24 // ranks) and batch["labels"].shape == (1, 24 // ranks + 1)
+    batch = part_of(
+        packed_batch([[t for d in documents(lengths, seed=1) for t in d]]),
+        torch.distributed.get_rank(),
+        ranks,
+    )
+    assert batch["input_ids"].shape == (1, 24 // ranks) and batch["labels"].shape == (
+        1,
+        24 // ranks + 1,
+    )
     loss = model(**batch)
     loss.backward()
     found = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -179,22 +272,31 @@ def gradients_of_parts(model_name, lengths):
     return [tensor.numpy() for tensor in found], len(calls), int(target_count(batch))
 
 
-# Of rows of 24 tokens, which are cut at 12, or at 6, 12 and 18: ends at, before and behind a cut, one document, one of one token.
+# Of rows of 24 tokens, which are cut at 12, or at 6, 12 and 18: ends at, before and behind a cut,
+# one document, one of one token.
 LENGTHS = [[9, 7, 8], [12, 12], [6, 5, 1, 12], [11, 13], [13, 11], [24], [17, 2, 5]]
 
 
 @pytest.mark.quick_cases(r"(llama-lengths[0136]|mixtral).*2\]|lengths5-4\]")
 @pytest.mark.every_eighth(6)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("model", "lengths"), [*(("llama", some) for some in LENGTHS), ("mixtral", LENGTHS[0])])
+@pytest.mark.parametrize(
+    ("model", "lengths"), [*(("llama", some) for some in LENGTHS), ("mixtral", LENGTHS[0])]
+)
 def test_loss_and_gradients_are_equal_to_rounding(toys, model, lengths, ranks):
-    plain = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation="packed"))
+    plain = LanguageModel(
+        AutoModelForCausalLM.from_pretrained(
+            toys / model, dtype=torch.float32, attn_implementation="packed"
+        )
+    )
     batch = packed_batch([[t for d in documents(lengths, seed=1) for t in d]])
     loss = plain(**batch)
     loss.backward()
     reports = run_ranks(ranks, gradients_of_parts, toys / model, lengths)
     (found_loss, *found), exchanges, _ = reports[0]
-    assert exchanges == 2 * 2 * 4, "two layers, forward and backward: query, key, value and what comes out"
+    assert exchanges == 2 * 2 * 4, (
+        "two layers, forward and backward: query, key, value and what comes out"
+    )
     assert sum(targets for *_, targets in reports) == int(target_count(batch))
     assert found_loss == pytest.approx(loss.item(), rel=1e-6)
     for gradient, parameter in zip(found, plain.parameters(), strict=True):
@@ -220,13 +322,34 @@ def write_masked(folder, toys, mask=[1, 1, 1, 0]):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (("--context_parallel", 3), "--context_parallel 3: 2 devices x 1 nodes don't divide by it."),
-        (("--attention", "sdpa"), "exchanges heads around packed attention: take --attention auto, not sdpa."),
-        (("--model_name", "jamba"), "JambaForCausalLM can't, since tokens meet outside of its attention."),
-        (("--model_name", "mamba"), "MambaForCausalLM can't, since it doesn't take packed attention."),
-        (("--model_name", "gemma2"), "Gemma2ForCausalLM can't, since it doesn't take packed attention."),
-        (("--train_data_dir", "masked"), "has an attention_mask, which packed attention doesn't read."),
-        (("--global_batch_size", 3, "--micro_batch_size", 2), "x 2 devices x 1 nodes / 2 that share rows = 2."),
+        (
+            ("--context_parallel", 3),
+            "--context_parallel 3: 2 devices x 1 nodes don't divide by it.",
+        ),
+        (
+            ("--attention", "sdpa"),
+            "exchanges heads around packed attention: take --attention auto, not sdpa.",
+        ),
+        (
+            ("--model_name", "jamba"),
+            "JambaForCausalLM can't, since tokens meet outside of its attention.",
+        ),
+        (
+            ("--model_name", "mamba"),
+            "MambaForCausalLM can't, since it doesn't take packed attention.",
+        ),
+        (
+            ("--model_name", "gemma2"),
+            "Gemma2ForCausalLM can't, since it doesn't take packed attention.",
+        ),
+        (
+            ("--train_data_dir", "masked"),
+            "has an attention_mask, which packed attention doesn't read.",
+        ),
+        (
+            ("--global_batch_size", 3, "--micro_batch_size", 2),
+            "x 2 devices x 1 nodes / 2 that share rows = 2.",
+        ),
     ],
 )
 def test_what_cannot_share_rows_is_refused(toys, packed_data, tmp_path, more, sentence):
@@ -235,7 +358,16 @@ def test_what_cannot_share_rows_is_refused(toys, packed_data, tmp_path, more, se
         more[1] = write_model(more[1], tmp_path / more[1])
     elif more[0] == "--train_data_dir":
         more[1] = write_masked(tmp_path / "masked", toys)
-    flags = (*toy_run(toys, tmp_path), "--train_data_dir", packed_data, "--max_step", 1, "--context_parallel", 2, *more)
+    flags = (
+        *toy_run(toys, tmp_path),
+        "--train_data_dir",
+        packed_data,
+        "--max_step",
+        1,
+        "--context_parallel",
+        2,
+        *more,
+    )
     found = run_ranks(2, refused, [str(word) for word in (*flags, "--devices", 2)], False)
     assert {code for code, _ in found} == {2}
     assert any(sentence in said for _, said in found), found
@@ -246,15 +378,30 @@ def test_positions_that_depend_on_the_longest_that_a_rank_sees_are_refused():
     model = SimpleNamespace(config=config, name="phi3")
     require_shares(2, model, "auto", "rows", 64)
     config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
-    with pytest.raises(ValueError, match="'phi3' .longrope. depend on the longest that a rank sees"):
+    with pytest.raises(
+        ValueError, match="'phi3' .longrope. depend on the longest that a rank sees"
+    ):
         require_shares(2, model, "auto", "rows", 64)
 
 
 def test_packed_attention_is_not_for_rows_with_padding_before_their_text(toys, tmp_path):
     for mask, is_before in ([[1, 1, 1, 0]], False), ([[0, 1, 1, 1]], True), ([[1, 0, 1, 1]], True):
-        assert pads_before_text(Rows([{"input_ids": np.ones((1, 4)), "attention_mask": np.array(mask)}])) is is_before
+        assert (
+            pads_before_text(
+                Rows([{"input_ids": np.ones((1, 4)), "attention_mask": np.array(mask)}])
+            )
+            is is_before
+        )
     data = write_masked(tmp_path / "masked", toys, [0, 1, 1, 1])
-    flags = (*toy_run(toys, tmp_path), "--train_data_dir", data, "--max_step", 1, "--attention", "packed")
+    flags = (
+        *toy_run(toys, tmp_path),
+        "--train_data_dir",
+        data,
+        "--max_step",
+        1,
+        "--attention",
+        "packed",
+    )
     [(code, said)] = run_ranks(1, refused, [str(word) for word in flags], False)
     assert code == 2 and "--attention packed: rows have padding before their text" in said
 
@@ -265,7 +412,10 @@ def test_rows_that_do_not_divide_end_with_padding(parts):
     cut = [part_of(batch, part, parts) for part in range(parts)]
     assert len({part["input_ids"].shape for part in cut}) == 1
     assert sum(int(target_count(part)) for part in cut) == int(target_count(batch))
-    ids, places = (torch.cat([part[name] for part in cut], dim=1)[:, :24] for name in ("input_ids", "position_ids"))
+    ids, places = (
+        torch.cat([part[name] for part in cut], dim=1)[:, :24]
+        for name in ("input_ids", "position_ids")
+    )
     assert ids.equal(batch["input_ids"]) and places.equal(batch["position_ids"])
 
 
@@ -295,7 +445,8 @@ def refused_with(wrong, argv):
     return refused(argv, False)
 
 
-# In bfloat16, positions that are wrong in one document of a random model are within its rounding, see docs/speed.md.
+# In bfloat16, positions that are wrong in one document of a random model are within its rounding,
+# see docs/speed.md.
 @pytest.mark.quick_cases(r"labels.*bf16")
 @pytest.mark.parametrize(
     ("wrong", "precision"),
@@ -308,7 +459,15 @@ def refused_with(wrong, argv):
     ],
 )
 def test_a_wrong_cut_is_found_before_step_1(toys, packed_data, tmp_path, wrong, precision):
-    flags = (*run_of(toys / "llama", packed_data, tmp_path, "run"), "--context_parallel", 2, "--precision", precision)
+    flags = (
+        *run_of(toys / "llama", packed_data, tmp_path, "run"),
+        "--context_parallel",
+        2,
+        "--precision",
+        precision,
+    )
     found = run_ranks(2, refused_with, wrong, [str(word) for word in (*flags, "--devices", 2)])
     assert {code for code, _ in found} == {2}
-    assert any("the model as it would be trained isn't plain transformers'" in said for _, said in found), found
+    assert any(
+        "the model as it would be trained isn't plain transformers'" in said for _, said in found
+    ), found

@@ -11,7 +11,9 @@ FENCED = re.compile(r"^```bash\n(.*?)^```", re.M | re.S)
 
 
 def test_the_quick_start_in_spanish_has_the_commands_of_the_readme():
-    english, spanish = (FENCED.findall((ROOT / page).read_text()) for page in ("README.md", "docs/es/README.md"))
+    english, spanish = (
+        FENCED.findall((ROOT / page).read_text()) for page in ("README.md", "docs/es/README.md")
+    )
     assert len(spanish) >= 5 and [block for block in spanish if block not in english] == []
 
 
@@ -22,7 +24,9 @@ def test_the_issue_forms_are_forms():
         assert {"name", "description", "body"} <= form.keys(), path
         assert all(field["type"] in ("textarea", "input", "checkboxes") for field in form["body"])
         ids = [field["id"] for field in form["body"]]
-        assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in form["body"])
+        assert len(set(ids)) == len(ids) and all(
+            field["attributes"]["label"] for field in form["body"]
+        )
 
 
 def test_the_citation_has_the_version():
@@ -33,4 +37,6 @@ def test_the_citation_has_the_version():
 
 def test_types_of_every_module_are_checked():
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
-    assert not any(one.get("ignore_errors") or "fabric_llm" in str(one["module"]) for one in overrides)
+    assert not any(
+        one.get("ignore_errors") or "fabric_llm" in str(one["module"]) for one in overrides
+    )

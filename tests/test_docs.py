@@ -1,4 +1,5 @@
-"""What the documentation names is there: files, functions, links, and the scripts of its commands."""
+"""What the documentation names is there: files, functions, links, and the scripts of its
+commands."""
 
 import ast
 import re
@@ -19,7 +20,9 @@ PAGES = [
     *(ROOT / f / "README.md" for f in ("data", "checkpoints")),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
-NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`")  # `prepare/rows.py` or `prepare/rows.py: save_rows`
+NAMED = re.compile(
+    r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`"
+)  # `prepare/rows.py` or `prepare/rows.py: save_rows`
 CALLED = re.compile(r"`([\w.]+)\(\)`")
 
 
@@ -29,7 +32,9 @@ def prose(page):
 
 def found(name):
     """The file that a page names, from the root or from the package."""
-    return next((path for path in (ROOT / name, ROOT / "fabric_llm" / name) if path.is_file()), None)
+    return next(
+        (path for path in (ROOT / name, ROOT / "fabric_llm" / name) if path.is_file()), None
+    )
 
 
 @cache
@@ -40,10 +45,19 @@ def defined(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            names |= {
+                f"{node.name}.{inner.name}"
+                for inner in node.body
+                if isinstance(inner, ast.FunctionDef)
+            }
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            names |= {
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name)
+            }
     return names
 
 
@@ -58,12 +72,20 @@ def test_what_a_page_names_is_there(page):
             if path is None or function and function not in defined(path):
                 wrong.append(f"{name}: {function}" if function else name)
         for function in CALLED.findall(paragraph):
-            if files and not any(f".{name}".endswith(f".{function}") for path in files for name in defined(path)):
+            if files and not any(
+                f".{name}".endswith(f".{function}") for path in files for name in defined(path)
+            ):
                 wrong.append(f"{function}()")
-    for block in (text for language, text in FENCED.findall(page.read_text()) if language == "bash"):
+    for block in (
+        text for language, text in FENCED.findall(page.read_text()) if language == "bash"
+    ):
         scripts = re.findall(r"(?:python |^\s*)([\w/]+\.py)\b", block, re.M)
         wrong += [f"the command {script}" for script in scripts if not (ROOT / script).is_file()]
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
+    links = [
+        link.split("#")[0]
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose(page))
+        if "://" not in link
+    ]
     wrong += [f"the link {link}" for link in links if link and not (page.parent / link).exists()]
     assert not wrong, f"{page.relative_to(ROOT)} names what isn't there: {', '.join(wrong)}"
 
@@ -74,21 +96,31 @@ def test_the_readme_is_short():
 
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
-    pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    pages = [
+        page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")
+    ]
     assert [page for page in pages if f"]({page})" not in index and page != Path("README.md")] == []
 
 
 def started_runs():
-    """The flags of the runs of trained weights that the README and the recipe start, and of the preset, by place."""
-    places = {page.name: page for page in PAGES if page.name in ("README.md", "continued_pretraining.md")}
+    """The flags of the runs of trained weights that the README and the recipe start, and of the
+    preset, by place."""
+    places = {
+        page.name: page for page in PAGES if page.name in ("README.md", "continued_pretraining.md")
+    }
     places["README.md"] = ROOT / "README.md"
     runs = {}
     for name, page in places.items():
-        blocks = "".join(text for language, text in FENCED.findall(page.read_text()) if language == "bash")
+        blocks = "".join(
+            text for language, text in FENCED.findall(page.read_text()) if language == "bash"
+        )
         for line in blocks.replace("\\\n", " ").splitlines():
             if re.match(r"python train.py .*--model_name (BASE|meta-llama)", line):
                 runs[name] = parse_train(shlex.split(line)[2:])
-    preset = f"--config {ROOT / 'configs' / 'llama3_8b.yaml'} --devices 4 --train_data_dir d --replay old"
+    preset = (
+        f"--config {ROOT / 'configs' / 'llama3_8b.yaml'} --devices 4 --train_data_dir d "
+        f"--replay old"
+    )
     return {**runs, "preset": parse_train(preset.split())}
 
 
@@ -108,8 +140,15 @@ def test_the_pages_start_runs_as_the_recipe_says():
 def test_the_commands_of_the_llama_page_have_such_flags(monkeypatch):
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "llama3_8b.md").read_text()
-    blocks = "".join(text for language, text in FENCED.findall(page) if language == "bash").replace("\\\n", " ")
-    parsers = {"plan": parse_plan, "prepare_data": parse_prepare, "train": parse_train, "export_hf": parse_export}
+    blocks = "".join(text for language, text in FENCED.findall(page) if language == "bash").replace(
+        "\\\n", " "
+    )
+    parsers = {
+        "plan": parse_plan,
+        "prepare_data": parse_prepare,
+        "train": parse_train,
+        "export_hf": parse_export,
+    }
     commands = re.findall(r"python (\w+)\.py (.*?)(?:; do)?$", blocks, re.M)
     assert {script for script, _ in commands} == set(parsers)
     for script, flags in commands:
@@ -118,5 +157,7 @@ def test_the_commands_of_the_llama_page_have_such_flags(monkeypatch):
 
 def test_a_page_says_how_to_get_a_gated_model():
     page = (ROOT / "docs" / "runs.md").read_text()
-    assert all(word in page for word in ("gated", "licence", "hf auth login", "HF_TOKEN", "HF_HUB_OFFLINE"))
+    assert all(
+        word in page for word in ("gated", "licence", "hf auth login", "HF_TOKEN", "HF_HUB_OFFLINE")
+    )
     assert "docs/runs.md#models-from-the-hub" in (ROOT / "README.md").read_text()

@@ -1,4 +1,5 @@
-"""--ema_decay: a moving average of the weights, sharded, saved, resumed and exported like the weights."""
+"""--ema_decay: a moving average of the weights, sharded, saved, resumed and exported like the
+weights."""
 
 import json
 import math
@@ -22,20 +23,52 @@ DECAY = 0.6
 
 
 def flags(toys, output, *more, model="gpt2-no-dropout", precision="32-true", strategy="auto"):
-    words = (*toy_run(toys, output, model=model), "--run_name", "run", "--lr", 1e-2, "--max_step", 4)
-    words += ("--global_batch_size", 4, "--micro_batch_size", 1, "--eval_iters", 0, "--verify_start", "false")
-    return (*words, "--strategy", strategy, "--precision", precision, "--save_step_interval", 1, *more)
+    words = (
+        *toy_run(toys, output, model=model),
+        "--run_name",
+        "run",
+        "--lr",
+        1e-2,
+        "--max_step",
+        4,
+    )
+    words += (
+        "--global_batch_size",
+        4,
+        "--micro_batch_size",
+        1,
+        "--eval_iters",
+        0,
+        "--verify_start",
+        "false",
+    )
+    return (
+        *words,
+        "--strategy",
+        strategy,
+        "--precision",
+        precision,
+        "--save_step_interval",
+        1,
+        *more,
+    )
 
 
 def average_of(checkpoint):
     """Name -> moving average, as it is in the checkpoint."""
     stored = reading.optimizer_state(checkpoint)
     names = [name for name in stored if name.endswith(".ema")]
-    return {name.removeprefix(f"state.{PREFIX}").removesuffix(".ema"): stored[name] for name in names}
+    return {
+        name.removeprefix(f"state.{PREFIX}").removesuffix(".ema"): stored[name] for name in names
+    }
 
 
 def weights(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def step(folder, number):
@@ -76,11 +109,16 @@ def assert_equal(one, other):
         (2, "ddp", "llama", "32-true", "FULL_SHARD"),
     ],
 )
-def test_is_the_plain_average_over_the_steps(toys, tmp_path, ranks, strategy, model, precision, how):
-    """In float32 on the host, also of bfloat16 weights; eval_loss_ema is that of the exported average."""
+def test_is_the_plain_average_over_the_steps(
+    toys, tmp_path, ranks, strategy, model, precision, how
+):
+    """In float32 on the host, also of bfloat16 weights; eval_loss_ema is that of the exported
+    average."""
     more = ("--ema_decay", DECAY, "--eval_iters", 2, "--eval_batch_size", 4)
     more += ("--sharding_strategy", how) if strategy.startswith("fsdp") else ()
-    train_ranks(ranks, *flags(toys, tmp_path, *more, model=model, precision=precision, strategy=strategy))
+    train_ranks(
+        ranks, *flags(toys, tmp_path, *more, model=model, precision=precision, strategy=strategy)
+    )
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     base = weights(toys / model)
     wanted = {name: tensor.to(dtype).double() for name, tensor in base.items()}
@@ -92,8 +130,15 @@ def test_is_the_plain_average_over_the_steps(toys, tmp_path, ranks, strategy, mo
     for name, tensor in average.items():
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7, msg=name)
-    losses, of_average = metrics(tmp_path / "run", "eval_loss"), metrics(tmp_path / "run", "eval_loss_ema")
-    assert of_average[0] == losses[0] and of_average[-1] != losses[-1] and len(losses) == len(of_average)
+    losses, of_average = (
+        metrics(tmp_path / "run", "eval_loss"),
+        metrics(tmp_path / "run", "eval_loss_ema"),
+    )
+    assert (
+        of_average[0] == losses[0]
+        and of_average[-1] != losses[-1]
+        and len(losses) == len(of_average)
+    )
     close = 2e-2 if "16" in precision else 1e-5
     assert of_average[-1] == pytest.approx(loss_of_export(tmp_path, "float32"), abs=close)
 
@@ -102,8 +147,19 @@ def loss_of_export(folder, dtype):
     """The validation loss of the exported average, as fabric_llm.average computes it."""
     from fabric_llm.average import main
 
-    export_hf.main([str(folder / "run"), "--output", str(folder / "ema"), "--ema", "true", "--dtype", dtype])
-    main([str(folder / "ema"), str(step(folder, 4)), "--weights", "1,0", "--output", str(folder / "average")])
+    export_hf.main(
+        [str(folder / "run"), "--output", str(folder / "ema"), "--ema", "true", "--dtype", dtype]
+    )
+    main(
+        [
+            str(folder / "ema"),
+            str(step(folder, 4)),
+            "--weights",
+            "1,0",
+            "--output",
+            str(folder / "average"),
+        ]
+    )
     note = json.loads((folder / "average" / "average.json").read_text())
     return note["parts"][0]["eval_loss"]["validation"]
 
@@ -114,8 +170,12 @@ def test_decay_0_is_the_model_itself(toys, tmp_path, device):
     more = ("--ema_decay", 0, "--ema_device", device, "--eval_iters", 1)
     train_ranks(1, *flags(toys, tmp_path, *more, precision="bf16-true"))
     average = average_of(step(tmp_path, 4))
-    assert {tensor.dtype for tensor in average.values()} == {torch.float32 if device == "host" else torch.bfloat16}
-    assert_equal({name: tensor.bfloat16() for name, tensor in average.items()}, weights(step(tmp_path, 4)))
+    assert {tensor.dtype for tensor in average.values()} == {
+        torch.float32 if device == "host" else torch.bfloat16
+    }
+    assert_equal(
+        {name: tensor.bfloat16() for name, tensor in average.items()}, weights(step(tmp_path, 4))
+    )
     assert metrics(tmp_path / "run", "eval_loss_ema") == metrics(tmp_path / "run", "eval_loss")
 
 
@@ -131,8 +191,27 @@ def test_every_second_step_decays_as_two(toys, tmp_path):
 def test_the_average_does_not_change_the_run(toys, tmp_path):
     """Neither its weights, nor, with evaluations of the average between steps, under FSDP."""
     more = ("--eval_iters", 1, "--eval_step_interval", 1)
-    run = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--lr", 1e-2, "--max_step", 3)
-    run += ("--micro_batch_size", 2, "--verify_start", "false", "--strategy", "fsdp", *more, "--output_dir", tmp_path)
+    run = (
+        "--model_name",
+        toys / "gpt2",
+        "--train_data_dir",
+        toys / "data",
+        "--lr",
+        1e-2,
+        "--max_step",
+        3,
+    )
+    run += (
+        "--micro_batch_size",
+        2,
+        "--verify_start",
+        "false",
+        "--strategy",
+        "fsdp",
+        *more,
+        "--output_dir",
+        tmp_path,
+    )
     train_ranks(2, *run, "--run_name", "with", "--ema_decay", DECAY, "--ema_device", "same")
     train_ranks(2, *run, "--run_name", "without")
     assert metrics(tmp_path / "with", "loss") == metrics(tmp_path / "without", "loss")
@@ -140,7 +219,16 @@ def test_the_average_does_not_change_the_run(toys, tmp_path):
 
 
 def test_a_step_that_is_left_out_does_not_update_it(toys, tmp_path):
-    argv = [str(word) for word in (*flags(toys, tmp_path, "--ema_decay", DECAY), "--devices", 1, "--log_step_interval", 1)]
+    argv = [
+        str(word)
+        for word in (
+            *flags(toys, tmp_path, "--ema_decay", DECAY),
+            "--devices",
+            1,
+            "--log_step_interval",
+            1,
+        )
+    ]
     assert run_ranks(1, train_with_faults, argv, {0: [4]}, math.nan) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["skip"]
     assert_equal(average_of(step(tmp_path, 1)), average_of(step(tmp_path, 2)))
@@ -150,10 +238,15 @@ def test_a_step_that_is_left_out_does_not_update_it(toys, tmp_path):
 
 
 def test_an_update_that_is_due_after_a_step_that_is_left_out_is_made(toys, tmp_path):
-    """Or the steps before it would never count; one after nothing but steps that were left out isn't."""
-    argv = flags(toys, tmp_path, "--ema_decay", DECAY, "--ema_every", 2, "--max_step", 6, model="llama")
+    """Or the steps before it would never count; one after nothing but steps that were left out
+    isn't."""
+    argv = flags(
+        toys, tmp_path, "--ema_decay", DECAY, "--ema_every", 2, "--max_step", 6, model="llama"
+    )
     argv = [*map(str, argv), "--devices", "1", "--log_step_interval", "1"]
-    assert run_ranks(1, train_with_faults, argv, {0: [4, 16, 20]}, math.nan) == [0]  # steps 2, 5 and 6
+    assert run_ranks(1, train_with_faults, argv, {0: [4, 16, 20]}, math.nan) == [
+        0
+    ]  # steps 2, 5 and 6
     wanted = plain(tmp_path, toys / "llama", DECAY**2, (2, 4))
     for name, tensor in average_of(step(tmp_path, 6)).items():
         torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7)
@@ -161,19 +254,29 @@ def test_an_update_that_is_due_after_a_step_that_is_left_out_is_made(toys, tmp_p
 
 @pytest.mark.longer
 def test_a_rewind_restores_it(toys, tmp_path):
-    """The run goes back to step 2, and on with other data: as one that went back without a spike."""
+    """The run goes back to step 2, and on with other data: as one that went back without a
+    spike."""
     more = ("--ema_decay", DECAY, "--max_step", 16, "--save_step_interval", 4, "--lr", 1e-4)
     more += ("--spike_threshold", 6, "--spike_action", "rewind")
-    argv = [str(word) for word in (*flags(toys, tmp_path, *more), "--devices", 1, "--log_step_interval", 1)]
+    argv = [
+        str(word)
+        for word in (*flags(toys, tmp_path, *more), "--devices", 1, "--log_step_interval", 1)
+    ]
     assert run_ranks(1, train_with_faults, argv, {0: range(4 * 13, 4 * 14)}, 100.0) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    average, at_12, now = (average_of(step(tmp_path, 16)), average_of(step(tmp_path, 12)), weights(step(tmp_path, 16)))
+    average, at_12, now = (
+        average_of(step(tmp_path, 16)),
+        average_of(step(tmp_path, 12)),
+        weights(step(tmp_path, 16)),
+    )
     for name, tensor in average.items():
         assert torch.isfinite(tensor).all()
-        assert (tensor - at_12[name]).abs().max() < 4 * 1.1e-4 and (tensor - now[name]).abs().max() < 4 * 1.1e-4
+        assert (tensor - at_12[name]).abs().max() < 4 * 1.1e-4 and (
+            tensor - now[name]
+        ).abs().max() < 4 * 1.1e-4
 
 
-# --------------------------------------------------------------------------------- saved and resumed
+# -------------------------------------------------------------------------------- saved and resumed
 
 
 @pytest.mark.longer
@@ -189,8 +292,20 @@ def test_a_rewind_restores_it(toys, tmp_path):
         (2, "ddp", "full", "host", ("--bf16_updates", "master")),
     ],
 )
-def test_a_resumed_average_is_the_undisturbed_one(toys, tmp_path, ranks, strategy, kind, device, more):
-    more = ("--ema_decay", 0.9, "--ema_device", device, "--state_dict_type", kind, "--keep_last", 9, *more)
+def test_a_resumed_average_is_the_undisturbed_one(
+    toys, tmp_path, ranks, strategy, kind, device, more
+):
+    more = (
+        "--ema_decay",
+        0.9,
+        "--ema_device",
+        device,
+        "--state_dict_type",
+        kind,
+        "--keep_last",
+        9,
+        *more,
+    )
     run = flags(toys, tmp_path, *more, precision="bf16-true", strategy=strategy)
     train_ranks(ranks, *run)
     train_ranks(ranks, *run, "--resume", "true", "--checkpoint", step(tmp_path, 2))
@@ -202,7 +317,8 @@ def test_a_resumed_average_is_the_undisturbed_one(toys, tmp_path, ranks, strateg
 @pytest.mark.parametrize("device", ["host", "same"])
 @pytest.mark.longer
 def test_it_goes_on_with_other_ranks(toys, tmp_path, ranks, strategy, device):
-    """The average that is read is the one that was written, and rounding doesn't depend on shards."""
+    """The average that is read is the one that was written, and rounding doesn't depend on
+    shards."""
     more = ("--ema_decay", 0.9, "--ema_device", device)
     train_ranks(2, *flags(toys, tmp_path, *more, precision="bf16-true", strategy="fsdp"))
     run = flags(toys, tmp_path, *more, "--resume", "true", precision="bf16-true", strategy=strategy)
@@ -239,11 +355,24 @@ def test_it_is_turned_on_and_off_on_purpose(toys, tmp_path):
 @pytest.mark.quick_cases(r"sharded")
 @pytest.mark.parametrize(("kind", "dtype"), [("sharded", "auto"), ("full", "float32")])
 def test_export_of_the_average(toys, tmp_path, capsys, kind, dtype):
-    train_ranks(1, *flags(toys, tmp_path, "--ema_decay", DECAY, "--state_dict_type", kind, precision="bf16-true"))
-    export_hf.main([str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--ema", "true", "--dtype", dtype])
+    train_ranks(
+        1,
+        *flags(
+            toys, tmp_path, "--ema_decay", DECAY, "--state_dict_type", kind, precision="bf16-true"
+        ),
+    )
+    export_hf.main(
+        [str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--ema", "true", "--dtype", dtype]
+    )
     said = capsys.readouterr().out
-    assert "Exporting the moving average of" in said and "differ from those of the moving average before it was" in said
-    wanted = {name: t if dtype == "float32" else t.bfloat16() for name, t in average_of(step(tmp_path, 4)).items()}
+    assert (
+        "Exporting the moving average of" in said
+        and "differ from those of the moving average before it was" in said
+    )
+    wanted = {
+        name: t if dtype == "float32" else t.bfloat16()
+        for name, t in average_of(step(tmp_path, 4)).items()
+    }
     assert_equal(weights(tmp_path / "hf"), wanted)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert opened.get_output_embeddings().weight is opened.get_input_embeddings().weight
@@ -253,7 +382,10 @@ def test_without_an_average_there_is_a_sentence(toys, tmp_path, capsys):
     train_ranks(1, *flags(toys, tmp_path, "--max_step", 1))
     with pytest.raises(SystemExit) as ended:
         export_hf.main([str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--ema", "true"])
-    assert ended.value.code == 2 and "holds no moving average of the weights" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and "holds no moving average of the weights" in capsys.readouterr().err
+    )
     assert not (tmp_path / "hf").exists()
 
 
@@ -263,7 +395,13 @@ def test_without_an_average_there_is_a_sentence(toys, tmp_path, capsys):
 def rounded(param, ema, seed, *, decay=0.999, steps=(1,), origin=("w", 0)):
     """A bfloat16 average after updates with the same weights, from `ema`."""
     held = nn.Parameter(ema.clone())
-    average = Average(AdamW([held], lr=1e-3, origins={held: origin}), decay=decay, device="same", every=1, seed=seed)
+    average = Average(
+        AdamW([held], lr=1e-3, origins={held: origin}),
+        decay=decay,
+        device="same",
+        every=1,
+        seed=seed,
+    )
     held.data.copy_(param)
     for number in steps:
         average.update(number)
@@ -281,7 +419,9 @@ def test_stochastic_rounding_is_right_on_average():
     gap = ema.abs().double() * 2**-7  # at most, between neighbours
     error = (mean - exact) / gap
     assert error.abs().max() < 0.15 and abs(error.mean()) < 5 * 0.5 / math.sqrt(seeds * 4096)
-    assert not torch.equal(mean, ema.double()) and torch.equal((ema + 0.001 * (param - ema)).bfloat16(), ema)
+    assert not torch.equal(mean, ema.double()) and torch.equal(
+        (ema + 0.001 * (param - ema)).bfloat16(), ema
+    )
 
 
 def test_rounding_depends_on_seed_step_and_place_alone():
@@ -301,7 +441,10 @@ def test_an_average_of_what_stands_still_stands_still():
 
 
 def test_room_for_it_is_counted():
-    parameters = [torch.nn.Parameter(torch.empty(10, dtype=torch.bfloat16)), torch.nn.Parameter(torch.empty(5))]
+    parameters = [
+        torch.nn.Parameter(torch.empty(10, dtype=torch.bfloat16)),
+        torch.nn.Parameter(torch.empty(5)),
+    ]
     without = checkpoint_bytes(parameters, "stochastic")
     assert checkpoint_bytes(parameters, "stochastic", "host") - without == 60
     assert checkpoint_bytes(parameters, "stochastic", "same") - without == 40

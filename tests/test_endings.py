@@ -1,4 +1,5 @@
-"""How prepare_data.py ends where it can't go on: one sentence, the code of docs/faults.md, and nothing half-written."""
+"""How prepare_data.py ends where it can't go on: one sentence, the code of docs/faults.md, and
+nothing half-written."""
 
 import os
 import resource
@@ -28,13 +29,23 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def run(corpus, tmp_path, capsys, monkeypatch):
-    """Call prepare_data.py, output `out`, stopped or failing at a failpoint; returns (code, lines of stderr)."""
+    """Call prepare_data.py, output `out`, stopped or failing at a failpoint; returns (code, lines
+    of stderr)."""
 
     def call(*flags, failpoint=None, output=tmp_path / "out"):
         if failpoint is not None:
             monkeypatch.setattr("fabric_llm.base.failpoints._reached", {})
             monkeypatch.setenv(VARIABLE, failpoint)
-        words = ["--input", corpus, "--output", output, "--train_tokenizer", 300, "--context_length", 16]
+        words = [
+            "--input",
+            corpus,
+            "--output",
+            output,
+            "--train_tokenizer",
+            300,
+            "--context_length",
+            16,
+        ]
         words += ["--validation_fraction", 0.3, *flags]
         code = 0
         try:
@@ -52,15 +63,22 @@ def run(corpus, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("action", ["int", "term"])
 @pytest.mark.parametrize("point", ["prepare.documents", "prepare.rows"])
 def test_a_stop_leaves_nothing_and_says_so(run, tmp_path, point, action):
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    handlers = [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ]
     count = ":count=7" if point == "prepare.documents" else ""
     code, said = run(failpoint=f"{point}{count}:do={action}")
     goes_on = point == "prepare.rows"  # everything is tokenized by then
     more = "; the same command goes on from there" * goes_on
-    sentence = f"prepare_data.py: error: stopped on request; nothing was written to {tmp_path / 'out'}{more}."
+    sentence = (
+        f"prepare_data.py: error: stopped on request; nothing was written to "
+        f"{tmp_path / 'out'}{more}."
+    )
     assert (code, said) == (75, [sentence])
     assert sorted(os.listdir(tmp_path)) == [".out.preparing"] * goes_on + ["corpus"]
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert handlers == [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ]
 
 
 def test_a_stop_while_it_is_published_comes_too_late(run, tmp_path):
@@ -94,13 +112,22 @@ sys.meta_path.insert(0, Ask())
 
 
 @pytest.mark.quick_cases(r"words0-(arguments|datasets)|words1-jsonargparse")
-@pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare.prepare"])
 @pytest.mark.parametrize(
-    "words", [["prepare_data.py", "--input", "in", "--output", "out"], ["export_hf.py", "in", "--output", "out"]]
+    "module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare.prepare"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prepare_data.py", "--input", "in", "--output", "out"],
+        ["export_hf.py", "in", "--output", "out"],
+    ],
 )
 def test_a_stop_during_import(tmp_path, module, words):
     if words[0] == "export_hf.py":
-        module = {"datasets": "torch", "fabric_llm.prepare.prepare": "fabric_llm.weights.export"}.get(module, module)
+        module = {
+            "datasets": "torch",
+            "fabric_llm.prepare.prepare": "fabric_llm.weights.export",
+        }.get(module, module)
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt", "MANIFEST.json"):
@@ -108,7 +135,9 @@ def test_a_stop_during_import(tmp_path, module, words):
     more = ["--train_tokenizer", "300"] if words[0] == "prepare_data.py" else []
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": module}
     command = [sys.executable, str(ROOT / words[0]), *words[1:], *more]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 75, done.stderr
     assert done.stderr.startswith(f"{words[0]}: error: stopped on request; nothing was written")
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
@@ -120,19 +149,30 @@ def test_a_stop_during_import(tmp_path, module, words):
 @pytest.mark.parametrize("point", ["prepare.documents:count=7", "prepare.rows", "prepare.publish"])
 def test_a_full_disk_is_one_sentence(run, tmp_path, point):
     code, [said] = run(failpoint=f"{point}:do=enospc")
-    assert code == 74 and f"output {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device" in said
-    assert "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 " in said and said.endswith(
-        " GiB were free there at the start."
+    assert (
+        code == 74
+        and f"output {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device"
+        in said
+    )
+    assert (
+        "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 " in said
+        and said.endswith(" GiB were free there at the start.")
     )
     # What is tokenized stays, for a start that finds more room.
-    assert sorted(os.listdir(tmp_path)) == [".out.preparing"] * ("documents" not in point) + ["corpus"]
+    assert sorted(os.listdir(tmp_path)) == [".out.preparing"] * ("documents" not in point) + [
+        "corpus"
+    ]
     assert run()[0] == 0 and sorted(os.listdir(tmp_path)) == ["corpus", "out"]
 
 
 def test_room_is_asked_for(run, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     code, [said] = run()
-    assert code == 74 and "The dataset needs 0.02 GiB, but " in said and "has 0.00 GiB free: make room, or take an" in said
+    assert (
+        code == 74
+        and "The dataset needs 0.02 GiB, but " in said
+        and "has 0.00 GiB free: make room, or take an" in said
+    )
     assert sorted(os.listdir(tmp_path)) == [".out.preparing", "corpus"]
 
 
@@ -151,7 +191,11 @@ def test_a_disk_that_is_really_full(run, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mounting, capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or shutil.which("mount") is None
+        or subprocess.run(mounting, capture_output=True).returncode
+    ):
         pytest.skip("nothing can be mounted here")
     try:
         code, [said] = run(output=disk / "out")
@@ -174,4 +218,6 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
 
     monkeypatch.setattr("fabric_llm.prepare.documents.opened", refused)  # root may read everything
     code, [said] = run()
-    assert code == 2 and said == f"prepare_data.py: error: {str(Path(corpus, '0.txt'))!r} can't be read: Permission denied."
+    assert code == 2 and said == (
+        f"prepare_data.py: error: {str(Path(corpus, '0.txt'))!r} can't be read: Permission denied."
+    )

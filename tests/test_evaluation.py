@@ -1,4 +1,5 @@
-"""An evaluation ends: at the end of its split, whatever --eval_iters says, and soon after a request to stop."""
+"""An evaluation ends: at the end of its split, whatever --eval_iters says, and soon after a request
+to stop."""
 
 import pytest
 import torch
@@ -26,8 +27,19 @@ def data(toys, tmp_path_factory):
 
 
 def flags(toys, data, output, *more):
-    words = [*toy_run(toys, output), "--train_data_dir", data, "--global_batch_size", 4, "--max_step", 4]
-    return [str(word) for word in [*words, "--eval_batch_size", 1, "--eval_step_interval", 2, "--lr", 1e-2, *more]]
+    words = [
+        *toy_run(toys, output),
+        "--train_data_dir",
+        data,
+        "--global_batch_size",
+        4,
+        "--max_step",
+        4,
+    ]
+    return [
+        str(word)
+        for word in [*words, "--eval_batch_size", 1, "--eval_step_interval", 2, "--lr", 1e-2, *more]
+    ]
 
 
 @pytest.mark.longer
@@ -35,7 +47,9 @@ def flags(toys, data, output, *more):
 def test_eval_iters_far_beyond_the_split_evaluate_the_split_once(toys, data, tmp_path, ranks):
     """1000000, as in a tutorial, were 500,000 empty batches for each of two ranks."""
     for name, eval_iters in (("all", VALIDATION_ROWS), ("beyond", 10**12)):
-        train_ranks(ranks, *flags(toys, data, tmp_path, "--run_name", name, "--eval_iters", eval_iters))
+        train_ranks(
+            ranks, *flags(toys, data, tmp_path, "--run_name", name, "--eval_iters", eval_iters)
+        )
     losses = metrics(tmp_path / "all", "eval_loss")
     assert len(losses) == 3 and losses == metrics(tmp_path / "beyond", "eval_loss")
 
@@ -63,25 +77,36 @@ def counted(folder):
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
-def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(toys, data, tmp_path, strategy, ranks):
+def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(
+    toys, data, tmp_path, strategy, ranks
+):
     words = flags(toys, data, tmp_path, "--eval_iters", 1000, "--strategy", strategy)
     batches = VALIDATION_ROWS // ranks
     job = Job(ranks, *words, "--run_name", "whole")
     assert job.wait() == [0] * ranks, job.output
-    signalled = f"evaluate:rank={ranks - 1}:count={batches + 3}:do=term"  # in the evaluation after step 2
+    signalled = (
+        f"evaluate:rank={ranks - 1}:count={batches + 3}:do=term"  # in the evaluation after step 2
+    )
     job = Job(ranks, *words, "--run_name", "cut", failpoint=signalled, before=counted(tmp_path))
     assert job.wait() == [75] * ranks, job.output
     for rank in range(ranks):
-        assert len((tmp_path / f"batches-{rank}").read_text().split()) == batches + 3, "soon, and alike on all ranks"
+        assert len((tmp_path / f"batches-{rank}").read_text().split()) == batches + 3, (
+            "soon, and alike on all ranks"
+        )
     assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000002"]
     assert len(metrics(tmp_path / "cut", "eval_loss")) == 1
     again = f"evaluate:count={batches}:do=kill"  # in the evaluation that is made up
-    assert set(Job(ranks, *words, "--run_name", "cut", "--resume", "auto", failpoint=again).wait()) & {-9}
+    assert set(
+        Job(ranks, *words, "--run_name", "cut", "--resume", "auto", failpoint=again).wait()
+    ) & {-9}
     job = Job(ranks, *words, "--run_name", "cut", "--resume", "auto")
     assert job.wait() == [0] * ranks, job.output
     for key in ("loss", "eval_loss"):
         assert metrics(tmp_path / "cut", key) == metrics(tmp_path / "whole", key)
-    ours, theirs = (load_file(tmp_path / name / "step-00000004" / "model.safetensors") for name in ("cut", "whole"))
+    ours, theirs = (
+        load_file(tmp_path / name / "step-00000004" / "model.safetensors")
+        for name in ("cut", "whole")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -104,12 +129,17 @@ def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, 
 
     job = Job(1, *flags(toys, data, tmp_path, "--run_name", "run", "--eval_iters", 5), before=touch)
     assert job.wait() == [0], job.output
-    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000001", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == [
+        "step-00000001",
+        "step-00000004",
+    ]
 
 
 def smoothed(logits, targets):
     """Another loss: label smoothing."""
-    return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum", label_smoothing=0.5)
+    return F.cross_entropy(
+        logits.float(), targets, ignore_index=-100, reduction="sum", label_smoothing=0.5
+    )
 
 
 def train_smoothed():
@@ -119,19 +149,30 @@ def train_smoothed():
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("strategy", "ranks", "loss"), [("auto", 1, "chunked"), ("auto", 1, "full"), ("fsdp2", 2, "auto")])
-def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path, strategy, ranks, loss):
-    words = flags(toys, data, tmp_path, "--strategy", strategy, "--loss", loss, "--precision", "32-true")
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "loss"),
+    [("auto", 1, "chunked"), ("auto", 1, "full"), ("fsdp2", 2, "auto")],
+)
+def test_evaluation_is_plain_cross_entropy_whatever_trains(
+    toys, data, tmp_path, strategy, ranks, loss
+):
+    words = flags(
+        toys, data, tmp_path, "--strategy", strategy, "--loss", loss, "--precision", "32-true"
+    )
     for name, change in (("plain", lambda: None), ("smoothed", train_smoothed)):
         job = Job(ranks, *words, "--run_name", name, before=change)
-        assert job.wait() == [0] * ranks and "gradients are equal to rounding" in job.output[0], job.output
+        assert job.wait() == [0] * ranks and "gradients are equal to rounding" in job.output[0], (
+            job.output
+        )
     plain, other = tmp_path / "plain", tmp_path / "smoothed"
     assert metrics(other, "eval_loss")[0] == metrics(plain, "eval_loss")[0]
     assert metrics(other)[0] != pytest.approx(metrics(plain)[0], rel=1e-3), "which is what trains"
     model = AutoModelForCausalLM.from_pretrained(other / "step-00000004").eval()
     rows = torch.tensor(load_from_disk(str(data))["validation"]["input_ids"])
     with torch.no_grad():
-        assert metrics(other, "eval_loss")[-1] == pytest.approx(model(rows, labels=rows).loss.item(), rel=1e-5)
+        assert metrics(other, "eval_loss")[-1] == pytest.approx(
+            model(rows, labels=rows).loss.item(), rel=1e-5
+        )
 
 
 @pytest.mark.quick_cases(r"packed-2-more2")
@@ -145,11 +186,24 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path,
     ],
 )
 @pytest.mark.parametrize("kind", ["packed", "rows"])
-def test_the_loss_by_position_is_that_of_the_tokens_there(toys, data, packed_data, tmp_path, monkeypatch, kind, ranks, more):
+def test_the_loss_by_position_is_that_of_the_tokens_there(
+    toys, data, packed_data, tmp_path, monkeypatch, kind, ranks, more
+):
     """Here from 4 tokens on instead of 256. Documents of 7 tokens, and rows of one document."""
     monkeypatch.setattr(evaluation, "EDGES", 4 * 2 ** torch.arange(PLACES - 1))
     folder = packed_data if kind == "packed" else data
-    words = flags(toys, folder, tmp_path, "--eval_iters", 40, "--precision", "32-true", "--max_step", 1, *map(str, more))
+    words = flags(
+        toys,
+        folder,
+        tmp_path,
+        "--eval_iters",
+        40,
+        "--precision",
+        "32-true",
+        "--max_step",
+        1,
+        *map(str, more),
+    )
     train_ranks(ranks, *words, "--run_name", "run")
     found = metrics(tmp_path / "run", "eval")[0]["validation"]
     rows = torch.tensor(load_from_disk(str(folder))["validation"]["input_ids"])
@@ -162,12 +216,18 @@ def test_the_loss_by_position_is_that_of_the_tokens_there(toys, data, packed_dat
     targets = rows.masked_fill(begins, -100)[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
     for first in (0, 4, 8, 16):
-        inside = (places[:, :-1] >= first) & (places[:, :-1] < max(2 * first, 4)) & (targets != -100)
+        inside = (
+            (places[:, :-1] >= first) & (places[:, :-1] < max(2 * first, 4)) & (targets != -100)
+        )
         if inside.any():
-            assert found[f"loss_from_{first}"] == pytest.approx(losses[inside].mean().item(), rel=1e-5)
+            assert found[f"loss_from_{first}"] == pytest.approx(
+                losses[inside].mean().item(), rel=1e-5
+            )
         else:
             assert f"loss_from_{first}" not in found
-    assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(losses[targets != -100].mean().item(), rel=1e-5)
+    assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(
+        losses[targets != -100].mean().item(), rel=1e-5
+    )
 
 
 def test_short_documents_have_no_loss_by_position(toys, data, tmp_path):

@@ -33,7 +33,8 @@ from fabric_llm.weights.export import VerificationError, export, verify
 
 @pytest.fixture(scope="module")
 def runs(toys, tmp_path_factory):
-    """Finished runs: full (llama), tied (llama-tied), sharded (gpt2, tied, by two FSDP ranks, bf16); all with a tokenizer."""
+    """Finished runs: full (llama), tied (llama-tied), sharded (gpt2, tied, by two FSDP ranks,
+    bf16); all with a tokenizer."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(toys / "data", folder / "data")
     small_tokenizer().save_pretrained(folder / "data" / "tokenizer")
@@ -50,24 +51,40 @@ def runs(toys, tmp_path_factory):
         0,
     )
     flags += ("--micro_batch_size", 4, "--save_step_interval", 2)
-    train_ranks(1, *flags, "--model_name", toys / "llama", "--run_name", "full", "--precision", "32-true")
-    train_ranks(1, *flags, "--model_name", toys / "llama-tied", "--run_name", "tied", "--precision", "32-true")
+    train_ranks(
+        1, *flags, "--model_name", toys / "llama", "--run_name", "full", "--precision", "32-true"
+    )
+    train_ranks(
+        1,
+        *flags,
+        "--model_name",
+        toys / "llama-tied",
+        "--run_name",
+        "tied",
+        "--precision",
+        "32-true",
+    )
     sharded = ("--strategy", "fsdp", "--state_dict_type", "sharded", "--precision", "bf16-true")
-    train_ranks(2, *flags, *sharded, "--model_name", toys / "gpt2-no-dropout", "--run_name", "sharded")
+    train_ranks(
+        2, *flags, *sharded, "--model_name", toys / "gpt2-no-dropout", "--run_name", "sharded"
+    )
     return folder
 
 
 def small_tokenizer():
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>", "<unk>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<eos>", "<unk>"], show_progress=False
+    )
     tokenizer.train_from_iterator(["to be or not to be that is the question"] * 9, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
 @pytest.fixture
 def run_export(tmp_path, capsys):
-    """Call export_hf.py with flags, output tmp_path/hf; returns (exit code, stdout, last line of stderr)."""
+    """Call export_hf.py with flags, output tmp_path/hf; returns (exit code, stdout, last line of
+    stderr)."""
 
     def call(*flags):
         code = 0
@@ -83,7 +100,11 @@ def run_export(tmp_path, capsys):
 
 def stored(folder):
     """Every tensor in the safetensors files of `folder`, by name."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def parts(folder):
@@ -95,21 +116,40 @@ def parts(folder):
 
 
 @pytest.mark.quick_cases(r"sharded")
-@pytest.mark.parametrize(("run", "model"), [("full", "llama"), ("tied", "llama-tied"), ("sharded", "gpt2-no-dropout")])
+@pytest.mark.parametrize(
+    ("run", "model"), [("full", "llama"), ("tied", "llama-tied"), ("sharded", "gpt2-no-dropout")]
+)
 def test_plain_transformers_opens_it(runs, toys, tmp_path, run_export, run, model):
     code, out, _ = run_export(runs / run)
-    assert code == 0 and "Verified with plain transformers" in out and str(runs / run / "step-00000004") in out
+    assert (
+        code == 0
+        and "Verified with plain transformers" in out
+        and str(runs / run / "step-00000004") in out
+    )
     assert parts(tmp_path) == ["hf"]
-    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    expected = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert set(parts(tmp_path / "hf")) - {"curves.png"} == {*expected, "README.md"}
-    assert stored(tmp_path / "hf").keys() == stored(toys / model).keys(), "names and ties of the model it started from"
+    assert stored(tmp_path / "hf").keys() == stored(toys / model).keys(), (
+        "names and ties of the model it started from"
+    )
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert opened.dtype == (torch.bfloat16 if run == "sharded" else torch.float32)
     assert opened.config.use_cache and opened.generation_config.use_cache
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     prompt = tokenizer("to be or not", return_tensors="pt")["input_ids"]
     assert "<unk>" not in tokenizer.decode(prompt[0])
-    assert opened.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3).shape[0] == 1
+    assert (
+        opened.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3
+        ).shape[0]
+        == 1
+    )
 
 
 @pytest.mark.parametrize("run", ["tied", "sharded"])
@@ -145,7 +185,8 @@ def test_max_shard_size(runs, tmp_path, run_export, run):
 
 @pytest.mark.longer
 def test_experts_keep_the_names_of_the_hub(tmp_path):
-    """transformers fuses experts in memory; a full and a sharded checkpoint must both come out as the original."""
+    """transformers fuses experts in memory; a full and a sharded checkpoint must both come out as
+    the original."""
     config = MixtralConfig(
         hidden_size=16,
         intermediate_size=24,
@@ -159,9 +200,27 @@ def test_experts_keep_the_names_of_the_hub(tmp_path):
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixtral")
     make_dataset(tmp_path / "data", np.random.default_rng(0))
-    flags = ("--model_name", tmp_path / "mixtral", "--train_data_dir", tmp_path / "data", "--output_dir", tmp_path)
+    flags = (
+        "--model_name",
+        tmp_path / "mixtral",
+        "--train_data_dir",
+        tmp_path / "data",
+        "--output_dir",
+        tmp_path,
+    )
     for kind in ("full", "sharded"):
-        train_ranks(1, *flags, "--run_name", kind, "--state_dict_type", kind, "--max_step", 1, "--eval_iters", 0)
+        train_ranks(
+            1,
+            *flags,
+            "--run_name",
+            kind,
+            "--state_dict_type",
+            kind,
+            "--max_step",
+            1,
+            "--eval_iters",
+            0,
+        )
         export(find(tmp_path / kind), tmp_path / f"hf-{kind}")
         assert stored(tmp_path / f"hf-{kind}").keys() == stored(tmp_path / "mixtral").keys()
 
@@ -170,12 +229,24 @@ def test_experts_keep_the_names_of_the_hub(tmp_path):
 def test_a_model_that_knows_only_eager_attention(tmp_path):
     """Its checkpoints are read with whatever attention transformers takes for it."""
     config = Gemma2Config(
-        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": VOCABULARY,
+        },
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
     )
     config.save_pretrained(tmp_path / "gemma")
     make_dataset(tmp_path / "data", np.random.default_rng(0))
-    flags = ("--model_name", tmp_path / "gemma", "--train_data_dir", tmp_path / "data", "--output_dir", tmp_path)
+    flags = (
+        "--model_name",
+        tmp_path / "gemma",
+        "--train_data_dir",
+        tmp_path / "data",
+        "--output_dir",
+        tmp_path,
+    )
     flags += ("--run_name", "run", "--attention", "eager", "--eval_iters", 0)
     train_ranks(1, *flags, "--max_step", 1)
     train_ranks(1, *flags, "--max_step", 2, "--resume", "true", "--resume_override", "max_step")
@@ -190,7 +261,16 @@ def test_generation_config_is_that_of_the_model_it_started_from(runs, toys, tmp_
     settings = json.loads((source / "generation_config.json").read_text())
     settings.update(do_sample=True, temperature=0.6, eos_token_id=[0, 5])
     (source / "generation_config.json").write_text(json.dumps(settings))
-    flags = ("--model_name", source, "--train_data_dir", toys / "data", "--output_dir", tmp_path, "--eval_iters", 0)
+    flags = (
+        "--model_name",
+        source,
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        tmp_path,
+        "--eval_iters",
+        0,
+    )
     for kind in ("full", "sharded"):
         train_ranks(1, *flags, "--run_name", kind, "--state_dict_type", kind, "--max_step", 1)
         export(find(tmp_path / kind), tmp_path / f"hf-{kind}")
@@ -198,14 +278,17 @@ def test_generation_config_is_that_of_the_model_it_started_from(runs, toys, tmp_
         assert (opened.temperature, opened.eos_token_id) == (0.6, [0, 5])
 
 
-# ------------------------------------------------------------------------------- which checkpoint, which output
+# ------------------------------------------------------------------- which checkpoint, which output
 
 
 def test_a_checkpoint_by_position_by_flag_and_by_run(runs, run_export):
     older = runs / "full" / "step-00000002"
     assert f"Exporting {older} " in run_export(older)[1]
     assert f"Exporting {older} " in run_export("--checkpoint", older, "--overwrite", "true")[1]
-    assert f"Exporting {runs / 'full' / 'step-00000004'} " in run_export(runs / "full", "--overwrite", "true")[1]
+    assert (
+        f"Exporting {runs / 'full' / 'step-00000004'} "
+        in run_export(runs / "full", "--overwrite", "true")[1]
+    )
 
 
 def test_an_existing_output_is_refused_unless_overwritten(runs, tmp_path, run_export):
@@ -290,7 +373,9 @@ def drop_a_tensor(weights):
 
 
 def add_a_tensor(weights):
-    weights["model.layers.2.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].clone()
+    weights["model.layers.2.mlp.up_proj.weight"] = weights[
+        "model.layers.1.mlp.up_proj.weight"
+    ].clone()
 
 
 def swap_layers(weights):
@@ -327,7 +412,9 @@ def set_nan(weights):
         (untie, "tied", ["lm_head.weight"]),
     ],
 )
-def test_an_export_that_is_not_the_model_is_taken_back(runs, tmp_path, run_export, monkeypatch, tamper, run, words):
+def test_an_export_that_is_not_the_model_is_taken_back(
+    runs, tmp_path, run_export, monkeypatch, tamper, run, words
+):
     write_model = exporting.write_model
 
     def tampered(folder, *given):
@@ -338,7 +425,9 @@ def test_an_export_that_is_not_the_model_is_taken_back(runs, tmp_path, run_expor
 
     monkeypatch.setattr(exporting, "write_model", tampered)
     code, out, error = run_export(runs / run)
-    assert code == 1 and "verification failed" in error and all(word in error for word in words), error
+    assert code == 1 and "verification failed" in error and all(word in error for word in words), (
+        error
+    )
     assert "Verified" not in out and parts(tmp_path) == [], "nothing is left"
 
 
@@ -362,14 +451,20 @@ def test_a_failed_overwrite_leaves_the_former_export(runs, tmp_path, run_export,
 
     monkeypatch.setattr(whole.TensorFile, "write", disk_full)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
-    assert code == 74 and "No space left" in error and "the weights need" in error and "GiB were free" in error
+    assert (
+        code == 74
+        and "No space left" in error
+        and "the weights need" in error
+        and "GiB were free" in error
+    )
     assert parts(tmp_path) == ["hf"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("run", ["full", "sharded"])
 def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
-    """Weights and hashes are in order, only what the model said in training isn't what these weights say."""
+    """Weights and hashes are in order, only what the model said in training isn't what these
+    weights say."""
     copy = tmp_path / "copy"
     shutil.copytree(find(runs / run), copy)
     probe = reading.read_probe(copy)
@@ -379,22 +474,33 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
     document["files"] = files.describe(copy, document["files"])
     (copy / files.MANIFEST).write_bytes(files.encode(document))
     code, _, error = run_export(copy)
-    assert code == 1 and "logits differ from those in training" in error and parts(tmp_path) == ["copy"]
+    assert (
+        code == 1
+        and "logits differ from those in training" in error
+        and parts(tmp_path) == ["copy"]
+    )
 
 
 @pytest.mark.longer
 def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
-    """By the comparison with the checkpoint; and, where the checkpoint itself has them swapped, by the logits."""
+    """By the comparison with the checkpoint; and, where the checkpoint itself has them swapped, by
+    the logits."""
     source = find(runs / "full")
     probe = reading.read_probe(source)
     trained, weights = weights_in(source), stored(source)
     assert verify(source, trained, probe, "32-true").logits_difference < 1e-5
-    swaps = [(name, name.replace("layers.0.", "layers.1.")) for name in weights if "layers.0." in name]
+    swaps = [
+        (name, name.replace("layers.0.", "layers.1.")) for name in weights if "layers.0." in name
+    ]
     assert len(swaps) == 9
     for first, second in swaps:
         folder = tmp_path / first
         shutil.copytree(source, folder)
-        save_file({**weights, first: weights[second], second: weights[first]}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {**weights, first: weights[second], second: weights[first]},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         with pytest.raises(VerificationError, match="isn't what the checkpoint holds"):
             verify(folder, trained, probe, "32-true")
         with pytest.raises(VerificationError, match="logits differ"):
@@ -409,7 +515,9 @@ def weights_in(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_in_the_middle_leaves_the_former_export(runs, tmp_path, run_export, monkeypatch, number):
+def test_a_stop_in_the_middle_leaves_the_former_export(
+    runs, tmp_path, run_export, monkeypatch, number
+):
     run_export(runs / "full")
     write_model = exporting.write_model
 
@@ -420,12 +528,17 @@ def test_a_stop_in_the_middle_leaves_the_former_export(runs, tmp_path, run_expor
     monkeypatch.setattr(exporting, "write_model", stopped)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
     assert code == 75 and parts(tmp_path) == ["hf"]
-    assert error == f"export_hf.py: error: stopped on request; nothing was written to {tmp_path / 'hf'}."
+    assert (
+        error
+        == f"export_hf.py: error: stopped on request; nothing was written to {tmp_path / 'hf'}."
+    )
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
 
 def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, monkeypatch):
-    monkeypatch.setattr("fabric_llm.weights.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        "fabric_llm.weights.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT)
+    )
     code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")
     assert code == 75 and "is complete, but it isn't pushed (repeat the command)" in error
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -434,7 +547,12 @@ def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, mon
 def test_no_room_for_an_export(runs, tmp_path, run_export, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     code, _, error = run_export(runs / "full")
-    assert code == 74 and "The export needs" in error and "has 0.00 GiB free" in error and parts(tmp_path) == []
+    assert (
+        code == 74
+        and "The export needs" in error
+        and "has 0.00 GiB free" in error
+        and parts(tmp_path) == []
+    )
 
 
 def test_an_output_that_cannot_be_written(runs, tmp_path, capsys):
@@ -453,7 +571,9 @@ def hub(monkeypatch, tmp_path):
         error = None
 
         def create_repo(self, repository, **options):
-            opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")  # complete, under its name
+            opened = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "hf"
+            )  # complete, under its name
             self.calls.append(("create_repo", repository, options, opened.num_parameters()))
 
         def upload_folder(self, **options):
@@ -472,9 +592,19 @@ def test_push(runs, tmp_path, run_export, hub):
     assert code == 0 and "https://huggingface.co/org/name/commit/1" in out
     assert out.index("Verified") < out.index("Pushed")
     (create, repository, options, _), (upload, what) = hub.calls
-    assert (create, repository, options) == ("create_repo", "org/name", {"private": True, "exist_ok": True})
-    assert upload == "upload_folder" and what["repo_id"] == "org/name" and what["folder_path"] == str(tmp_path / "hf")
-    run_export(runs / "full", "--push_to_hub", "org/name", "--overwrite", "true", "--private", "false")
+    assert (create, repository, options) == (
+        "create_repo",
+        "org/name",
+        {"private": True, "exist_ok": True},
+    )
+    assert (
+        upload == "upload_folder"
+        and what["repo_id"] == "org/name"
+        and what["folder_path"] == str(tmp_path / "hf")
+    )
+    run_export(
+        runs / "full", "--push_to_hub", "org/name", "--overwrite", "true", "--private", "false"
+    )
     assert hub.calls[2][2]["private"] is False
 
 
@@ -492,8 +622,12 @@ class NetworkError(Exception):
 
 
 @pytest.mark.quick_cases(r"error1")
-@pytest.mark.parametrize("error", [NetworkError("connection\nrefused"), ConnectionError("connection refused")])
-def test_a_failed_push_leaves_the_verified_folder_and_can_be_repeated(runs, tmp_path, run_export, hub, error):
+@pytest.mark.parametrize(
+    "error", [NetworkError("connection\nrefused"), ConnectionError("connection refused")]
+)
+def test_a_failed_push_leaves_the_verified_folder_and_can_be_repeated(
+    runs, tmp_path, run_export, hub, error
+):
     hub.error = error
     code, out, sentence = run_export(runs / "full", "--push_to_hub", "org/name")
     assert code not in (0, None) and "Verified" in out and "Pushed" not in out

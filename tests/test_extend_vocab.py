@@ -1,4 +1,5 @@
-"""New tokens: learned where the tokenizer stopped, appended behind the old ones, and the model is what it was."""
+"""New tokens: learned where the tokenizer stopped, appended behind the old ones, and the model is
+what it was."""
 
 import gzip
 import json
@@ -14,7 +15,13 @@ import torch
 from conftest import TOY_CONFIGS
 from ranks import Job, refuse_imports, train_ranks
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from arguments import ROOT
 from fabric_llm import extend_vocab
@@ -23,8 +30,14 @@ from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.weights import extend as extending
 from fabric_llm.weights.export import VerificationError
 
-OLD = "the old words of a language that the tokenizer has seen, with some more of them: one, two, three.\n"
-NEW = "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! 你好世界\n"
+OLD = (
+    "the old words of a language that the tokenizer has seen, with some more of them: one, two, "
+    "three.\n"
+)
+NEW = (
+    "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! "
+    "你好世界\n"
+)
 
 
 def texts(line, count, seed):
@@ -47,7 +60,9 @@ def llama3():
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["model"]["ignore_merges"] = True
     digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?[^\s\p{N}]+|\s+(?!\S)|\s+"), "isolated")
-    words = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    words = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend = Tokenizer.from_str(json.dumps(state))
     backend.pre_tokenizer = words
     tokenizer._tokenizer = backend
@@ -58,17 +73,25 @@ def sentencepiece():
     """As Llama 2 has it: spaces are letters, text isn't split, and what no token has is bytes."""
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     learner = Tokenizer(models.BPE())
-    learner.normalizer = spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learner.normalizer = spaces = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     learner.pre_tokenizer = pre_tokenizers.Split(new_tokens.WORDS, "isolated")
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
     learner.train_from_iterator(texts(OLD, 20, 0), trainer)
     state = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) for merge in state["merges"]]
-    backend = Tokenizer(models.BPE(state["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(state["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     backend.normalizer = spaces
     strip = decoders.Strip(" ", 1, 0)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def unigram():
@@ -76,20 +99,31 @@ def unigram():
     backend = Tokenizer(models.Unigram())
     backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
     backend.train_from_iterator(texts(OLD, 20, 0), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_0>", "<extra_1>"]})
     return tokenizer
 
 
-TOKENIZERS = {"byte_level": byte_level, "llama3": llama3, "sentencepiece": sentencepiece, "unigram": unigram}
+TOKENIZERS = {
+    "byte_level": byte_level,
+    "llama3": llama3,
+    "sentencepiece": sentencepiece,
+    "unigram": unigram,
+}
 
 
 def make_model(folder, tokenizer, family="llama", rows=None, dtype=torch.float32, **changes):
     config = TOY_CONFIGS[family]
     tokens = new_tokens.size(tokenizer.backend_tokenizer)
-    config = type(config)(**{**config.to_dict(), "vocab_size": rows or tokens, "eos_token_id": 2, **changes})
+    config = type(config)(
+        **{**config.to_dict(), "vocab_size": rows or tokens, "eos_token_id": 2, **changes}
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -127,7 +161,18 @@ def test_tokens_go_behind_the_old_ones_and_text_gets_shorter(kind):
     held_out = texts(NEW, 5, 2)
     counts = [sum(len(t.encode(text).ids) for text in held_out) for t in (old, new)]
     assert counts[1] < (0.6 if kind == "unigram" else 0.5) * counts[0]
-    for text in [*held_out, OLD, "", " ", "\n\n", "  a  b ", "Straßenbahnx", "xStraßenbahn", "🙂 ein", "<|user|>und"]:
+    for text in [
+        *held_out,
+        OLD,
+        "",
+        " ",
+        "\n\n",
+        "  a  b ",
+        "Straßenbahnx",
+        "xStraßenbahn",
+        "🙂 ein",
+        "<|user|>und",
+    ]:
         before, after = old.encode(text), new.encode(text)
         assert new.decode(before.ids) == old.decode(before.ids)
         if new_tokens.unknown_id(old) not in before.ids:
@@ -154,7 +199,11 @@ def test_what_a_token_was_made_of_is_what_its_text_was():
     learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
     made_of = {token.text: new_tokens.made_of(old, token.text) for token in learned}
     for token in learned:
-        of_pair = [number for text in token.pair or () for number in made_of.get(text, [old.token_to_id(text)])]
+        of_pair = [
+            number
+            for text in token.pair or ()
+            for number in made_of.get(text, [old.token_to_id(text)])
+        ]
         assert token.pair is None or made_of[token.text] == of_pair
     assert made_of["你"] == [old.token_to_id(name) for name in ("<0xE4>", "<0xBD>", "<0xA0>")]
     assert new_tokens.made_of(unigram().backend_tokenizer, "你") == []
@@ -191,7 +240,10 @@ def test_a_part_is_held_out_and_in_no_other():
     learned, held_out = corpus.hold_out([f"text {number}" for number in range(100)])
     assert (len(learned), len(held_out)) == (95, 5) and not set(learned) & set(held_out)
     learned, held_out = corpus.hold_out(["".join(f"line {number}\n" for number in range(100))])
-    assert learned[0] + held_out[0] == "".join(f"line {number}\n" for number in range(100)) and len(held_out[0]) < 60
+    assert (
+        learned[0] + held_out[0] == "".join(f"line {number}\n" for number in range(100))
+        and len(held_out[0]) < 60
+    )
     assert corpus.hold_out(["a", "b", "a", "b"]) == (["a", "a"], ["b"])
     for few in ([], ["one line"], ["same", "same"]):
         with pytest.raises(ValueError, match="no two different texts"):
@@ -203,7 +255,14 @@ def test_a_part_is_held_out_and_in_no_other():
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "expected"),
-    [(100, 100, 100), (101, 100, 101), (130, 256, 256), (257, 256, 384), (50300, 50257, 50300), (101, 96, 128)],
+    [
+        (100, 100, 100),
+        (101, 100, 101),
+        (130, 256, 256),
+        (257, 256, 384),
+        (50300, 50257, 50300),
+        (101, 96, 128),
+    ],
 )
 def test_unused_rows_come_first_and_padding_is_kept(tokens, rows, expected):
     assert extending.rows_for(tokens, rows) == expected
@@ -223,7 +282,9 @@ def test_a_row_is_the_mean_of_its_parts():
     torch.testing.assert_close(now[123], head[:120].mean(0))
     torch.testing.assert_close(now[144:], head[:120].mean(0).expand(112, -1))
     torch.testing.assert_close(now[121], now[120], msg="the same parts")
-    assert torch.equal(extending.with_rows(head, 120, parts[:3], 128)[123:], head[123:]), "not grown: as they were"
+    assert torch.equal(extending.with_rows(head, 120, parts[:3], 128)[123:], head[123:]), (
+        "not grown: as they were"
+    )
 
 
 def test_a_bias_and_a_tie_are_kept():
@@ -231,7 +292,9 @@ def test_a_bias_and_a_tie_are_kept():
     model = AutoModelForCausalLM.from_config(config)
     model.lm_head.bias = torch.nn.Parameter(torch.arange(131.0))
     assert extending.tables_of(model) == {"transformer.wte.weight", "lm_head.bias"}
-    assert extending.with_rows(model.lm_head.bias.detach(), 131, [[3, 5], [100]], 133)[131:].tolist() == [4.0, 100.0]
+    assert extending.with_rows(model.lm_head.bias.detach(), 131, [[3, 5], [100]], 133)[
+        131:
+    ].tolist() == [4.0, 100.0]
 
 
 # ------------------------------------------------------------------------------- the command
@@ -259,11 +322,23 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
     old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "hf"))
     was, now = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "hf"))
     assert now.get_vocab().items() >= was.get_vocab().items() and len(now) == len(was) + 60
-    assert (now.chat_template, now.all_special_tokens) == (was.chat_template, was.all_special_tokens)
-    assert now("Здравствуй <|user|> the old words").tokens() != was("Здравствуй <|user|> the old words").tokens()
-    changed = {name for name, value in new.config.to_dict().items() if value != old.config.to_dict().get(name)}
+    assert (now.chat_template, now.all_special_tokens) == (
+        was.chat_template,
+        was.all_special_tokens,
+    )
+    assert (
+        now("Здравствуй <|user|> the old words").tokens()
+        != was("Здравствуй <|user|> the old words").tokens()
+    )
+    changed = {
+        name
+        for name, value in new.config.to_dict().items()
+        if value != old.config.to_dict().get(name)
+    }
     assert changed <= {"vocab_size", "_name_or_path"} and new.dtype == old.dtype
-    assert new.config.tie_word_embeddings == (new.lm_head.weight is new.get_input_embeddings().weight)
+    assert new.config.tie_word_embeddings == (
+        new.lm_head.weight is new.get_input_embeddings().weight
+    )
     ids = torch.tensor([was(OLD)["input_ids"][:40]])
     with torch.no_grad():
         before, after = (model.float().eval()(ids).logits for model in (old, new))
@@ -273,10 +348,39 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
 
 def test_a_sharded_checkpoint_is_extended_as_any_model(toys, tmp_path, corpus_folder):
     folder = make_model(tmp_path / "model", byte_level())
-    flags = ("--model_name", folder, "--train_data_dir", toys / "data", "--output_dir", tmp_path, "--run_name", "run")
-    flags += ("--max_step", 1, "--eval_iters", 0, "--verify_start", "false", "--state_dict_type", "sharded")
+    flags = (
+        "--model_name",
+        folder,
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        tmp_path,
+        "--run_name",
+        "run",
+    )
+    flags += (
+        "--max_step",
+        1,
+        "--eval_iters",
+        0,
+        "--verify_start",
+        "false",
+        "--state_dict_type",
+        "sharded",
+    )
     train_ranks(1, *flags)
-    assert run(tmp_path / "run" / "step-00000001", "--input", corpus_folder, "--tokens", 20, "--output", tmp_path / "hf") == 0
+    assert (
+        run(
+            tmp_path / "run" / "step-00000001",
+            "--input",
+            corpus_folder,
+            "--tokens",
+            20,
+            "--output",
+            tmp_path / "hf",
+        )
+        == 0
+    )
     new = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     first = new_tokens.size(byte_level().backend_tokenizer)
     assert len(new.get_input_embeddings().weight) == first + 20 and new.dtype == torch.bfloat16
@@ -295,7 +399,12 @@ def test_what_goes_wrong_leaves_nothing(tmp_path, corpus_folder, capsys, monkeyp
 
     for place, wrong, instead, words in (
         (extending, "made_of", broken, ""),
-        (extending, "with_rows", add_and_change, "the old values of model.embed_tokens.weight have changed"),
+        (
+            extending,
+            "with_rows",
+            add_and_change,
+            "the old values of model.embed_tokens.weight have changed",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, wrong, instead)
@@ -306,7 +415,9 @@ def test_what_goes_wrong_leaves_nothing(tmp_path, corpus_folder, capsys, monkeyp
     written = (tmp_path / "hf" / "model.safetensors").read_bytes()
     assert run(*command) == 2 and "exists" in capsys.readouterr().err
     assert run(*command, "--overwrite", "true") == 0
-    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == written, "the same corpus gives the same model"
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == written, (
+        "the same corpus gives the same model"
+    )
 
 
 def test_bad_input_is_one_sentence(tmp_path, corpus_folder, capsys):
@@ -338,14 +449,18 @@ def test_bad_input_is_one_sentence(tmp_path, corpus_folder, capsys):
         said = capsys.readouterr().err
         assert words in said and len(said.strip().splitlines()) == 1, said
     (folder / "MANIFEST.json").write_text("{}")  # as of a checkpoint whose bytes have changed
-    assert run(folder, *text, *output, "--tokens", 9) == 66 and "is damaged" in capsys.readouterr().err
+    assert (
+        run(folder, *text, *output, "--tokens", 9) == 66 and "is damaged" in capsys.readouterr().err
+    )
     assert not list(tmp_path.glob("*hf*"))
 
 
 def test_help_imports_no_torch(tmp_path):
     command = [sys.executable, "-m", "fabric_llm.extend_vocab", "--help"]
     paths = {"PYTHONPATH": refuse_imports(tmp_path, ("torch", "transformers", "lightning"))}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "--tokens" in done.stdout, done.stderr
 
 
@@ -355,15 +470,20 @@ def test_a_proof_that_fails_is_heard(tmp_path, corpus_folder):
     state = json.loads(old.to_str())
     vocab = state["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(VerificationError, match="the token '[ab]' has the id"):
-        extending.compare_tokenizers(old, Tokenizer.from_file(str(tmp_path / "tokenizer.json")), [OLD])
+        extending.compare_tokenizers(
+            old, Tokenizer.from_file(str(tmp_path / "tokenizer.json")), [OLD]
+        )
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("kind", "family"), [("byte_level", "gpt2"), ("sentencepiece", "llama")])
 def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, kind, family):
-    """The whole way: what was frozen is as it was after the first stage, and the export holds the new vocabulary."""
+    """The whole way: what was frozen is as it was after the first stage, and the export holds the
+    new vocabulary."""
     import export_hf
     import prepare_data
 
@@ -371,7 +491,16 @@ def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, k
     extended, data = tmp_path / "hf", tmp_path / "data"
     assert run(folder, "--input", corpus_folder, "--tokens", 60, "--output", extended) == 0
     prepare_data.main(
-        ["--input", str(corpus_folder), "--tokenizer", str(extended), "--output", str(data), "--context_length", "24"]
+        [
+            "--input",
+            str(corpus_folder),
+            "--tokenizer",
+            str(extended),
+            "--output",
+            str(data),
+            "--context_length",
+            "24",
+        ]
     )
     common = (
         "--train_data_dir",
@@ -385,7 +514,9 @@ def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, k
         "--max_step",
         6,
     )
-    first = Job(1, "--model_name", extended, *common, "--run_name", "first", "--train_only", "embeddings")
+    first = Job(
+        1, "--model_name", extended, *common, "--run_name", "first", "--train_only", "embeddings"
+    )
     assert first.wait() == [0], first.output
     stage = tmp_path / "first" / "step-00000006"
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (extended, stage))
@@ -397,7 +528,9 @@ def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, k
     export_hf.main([str(tmp_path / "all"), "--output", str(tmp_path / "done")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "done")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(extended).get_vocab()
-    assert max(tokenizer(NEW)["input_ids"]) >= new_tokens.size(AutoTokenizer.from_pretrained(folder).backend_tokenizer)
+    assert max(tokenizer(NEW)["input_ids"]) >= new_tokens.size(
+        AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    )
 
 
 @pytest.mark.parametrize("ending", ["txt.gz", "jsonl", "jsonl.xz"])
@@ -409,7 +542,9 @@ def test_of_more_text_than_is_held_some_is_taken_from_all_of_it(tmp_path, monkey
         with open_file(tmp_path / f"{name}.{ending}", "wt") as file:
             for number in range(500):
                 text = f"{name * 40} {number}"
-                file.write(json.dumps({"text": text}) + "\n" if "jsonl" in ending else f"{text}\n\n")
+                file.write(
+                    json.dumps({"text": text}) + "\n" if "jsonl" in ending else f"{text}\n\n"
+                )
     monkeypatch.setattr(corpus, "MOST_BYTES", 20_000)
     found = inputs.find_sources([str(tmp_path)], pattern=["*"], exclude=[], output=tmp_path / "out")
     read = corpus.read(found, "text", "\n\n")

@@ -1,4 +1,5 @@
-"""A damaged checkpoint is found before it is used: --resume true goes on from the newest whole one, and says so."""
+"""A damaged checkpoint is found before it is used: --resume true goes on from the newest whole one,
+and says so."""
 
 import shutil
 
@@ -70,12 +71,24 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
     flags, folder = run
     [file] = (folder / "step-00000006").glob(pattern)
     damage_by(how, file)
-    argv = [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true", "--log_step_interval", 1]
+    argv = [
+        *flags,
+        "--max_step",
+        7,
+        "--resume_override",
+        "max_step",
+        "--resume",
+        "true",
+        "--log_step_interval",
+        1,
+    ]
     for code, said in run_ranks(2, said_and_code, [*argv, "--devices", 2, "--strategy", "fsdp"]):
         assert code == 0
         if "LlamaForCausalLM" in said:  # rank 0
             assert "resumed from" in said and "step-00000004" in said
-            if pattern != "MANIFEST.json":  # there another file's entry may be what has changed, or it is no checkpoint
+            if (
+                pattern != "MANIFEST.json"
+            ):  # there another file's entry may be what has changed, or it is no checkpoint
                 assert "is damaged" in said and file.name in said
     assert metrics(folder, "step")[-3:] == [5, 6, 7]
     assert (folder / "step-00000007").is_dir()
@@ -151,7 +164,9 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(toys, run, tmp_path):
     train_ranks(1, *argv)
     shutil.rmtree(tmp_path / "model")
     argv[argv.index("--max_step", len(flags)) + 1] = 4
-    [(code, said)] = run_ranks(1, said_and_code, [*argv, "--resume", "true", "--resume_override", "max_step"])
+    [(code, said)] = run_ranks(
+        1, said_and_code, [*argv, "--resume", "true", "--resume_override", "max_step"]
+    )
     assert code == 0, said
     assert metrics(tmp_path / "new", "step")[-1] == 4
 
@@ -169,7 +184,11 @@ def test_no_whole_checkpoint_at_all(run):
     flags, folder = run
     for step in (2, 4, 6):
         damage_by("truncate", folder / f"step-{step:08d}" / "model.safetensors")
-    [(code, said)] = run_ranks(1, said_and_code, [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"])
+    [(code, said)] = run_ranks(
+        1,
+        said_and_code,
+        [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"],
+    )
     assert code == 66 and "No checkpoint" in said and "step-00000002" in said
 
 

@@ -1,11 +1,22 @@
-"""Any causal model that transformers has starts with default flags, and is what transformers makes of it."""
+"""Any causal model that transformers has starts with default flags, and is what transformers makes
+of it."""
 
 import time
 
 import pytest
 import torch
 import transformers
-from families import COMMON, FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model
+from families import (
+    COMMON,
+    FAMILIES,
+    Tried,
+    table,
+    toy_config,
+    train,
+    try_family,
+    write_data,
+    write_model,
+)
 from packaging.version import Version
 from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
@@ -21,8 +32,12 @@ REFUSED = {  # (family, devices) that can't be, and what is said then
     ("xlstm", 2): "xLSTMForCausalLM as transformers",
     ("zamba", 2): "ZambaMambaMixer holds parameters of torch.bfloat16 and torch.float32 itself",
 }
-if Version(transformers.__version__) >= Version("5.24"):  # keeps a bias of each forget gate in float32
-    REFUSED["kimi_linear", 2] = "KimiLinearForgetGate holds parameters of torch.bfloat16 and torch.float32 itself"
+if Version(transformers.__version__) >= Version(
+    "5.24"
+):  # keeps a bias of each forget gate in float32
+    REFUSED["kimi_linear", 2] = (
+        "KimiLinearForgetGate holds parameters of torch.bfloat16 and torch.float32 itself"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +88,15 @@ BUFFERS = {  # family -> buffers, with their dtypes in a bfloat16 model
 @pytest.mark.longer
 @pytest.mark.parametrize("family", BUFFERS)
 def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed, family):
-    """Under each strategy, before and after FSDP's first forward pass, which casts what it is told to."""
+    """Under each strategy, before and after FSDP's first forward pass, which casts what it is told
+    to."""
     model = write_model(family, tmp_path / family)
-    expected = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).named_buffers())
-    assert BUFFERS[family].items() <= {name: buffer.dtype for name, buffer in expected.items()}.items()
+    expected = dict(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).named_buffers()
+    )
+    assert (
+        BUFFERS[family].items() <= {name: buffer.dtype for name, buffer in expected.items()}.items()
+    )
     for strategy, ranks in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)):
         argv = ["--model_name", model, "--train_data_dir", packed, "--output_dir", tmp_path]
         argv = [str(word) for word in (*argv, "--strategy", strategy, "--devices", ranks)]
@@ -84,21 +104,43 @@ def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed,
             for buffers in found:
                 assert buffers.keys() == expected.keys()
                 for name, value in buffers.items():
-                    assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), (strategy, name)
+                    assert value.dtype == expected[name].dtype and torch.equal(
+                        value, expected[name]
+                    ), (strategy, name)
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_random_weights_start_under_fsdp_and_go_on(tmp_path, packed, family, kind):
-    """Saved, resumed and gone back in, the model has the buffers that the reference has each time."""
+    """Saved, resumed and gone back in, the model has the buffers that the reference has each
+    time."""
     toy_config(family).save_pretrained(tmp_path / family)
-    flags = ("--model_name", tmp_path / family, "--train_data_dir", packed, "--output_dir", tmp_path)
-    flags += ("--run_name", "run", "--state_dict_type", kind, "--global_batch_size", 4, "--max_step", 2)
+    flags = (
+        "--model_name",
+        tmp_path / family,
+        "--train_data_dir",
+        packed,
+        "--output_dir",
+        tmp_path,
+    )
+    flags += (
+        "--run_name",
+        "run",
+        "--state_dict_type",
+        kind,
+        "--global_batch_size",
+        4,
+        "--max_step",
+        2,
+    )
     flags += ("--save_step_interval", 1, "--eval_iters", 1)
     assert train(2, *flags) is None
     losses = metrics(tmp_path / "run")
-    assert train(2, *flags, "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000001") is None
+    assert (
+        train(2, *flags, "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000001")
+        is None
+    )
     assert metrics(tmp_path / "run") == losses
 
 
@@ -106,7 +148,8 @@ def test_random_weights_start_under_fsdp_and_go_on(tmp_path, packed, family, kin
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "hunyuan_v1_moe"])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_parameters_that_stay_float32_in_a_bfloat16_model(tmp_path, packed, family, strategy):
-    """FSDP flattens parameters of one dtype only; the router's are gathered alone, and compute in float32."""
+    """FSDP flattens parameters of one dtype only; the router's are gathered alone, and compute in
+    float32."""
     model = write_model(family, tmp_path / family)
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     assert torch.float32 in {value.dtype for value in expected.values()}
@@ -127,7 +170,10 @@ def test_random_weights_have_the_dtypes_of_those_that_are_read(tmp_path, family)
     drawn = load_reference(build_skeleton(toy_config(family), torch.bfloat16), source)
     for other in (drawn, skeleton):
         for name, tensor in (*read.named_parameters(), *read.named_buffers()):
-            assert dict((*other.named_parameters(), *other.named_buffers()))[name].dtype == tensor.dtype, name
+            assert (
+                dict((*other.named_parameters(), *other.named_buffers()))[name].dtype
+                == tensor.dtype
+            ), name
 
 
 def test_a_model_that_sees_the_tokens_it_is_to_predict_is_refused(tmp_path, packed):
@@ -135,16 +181,24 @@ def test_a_model_that_sees_the_tokens_it_is_to_predict_is_refused(tmp_path, pack
     for decoder in (False, True):
         sizes = {**COMMON, "is_decoder": decoder, "model_type": "bert", "architectures": None}
         AutoConfig.for_model(**sizes).save_pretrained(tmp_path / f"bert-{decoder}")
-        flags = flags_of({"bert": tmp_path / f"bert-{decoder}"}, "bert", packed, tmp_path / str(decoder))
+        flags = flags_of(
+            {"bert": tmp_path / f"bert-{decoder}"}, "bert", packed, tmp_path / str(decoder)
+        )
         said = train(1, *flags, "--document_masking", "false")
-        assert said is None if decoder else said.startswith("BertLMHeadModel, as '") and "isn't causal" in said
+        assert (
+            said is None
+            if decoder
+            else said.startswith("BertLMHeadModel, as '") and "isn't causal" in said
+        )
 
 
 # ------------------------------------------------------------------------------- --attention
 
 
 def test_auto_takes_sdpa_where_the_model_has_it():
-    chosen = {name: resolve_attention(toy_config(name), "auto", "cpu") for name in ("llama", "gemma2")}
+    chosen = {
+        name: resolve_attention(toy_config(name), "auto", "cpu") for name in ("llama", "gemma2")
+    }
     assert chosen == {"llama": "sdpa", "gemma2": "eager"}
 
 
@@ -152,9 +206,21 @@ def test_auto_takes_sdpa_where_the_model_has_it():
     ("family", "attention", "sentence"),
     [
         ("bloom", "sdpa", "--attention sdpa: BloomForCausalLM has eager; auto takes the best."),
-        ("mamba", "flex_attention", "--attention flex_attention: MambaForCausalLM has eager; auto takes the best."),
-        ("llama", "flex_attention", "--attention flex_attention needs a GPU: on a CPU torch has no"),
-        ("gpt2", "flash_attention_2", "--attention flash_attention_2 needs a GPU and the package flash_attn"),
+        (
+            "mamba",
+            "flex_attention",
+            "--attention flex_attention: MambaForCausalLM has eager; auto takes the best.",
+        ),
+        (
+            "llama",
+            "flex_attention",
+            "--attention flex_attention needs a GPU: on a CPU torch has no",
+        ),
+        (
+            "gpt2",
+            "flash_attention_2",
+            "--attention flash_attention_2 needs a GPU and the package flash_attn",
+        ),
         (
             "gpt_oss",
             "flash_attention_2",
@@ -162,9 +228,18 @@ def test_auto_takes_sdpa_where_the_model_has_it():
         ),
     ],
 )
-def test_an_attention_that_the_model_has_not_is_one_sentence(tmp_path, packed, family, attention, sentence):
+def test_an_attention_that_the_model_has_not_is_one_sentence(
+    tmp_path, packed, family, attention, sentence
+):
     toy_config(family).save_pretrained(tmp_path / family)
-    flags = ("--model_name", tmp_path / family, "--train_data_dir", packed, "--output_dir", tmp_path)
+    flags = (
+        "--model_name",
+        tmp_path / family,
+        "--train_data_dir",
+        packed,
+        "--output_dir",
+        tmp_path,
+    )
     assert train(1, *flags, "--run_name", "run", "--attention", attention).startswith(sentence)
 
 
@@ -173,9 +248,13 @@ def test_an_attention_that_the_model_has_not_is_one_sentence(tmp_path, packed, f
 
 @pytest.mark.parametrize("family", ["xglm", "openai-gpt", "lfm2", "jamba"])
 def test_a_leak_is_found_however_small(family):
-    """Of random weights at toy size, a logit changes by less than 0.001, which once was taken for rounding."""
+    """Of random weights at toy size, a logit changes by less than 0.001, which once was taken for
+    rounding."""
     torch.manual_seed(0)
-    assert find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=torch.float32)) is not None
+    assert (
+        find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=torch.float32))
+        is not None
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "gpt_neo", "ctrl"])
@@ -202,8 +281,28 @@ def models(tmp_path_factory):
 
 
 def flags_of(models, family, packed, folder, *more):
-    flags = ("--model_name", models[family], "--train_data_dir", packed, "--output_dir", folder, "--run_name", "run")
-    return (*flags, "--precision", "32-true", "--global_batch_size", 4, "--eval_iters", 0, "--max_step", 2, *more)
+    flags = (
+        "--model_name",
+        models[family],
+        "--train_data_dir",
+        packed,
+        "--output_dir",
+        folder,
+        "--run_name",
+        "run",
+    )
+    return (
+        *flags,
+        "--precision",
+        "32-true",
+        "--global_batch_size",
+        4,
+        "--eval_iters",
+        0,
+        "--max_step",
+        2,
+        *more,
+    )
 
 
 def test_auto_is_on_where_the_model_can(tmp_path, models, packed):
@@ -221,11 +320,22 @@ def test_auto_is_on_where_the_model_can(tmp_path, models, packed):
 def test_auto_is_off_with_one_warning_where_it_can_not(tmp_path, models, packed, family, ranks):
     losses = []
     for masking in ("auto", "false"):
-        job = Job(ranks, *flags_of(models, family, packed, tmp_path / masking, "--document_masking", masking))
+        job = Job(
+            ranks,
+            *flags_of(models, family, packed, tmp_path / masking, "--document_masking", masking),
+        )
         assert not any(job.wait(120)), job.output[0]
-        warned = [line for output in job.output for line in output.splitlines() if "packed documents apart" in line]
+        warned = [
+            line
+            for output in job.output
+            for line in output.splitlines()
+            if "packed documents apart" in line
+        ]
         assert len(warned) == (masking == "auto")
-        assert all("logits change by up to " in line and "--document_masking is off" in line for line in warned)
+        assert all(
+            "logits change by up to " in line and "--document_masking is off" in line
+            for line in warned
+        )
         losses.append(metrics(tmp_path / masking / "run"))
     assert losses[0] == losses[1]
 
@@ -239,12 +349,20 @@ def test_auto_is_off_with_one_warning_where_it_can_not(tmp_path, models, packed,
 )
 def test_true_stays_strict(tmp_path, packed, family, sentence):
     toy_config(family).save_pretrained(tmp_path / family)
-    said = train(1, *flags_of({family: tmp_path / family}, family, packed, tmp_path, "--document_masking", "true"))
+    said = train(
+        1,
+        *flags_of(
+            {family: tmp_path / family}, family, packed, tmp_path, "--document_masking", "true"
+        ),
+    )
     assert said.startswith(sentence)
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")])
+@pytest.mark.parametrize(
+    ("before", "family"),
+    [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")],
+)
 def test_a_resumed_run_keeps_what_it_had(tmp_path, models, packed, before, family):
     flags = flags_of(models, family, packed, tmp_path)
     assert train(1, *flags, "--document_masking", before, "--save_step_interval", 1) is None
@@ -255,5 +373,7 @@ def test_a_resumed_run_keeps_what_it_had(tmp_path, models, packed, before, famil
     assert train(1, *flags, *resumed, "--document_masking", before) is None
     assert metrics(tmp_path / "run") == losses
     if family == "llama":
-        said = train(1, *flags, *resumed, "--document_masking", "true" if before == "false" else "false")
+        said = train(
+            1, *flags, *resumed, "--document_masking", "true" if before == "false" else "false"
+        )
         assert said.endswith("To change that on purpose: --resume_override document_masking.")

@@ -32,7 +32,10 @@ def test_a_failure_leaves_the_old_content(tmp_path, monkeypatch, fails):
 def test_durable_flushes_the_file_before_its_name_and_the_folder_after(tmp_path, monkeypatch):
     seen, sync = [], os.fsync
     monkeypatch.setattr(
-        "os.fsync", lambda fd: seen.append((os.listdir(tmp_path), os.path.isdir(f"/proc/self/fd/{fd}"))) or sync(fd)
+        "os.fsync",
+        lambda fd: (
+            seen.append((os.listdir(tmp_path), os.path.isdir(f"/proc/self/fd/{fd}"))) or sync(fd)
+        ),
     )
     write_atomically(tmp_path / "file", "new", durable=True)
     ([temporary], file_is_folder), after = seen

@@ -1,4 +1,5 @@
-"""--precision 16-mixed: its gradient scaler is felt by nothing but the backward pass, and resumes with the run.
+"""--precision 16-mixed: its gradient scaler is felt by nothing but the backward pass, and resumes
+with the run.
 
 GPUs only, says preflight; here that check is taken out, and float16 computed on the CPU.
 """
@@ -39,12 +40,34 @@ def half(argv, scale_loss_of_step=None):
 
 def flags(toys, output, name, *more):
     words = (*toy_run(toys, output), "--run_name", name)
-    words += ("--global_batch_size", 4, "--micro_batch_size", 2, "--eval_iters", 0, "--log_step_interval", 1)
-    return [*words, "--lr", 1e-3, "--max_step", 6, "--weight_decay", 0, "--precision", "16-mixed", *more]
+    words += (
+        "--global_batch_size",
+        4,
+        "--micro_batch_size",
+        2,
+        "--eval_iters",
+        0,
+        "--log_step_interval",
+        1,
+    )
+    return [
+        *words,
+        "--lr",
+        1e-3,
+        "--max_step",
+        6,
+        "--weight_decay",
+        0,
+        "--precision",
+        "16-mixed",
+        *more,
+    ]
 
 
 def moments(run, step):
-    tensors = load_file(next((run / f"step-{step:08d}" / "trainer" / "optimizer").glob("*.safetensors")))
+    tensors = load_file(
+        next((run / f"step-{step:08d}" / "trainer" / "optimizer").glob("*.safetensors"))
+    )
     return {name: value for name, value in tensors.items() if name.endswith("exp_avg")}
 
 
@@ -64,28 +87,56 @@ def test_a_step_that_is_left_out_changes_nothing(toys, tmp_path):
     assert run_ranks(1, half, flags(toys, tmp_path, "whole", *more), 3) == [0]
     verdicts = metrics(tmp_path / "whole", "verdict")
     assert verdicts == ["skip"]
-    before, after = (load_file(tmp_path / "whole" / f"step-0000000{k}" / "model.safetensors") for k in (2, 3))
+    before, after = (
+        load_file(tmp_path / "whole" / f"step-0000000{k}" / "model.safetensors") for k in (2, 3)
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
     scales = [
-        json.loads((tmp_path / "whole" / f"step-0000000{k}" / "trainer" / "progress.json").read_text())["scaler"]["scale"]
+        json.loads(
+            (tmp_path / "whole" / f"step-0000000{k}" / "trainer" / "progress.json").read_text()
+        )["scaler"]["scale"]
         for k in (2, 3, 6)
     ]
     assert scales == [65536.0, 32768.0, 32768.0]
-    resumed = flags(toys, tmp_path, "resumed", "--resume", "true", "--checkpoint", tmp_path / "whole" / "step-00000003")
+    resumed = flags(
+        toys,
+        tmp_path,
+        "resumed",
+        "--resume",
+        "true",
+        "--checkpoint",
+        tmp_path / "whole" / "step-00000003",
+    )
     assert run_ranks(1, half, [*resumed, *more]) == [0]
-    ours, theirs = (load_file(tmp_path / run / "step-00000006" / "model.safetensors") for run in ("resumed", "whole"))
+    ours, theirs = (
+        load_file(tmp_path / run / "step-00000006" / "model.safetensors")
+        for run in ("resumed", "whole")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    document = json.loads((tmp_path / "resumed" / "step-00000006" / "trainer" / "progress.json").read_text())
+    document = json.loads(
+        (tmp_path / "resumed" / "step-00000006" / "trainer" / "progress.json").read_text()
+    )
     assert document["scaler"]["scale"] == 32768.0
 
 
 def test_a_finite_spike_is_left_out_as_well(toys, tmp_path):
-    more = ("--save_step_interval", 1, "--spike_threshold", 6, "--spike_window", 2, "--spike_action", "skip")
+    more = (
+        "--save_step_interval",
+        1,
+        "--spike_threshold",
+        6,
+        "--spike_window",
+        2,
+        "--spike_action",
+        "skip",
+    )
     small = ("--lr", 1e-6)
     argv = flags(toys, tmp_path, "run", *more, *small)
     assert run_ranks(1, half_with_small_spike, argv) == [0]
     assert metrics(tmp_path / "run", "verdict")[0] == "skip"
-    before, after = (load_file(tmp_path / "run" / f"step-0000000{k}" / "model.safetensors") for k in (2, 3))
+    before, after = (
+        load_file(tmp_path / "run" / f"step-0000000{k}" / "model.safetensors") for k in (2, 3)
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -1,4 +1,5 @@
-"""FLOPs: counted by hand, by torch's own counter, and against published numbers; what a device can do."""
+"""FLOPs: counted by hand, by torch's own counter, and against published numbers; what a device can
+do."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ def skeleton(config):
 
 
 def test_a_llama_by_hand():
-    """2 layers: attention of 4 heads and 2 heads of keys and values, 8 wide; three matrices of 32 x 56; the output layer."""
+    """2 layers: attention of 4 heads and 2 heads of keys and values, 8 wide; three matrices of 32 x
+    56; the output layer."""
     counted = flops.of_model(skeleton(TOY_CONFIGS["llama"]))
     matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 56) + 32 * VOCABULARY
     assert counted.of_token == 3 * 2 * matrices
@@ -36,14 +38,27 @@ def test_a_llama_by_hand():
 
 def test_gpt2_whose_output_layer_is_its_embedding_by_hand():
     counted = flops.of_model(skeleton(TOY_CONFIGS["gpt2"]))
-    matrices = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + 32 * VOCABULARY  # no embedding of tokens or positions
+    matrices = (
+        2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + 32 * VOCABULARY
+    )  # no embedding of tokens or positions
     assert counted.of_token == 6 * matrices and counted.of_pair == {None: 2 * 12 * 32}
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 def test_mixtral_counts_the_experts_that_are_chosen_by_hand(chosen):
-    small = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=chosen, vocab_size=99)
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = MixtralConfig(
+        **small,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=chosen,
+        vocab_size=99,
+    )
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 4 * 32 + chosen * 3 * 32 * 24
     assert flops.of_model(skeleton(config)).of_token == 6 * (2 * layer + 32 * 99)
 
@@ -51,12 +66,15 @@ def test_mixtral_counts_the_experts_that_are_chosen_by_hand(chosen):
 def test_a_row_of_one_document_and_of_several():
     counted = flops.Flops(10.0, {None: 1.0, 3: 100.0})
     assert counted.of(np.array([1, 1, 1, 1])) == 4 * 10 + (1 + 2 + 3 + 4) + 100 * (1 + 2 + 3 + 3)
-    assert counted.of(np.array([2, 2, 0, 0])) == 4 * 10 + 2 * (1 + 2) + 100 * 2 * (1 + 2), "two documents of two tokens"
+    assert counted.of(np.array([2, 2, 0, 0])) == 4 * 10 + 2 * (1 + 2) + 100 * 2 * (1 + 2), (
+        "two documents of two tokens"
+    )
 
 
 @pytest.mark.parametrize(
     "family",
-    # one of each kind: many heads or one of keys, biases, gates, latent attention, experts beside shared ones
+    # one of each kind: many heads or one of keys, biases, gates, latent attention, experts beside
+    # shared ones
     ["llama", "gpt2", "bloom", "mpt", "falcon", "opt", "gpt_bigcode", "gemma2", "phi3", "cohere2"]
     + [
         "deepseek_v3",
@@ -70,7 +88,8 @@ def test_a_row_of_one_document_and_of_several():
     ],
 )
 def test_torch_counts_the_same(family):
-    """FlopCounterMode sees each matrix multiplication of a forward pass. Eager attention multiplies all pairs of the row."""
+    """FlopCounterMode sees each matrix multiplication of a forward pass. Eager attention multiplies
+    all pairs of the row."""
     config = toy_config(family)
     config._attn_implementation = config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -79,14 +98,25 @@ def test_torch_counts_the_same(family):
         model(input_ids=torch.randint(1, config.vocab_size, (1, CONTEXT)), use_cache=False)
     counted = flops.of_model(model)
     forward = CONTEXT * counted.of_token + CONTEXT**2 * sum(counted.of_pair.values())
-    # Up to transformers 5.20 an outer product makes the angles of positions: nothing that a token costs.
-    angles = sum(sum(of.values()) for name, of in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
+    # Up to transformers 5.20 an outer product makes the angles of positions: nothing that a token
+    # costs.
+    angles = sum(
+        sum(of.values())
+        for name, of in counter.get_flop_counts().items()
+        if name.endswith("rotary_emb")
+    )
     assert forward == 3 * (counter.get_total_flops() - angles)
 
 
 def test_llama_2_7b_as_palm_counts():
-    """6 N + 12 L H Q T a token, where N leaves out the embedding, and what has no matrix: 65 norms."""
-    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    """6 N + 12 L H Q T a token, where N leaves out the embedding, and what has no matrix: 65
+    norms."""
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
     model = skeleton(LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=4096))
     parameters, counted = sum(p.numel() for p in model.parameters()), flops.of_model(model)
     assert parameters == 6_738_415_616, "as published"
@@ -99,25 +129,40 @@ def test_llama_2_7b_as_palm_counts():
 
 @pytest.mark.parametrize(
     ("family", "windows"),
-    [("llama", [None, None]), ("cohere2", [8, None]), ("gemma2", [8, None]), ("mamba", []), ("bamba", [None])],
+    [
+        ("llama", [None, None]),
+        ("cohere2", [8, None]),
+        ("gemma2", [8, None]),
+        ("mamba", []),
+        ("bamba", [None]),
+    ],
 )
 def test_layers_that_see_a_part_of_the_row(family, windows):
     assert flops.windows(toy_config(family)) == windows
 
 
 def test_configurations_that_say_it_in_another_way_end_no_run():
-    for said in ({}, {"num_attention_heads": [4, 8]}, {"num_attention_heads": 4}, {"num_attention_heads": 0}):
+    for said in (
+        {},
+        {"num_attention_heads": [4, 8]},
+        {"num_attention_heads": 4},
+        {"num_attention_heads": 0},
+    ):
         assert flops.head_dims(SimpleNamespace(**said)) == (0, 0)
-    assert flops.head_dims(SimpleNamespace(num_attention_heads=4, hidden_size=32, head_dim=None)) == (32, 32)
+    assert flops.head_dims(
+        SimpleNamespace(num_attention_heads=4, hidden_size=32, head_dim=None)
+    ) == (32, 32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_counted(family):
     counted = flops.of_model(skeleton(toy_config(family)))
-    assert counted.of_token > 6 * 131 * 32 and 0 <= counted.of(np.ones(CONTEXT, dtype=np.int64)) < 1e9
+    assert (
+        counted.of_token > 6 * 131 * 32 and 0 <= counted.of(np.ones(CONTEXT, dtype=np.int64)) < 1e9
+    )
 
 
-# ------------------------------------------------------------------------------- the tokens that were seen
+# ------------------------------------------------------------------------ the tokens that were seen
 
 
 def test_places_of_tokens_in_their_documents(toys):
@@ -130,16 +175,25 @@ def test_places_of_tokens_in_their_documents(toys):
         batches = Batches(split, 1, 3, 2, document_end=end)
         prefetch = Prefetch(batches, 1)
         seen = [batch for position in (0, 6) for batch in prefetch.at(position)]
-        assert (prefetch.tokens_at == token_places(seen)).all() and prefetch.tokens_at.sum() == 12 * CONTEXT
+        assert (
+            prefetch.tokens_at == token_places(seen)
+        ).all() and prefetch.tokens_at.sum() == 12 * CONTEXT
         prefetch.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_logs_what_its_devices_do(toys, tmp_path, ranks):
     sizes = ("--global_batch_size", 8, "--max_step", 3, "--eval_iters", 0, "--run_name", "run")
-    train_ranks(ranks, *toy_run(toys, tmp_path), *sizes, "--strategy", "ddp" if ranks > 1 else "auto")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    per_token = flops.of_model(skeleton(TOY_CONFIGS["llama"])).of(np.ones(CONTEXT, dtype=np.int64)) / CONTEXT
+    train_ranks(
+        ranks, *toy_run(toys, tmp_path), *sizes, "--strategy", "ddp" if ranks > 1 else "auto"
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    per_token = (
+        flops.of_model(skeleton(TOY_CONFIGS["llama"])).of(np.ones(CONTEXT, dtype=np.int64))
+        / CONTEXT
+    )
     for line in lines:
         rate = line["tokens_per_second"] / ranks
         assert line["tokens_per_second_per_device"] == pytest.approx(rate)

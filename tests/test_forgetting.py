@@ -1,4 +1,5 @@
-"""What a run may forget: validation sets by name, a budget for each, and what happens above it, over resumes and ranks."""
+"""What a run may forget: validation sets by name, a budget for each, and what happens above it,
+over resumes and ranks."""
 
 import json
 import math
@@ -35,7 +36,9 @@ def language(folder, name, rows=400, validation_rows=24):
         tokens[:, 1::2] = (tokens[:, ::2] * times + plus) % VOCABULARY
         return datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
 
-    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(str(folder / name))
+    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(
+        str(folder / name)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +47,56 @@ def base(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("languages")
     for name in WORDS:
         language(folder, name)
-    training = ("--global_batch_size", 16, "--micro_batch_size", 16, "--lr", 1e-2, "--precision", "32-true")
+    training = (
+        "--global_batch_size",
+        16,
+        "--micro_batch_size",
+        16,
+        "--lr",
+        1e-2,
+        "--precision",
+        "32-true",
+    )
     data = ("--train_data_dir", folder / "old", "--max_step", 200, "--eval_iters", 2)
-    train_ranks(1, "--model_name", toys / "llama", *data, *training, "--output_dir", folder, "--run_name", "first")
+    train_ranks(
+        1,
+        "--model_name",
+        toys / "llama",
+        *data,
+        *training,
+        "--output_dir",
+        folder,
+        "--run_name",
+        "first",
+    )
     shutil.move(folder / "first" / "step-00000200", folder / "base")
     return folder
 
 
 def flags(base, output, *more):
     return [
-        *("--model_name", base / "base", "--output_dir", output, "--run_name", "run", "--precision", "32-true"),
-        *("--global_batch_size", 8, "--micro_batch_size", 4, "--lr", 3e-3, "--max_step", 16, "--eval_batch_size", 4),
+        *(
+            "--model_name",
+            base / "base",
+            "--output_dir",
+            output,
+            "--run_name",
+            "run",
+            "--precision",
+            "32-true",
+        ),
+        *(
+            "--global_batch_size",
+            8,
+            "--micro_batch_size",
+            4,
+            "--lr",
+            3e-3,
+            "--max_step",
+            16,
+            "--eval_batch_size",
+            4,
+        ),
         *("--eval_step_interval", 4, "--save_step_interval", 4, "--lr_schedule", "constant", *more),
     ]
 
@@ -93,11 +135,18 @@ def test_sets_are_evaluated_by_name_before_step_1_and_alike_on_any_ranks(base, t
     assert steps[:2] == [0, 4] and steps[-1] == 16
     for name in ("validation", "general", "copy"):
         assert evaluated(one, name) == pytest.approx(evaluated(two, name), rel=1e-5), name
-        assert evaluated(one, name, "perplexity")[0] == pytest.approx(math.exp(evaluated(one, name)[0]))
+        assert evaluated(one, name, "perplexity")[0] == pytest.approx(
+            math.exp(evaluated(one, name)[0])
+        )
     forgotten, losses = evaluated(one, "general", "forgotten"), evaluated(one, "general")
     assert forgotten == [loss - losses[0] for loss in losses] and forgotten[-1] > 0.3
-    assert evaluated(one, "general", "budget") == [9] * len(steps) and "budget" not in metrics(one, "eval")[0]["copy"]
-    assert metrics(one, "eval_loss") == evaluated(one, "validation"), "sets of --eval_data don't count"
+    assert (
+        evaluated(one, "general", "budget") == [9] * len(steps)
+        and "budget" not in metrics(one, "eval")[0]["copy"]
+    )
+    assert metrics(one, "eval_loss") == evaluated(one, "validation"), (
+        "sets of --eval_data don't count"
+    )
 
 
 def test_the_copy_probe_is_a_passage_and_the_same_again():
@@ -105,7 +154,9 @@ def test_the_copy_probe_is_a_passage_and_the_same_again():
     table = rows[np.arange(len(rows))]
     first, second = np.split(table["input_ids"], 2, axis=1)
     assert (first == second).all() and first.shape == (64, 12) and not np.isin(first, [5, 7]).any()
-    assert (table["labels"][:, :13] == IGNORED).all() and (table["labels"][:, 13:] == second[:, 1:]).all()
+    assert (table["labels"][:, :13] == IGNORED).all() and (
+        table["labels"][:, 13:] == second[:, 1:]
+    ).all()
     again = copy_probe(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
     assert (again[:]["input_ids"] == table["input_ids"]).all()
 
@@ -121,15 +172,20 @@ class _Rows:
         return {"input_ids": self.ids[numbers]}
 
 
-def test_a_set_that_is_not_packed_is_evaluated_as_plain_transformers_would(toys, packed_data, tmp_path):
-    """With padding and an attention mask, beside packed training data whose documents are kept apart."""
+def test_a_set_that_is_not_packed_is_evaluated_as_plain_transformers_would(
+    toys, packed_data, tmp_path
+):
+    """With padding and an attention mask, beside packed training data whose documents are kept
+    apart."""
     generator = np.random.default_rng(1)
     ids = generator.integers(1, VOCABULARY, (8, CONTEXT))
     mask = np.ones_like(ids)
     for row, length in enumerate(generator.integers(5, CONTEXT, 8)):
         ids[row, length:], mask[row, length:] = 0, 0  # padded with the token that ends documents
     split = datasets.Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": mask.tolist()})
-    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(
+        str(tmp_path / "plain")
+    )
     run = (
         "--model_name",
         toys / "llama",
@@ -168,7 +224,9 @@ def test_a_set_that_is_not_packed_is_evaluated_as_plain_transformers_would(toys,
 def test_a_warning_says_how_much_was_forgotten_and_the_run_goes_on(base, tmp_path):
     train_ranks(1, *replayed(base, tmp_path, "--forgetting_budget", "replay:0.05,copy:9"))
     verdicts = [line for line in lines(tmp_path / "run") if "verdict" in line]
-    assert verdicts and all(line["verdict"] == "forgetting" and line["action"] == "warn" for line in verdicts)
+    assert verdicts and all(
+        line["verdict"] == "forgetting" and line["action"] == "warn" for line in verdicts
+    )
     assert "replay" in verdicts[0]["reason"] and "of 0.05 nats" in verdicts[0]["reason"]
     assert metrics(tmp_path / "run")[-1] and metrics(tmp_path / "run", "step")[-1] == 16
     assert verify.main([str(tmp_path / "run")]) == 0
@@ -177,36 +235,62 @@ def test_a_warning_says_how_much_was_forgotten_and_the_run_goes_on(base, tmp_pat
 @pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_path, strategy):
-    more = ("--forgetting_budget", "replay:0.05", "--forgetting_action", "stop", "--strategy", strategy)
+    more = (
+        "--forgetting_budget",
+        "replay:0.05",
+        "--forgetting_action",
+        "stop",
+        "--strategy",
+        strategy,
+    )
     job = Job(2, *replayed(base, tmp_path, *more))
     assert job.wait() == [76, 76]
     last = metrics(tmp_path / "run", "step")[-1]
     assert last < 16 and (tmp_path / "run" / f"step-{last:08d}").is_dir()
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
-    assert status["code"] == 76 and "forgotten: replay" in status["reason"] and not status["retryable"]
+    assert (
+        status["code"] == 76 and "forgotten: replay" in status["reason"] and not status["retryable"]
+    )
     assert status["last_durable_step"] == last
     assert verify.main([str(tmp_path / "run")]) == 0
-    # It goes on only with another budget, which is an act of its own, and to the numbers of a run that had that one.
+    # It goes on only with another budget, which is an act of its own, and to the numbers of a run
+    # that had that one.
     again = (*replayed(base, tmp_path, *more), "--resume", "true")
     assert Job(2, *again, "--forgetting_budget", "replay:9").wait() == [2, 2]
-    train_ranks(2, *again, "--forgetting_budget", "replay:9", "--resume_override", "forgetting_budget")
+    train_ranks(
+        2, *again, "--forgetting_budget", "replay:9", "--resume_override", "forgetting_budget"
+    )
     whole = tmp_path / "whole"
     train_ranks(2, *replayed(base, whole, *more, "--forgetting_budget", "replay:9"))
     for key in ("loss", "eval_loss"):
         assert metrics(tmp_path / "run", key) == metrics(whole / "run", key)
     forgotten = evaluated(tmp_path / "run", "replay", "forgotten")
-    assert forgotten == evaluated(whole / "run", "replay", "forgotten"), "above its value before step 1, not before the resume"
+    assert forgotten == evaluated(whole / "run", "replay", "forgotten"), (
+        "above its value before step 1, not before the resume"
+    )
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
 def test_a_stop_before_the_base_was_measured_leaves_it_to_the_resumed_run(base, tmp_path, strategy):
     ranks = 1 if strategy == "auto" else 2
-    more = ("--forgetting_budget", "replay:0.05,copy:9", "--forgetting_action", "stop", "--strategy", strategy)
-    run, whole = replayed(base, tmp_path, *more), replayed(base, tmp_path, *more, "--run_name", "whole")
+    more = (
+        "--forgetting_budget",
+        "replay:0.05,copy:9",
+        "--forgetting_action",
+        "stop",
+        "--strategy",
+        strategy,
+    )
+    run, whole = (
+        replayed(base, tmp_path, *more),
+        replayed(base, tmp_path, *more, "--run_name", "whole"),
+    )
     assert Job(ranks, *whole).wait() == [76] * ranks
     job = Job(ranks, *run, failpoint="evaluate:count=2:do=term")  # in the evaluation before step 1
-    assert job.wait() == [75] * ranks and [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000000"]
+    assert job.wait() == [75] * ranks and [
+        path.name for path in (tmp_path / "run").glob("step-*")
+    ] == ["step-00000000"]
     assert verify.main([str(tmp_path / "run")]) == 0
     again = Job(ranks, *run, "--resume", "true", failpoint="evaluate:count=3:do=term")
     assert again.wait() == [75] * ranks, "and again"
@@ -224,10 +308,18 @@ def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
     more += ("--eval_data", f"general={base / 'old'}")
     budget = ("--forgetting_budget", f"validation:9,{name}:0.05")
     job = Job(1, *run, *more, *budget)
-    assert job.wait() == [2] and f"{name!r} wasn't evaluated on these rows before step 1" in job.output[0]
+    assert (
+        job.wait() == [2]
+        and f"{name!r} wasn't evaluated on these rows before step 1" in job.output[0]
+    )
     train_ranks(1, *run, *more, "--forgetting_budget", "validation:9")
     assert evaluated(tmp_path / "run", "validation", "budget")[-1] == 9
-    weights = ("--model_name", tmp_path / "run" / "step-00000004", "--run_name", "anew")  # as the sentence says
+    weights = (
+        "--model_name",
+        tmp_path / "run" / "step-00000004",
+        "--run_name",
+        "anew",
+    )  # as the sentence says
     train_ranks(1, *run, *more[4:], "--resume_override", "", *weights, *budget)
 
 
@@ -235,10 +327,20 @@ def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
 @pytest.mark.parametrize("change", ["data", "rows", "copied"])
 def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
     """The same name isn't the same set: what was forgotten would be the difference of two sets."""
-    run = flags(base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4, "--eval_iters", 2)
+    run = flags(
+        base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4, "--eval_iters", 2
+    )
     budget = ("--forgetting_budget", "general:9,copy:9")
     train_ranks(1, *run, *budget, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
-    again = (*run, "--resume", "true", "--max_step", 8, "--resume_override", "max_step,forgetting_budget")
+    again = (
+        *run,
+        "--resume",
+        "true",
+        "--max_step",
+        8,
+        "--resume_override",
+        "max_step,forgetting_budget",
+    )
     sets, budgets, name = ("old", "new"), budget, "general"
     if change == "data":
         sets = ("new", "old")
@@ -246,24 +348,49 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
         again += ("--eval_iters", 1)
     else:
         budgets, name = ("--forgetting_budget", "copy:9,other:9"), "copy"
-    job = Job(1, *again, *budgets, "--eval_data", f"general={base / sets[0]},other={base / sets[1]}")
-    assert job.wait() == [2] and f"{name!r} wasn't evaluated on these rows before step 1" in job.output[0]
-    train_ranks(1, *again, *budget, "--eval_iters", 2, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
+    job = Job(
+        1, *again, *budgets, "--eval_data", f"general={base / sets[0]},other={base / sets[1]}"
+    )
+    assert (
+        job.wait() == [2]
+        and f"{name!r} wasn't evaluated on these rows before step 1" in job.output[0]
+    )
+    train_ranks(
+        1,
+        *again,
+        *budget,
+        "--eval_iters",
+        2,
+        "--eval_data",
+        f"general={base / 'old'},other={base / 'new'}",
+    )
     assert verify.main([str(tmp_path / "run")]) == 0
 
 
 @pytest.mark.longer
 def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(base, tmp_path):
-    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind", "--eval_step_interval", 2)
+    more = (
+        "--forgetting_budget",
+        "replay:0.0001",
+        "--forgetting_action",
+        "rewind",
+        "--eval_step_interval",
+        2,
+    )
     run = replayed(base, tmp_path, *more, "--max_step", 8, "--max_skipped_steps", 1)
     first = Job(1, *run, failpoint="evaluate:count=30:do=term")  # in the evaluation after step 2
-    assert first.wait() == [75] and [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+    assert first.wait() == [75] and [path.name for path in (tmp_path / "run").glob("step-*")] == [
+        "step-00000002"
+    ]
     # That is made up, and too much was forgotten: the run goes back before it reads anything.
     second = Job(1, *run, "--resume", "true", failpoint="forward:do=term")
     assert second.wait() == [75] and "went back to the beginning" in second.output[0]
     assert (tmp_path / "run" / "step-00000001").is_dir()
     document = read_progress(tmp_path / "run" / "step-00000001")
-    assert Fraction(document["mixture"]["raised"]["replay"]) == Fraction(1, 10) and document["guard"]["rewinds"] == 1
+    assert (
+        Fraction(document["mixture"]["raised"]["replay"]) == Fraction(1, 10)
+        and document["guard"]["rewinds"] == 1
+    )
     assert document["progress"]["position"] == 3 * 8, "no row was read twice, and none in vain"
     assert verify.main([str(tmp_path / "run")]) == 0
     third = Job(1, *run, "--resume", "true")
@@ -296,7 +423,10 @@ def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
     more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind")
     more += ("--eval_step_interval", 2, "--max_skipped_steps", 0, "--eval_iters", 2)
     job = Job(1, *replayed(base, tmp_path, *more))
-    assert job.wait() == [76] and "would go back for the 1. time (--max_skipped_steps 0)" in job.output[0]
+    assert (
+        job.wait() == [76]
+        and "would go back for the 1. time (--max_skipped_steps 0)" in job.output[0]
+    )
 
 
 def test_a_branch_does_not_go_back_before_its_branch_point(base, tmp_path):
@@ -307,43 +437,75 @@ def test_a_branch_does_not_go_back_before_its_branch_point(base, tmp_path):
     branch += ("--checkpoint", tmp_path / "run" / "step-00000004")
     branch += ("--resume_override", "max_step,forgetting_budget")
     job = Job(1, *branch, "--forgetting_budget", "replay:0.0001")
-    assert job.wait() == [76] and "where this branch began, is gone or had no room left" in job.output[0]
+    assert (
+        job.wait() == [76]
+        and "where this branch began, is gone or had no room left" in job.output[0]
+    )
     assert "went back to the beginning" not in job.output[0]
 
 
 @pytest.mark.longer
 def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_path):
-    more = ("--forgetting_budget", "replay:0.4", "--forgetting_action", "rewind", "--eval_step_interval", 2)
-    run = replayed(base, tmp_path, *more, "--strategy", "fsdp", "--save_step_interval", 2, "--max_step", 12)
+    more = (
+        "--forgetting_budget",
+        "replay:0.4",
+        "--forgetting_action",
+        "rewind",
+        "--eval_step_interval",
+        2,
+    )
+    run = replayed(
+        base, tmp_path, *more, "--strategy", "fsdp", "--save_step_interval", 2, "--max_step", 12
+    )
     train_ranks(2, *run)
     folder = tmp_path / "run"
     rewinds = [line for line in lines(folder) if line.get("verdict") == "rewind"]
     shares = [line["shares"]["replay"] for line in rewinds]
-    assert shares and shares == sorted(set(shares)) and shares[0] == pytest.approx(0.1) and shares[-1] <= 0.5
+    assert (
+        shares
+        and shares == sorted(set(shares))
+        and shares[0] == pytest.approx(0.1)
+        and shares[-1] <= 0.5
+    )
     assert evaluated(folder, "replay", "forgotten")[-1] <= 0.4
     assert metrics(folder, "step")[-1] == 12
-    assert verify.main([str(folder)]) == 0, "the rows that were read are those of the mixture as it was raised"
+    assert verify.main([str(folder)]) == 0, (
+        "the rows that were read are those of the mixture as it was raised"
+    )
     document = read_progress(folder / "step-00000012")
     assert float(Fraction(document["mixture"]["raised"]["replay"])) == pytest.approx(shares[-1])
     # A resumed run goes on with the raised share, bit for bit.
     last = [line["step"] for line in lines(folder) if line.get("verdict") == "rewind"][-1]
-    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if int(path.name[5:]) > last)
+    steps = sorted(
+        int(path.name[5:]) for path in folder.glob("step-*") if int(path.name[5:]) > last
+    )
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy / "run")
     again = [str(copy) if word == tmp_path else word for word in run]
-    train_ranks(2, *again, "--resume", "true", "--checkpoint", copy / "run" / f"step-{steps[0]:08d}")
+    train_ranks(
+        2, *again, "--resume", "true", "--checkpoint", copy / "run" / f"step-{steps[0]:08d}"
+    )
     for key in ("step", "loss", "sources", "eval"):
         assert metrics(copy / "run", key) == metrics(folder, key), key
 
 
 @pytest.mark.longer
 def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
-    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind", "--eval_step_interval", 2)
+    more = (
+        "--forgetting_budget",
+        "replay:0.0001",
+        "--forgetting_action",
+        "rewind",
+        "--eval_step_interval",
+        2,
+    )
     job = Job(1, *replayed(base, tmp_path, *more, "--lr", 5e-2, share=0.3))
     assert job.wait() == [76]
     assert "the share of 'replay' is 0.5 already" in job.output[0]
     assert "Without replay" not in job.output[0]
-    assert _goes_on(base, tmp_path, more, share=0.3) == 76, "the budget is too small, at half the rate as well"
+    assert _goes_on(base, tmp_path, more, share=0.3) == 76, (
+        "the budget is too small, at half the rate as well"
+    )
 
 
 @pytest.mark.longer
@@ -386,7 +548,10 @@ def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
     )
     for name, best in (("followed", ("--keep_best_of", "general")), ("default", ())):
         train_ranks(1, *flags(base, tmp_path, *more, *best, "--run_name", name))
-    kept = {name: sorted(p.name for p in (tmp_path / name).glob("step-*")) for name in ("followed", "default")}
+    kept = {
+        name: sorted(p.name for p in (tmp_path / name).glob("step-*"))
+        for name in ("followed", "default")
+    }
     assert kept == {"followed": ["step-00000004", "step-00000016"], "default": ["step-00000016"]}
 
 
@@ -406,13 +571,19 @@ def test_a_budget_judges_each_set_by_its_value_before_step_1():
 
 
 def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
-    mix = parse("{sources: {a: {path: a, weight: 0.6}, b: {path: b, weight: 0.3}, r: {path: r, weight: 0.1}}, "
-                "stages: [{from: 0.5, weights: {b: 1}}, {from: 0.8, weights: {r: 0.7, b: 0.3}}]}")  # fmt: skip
+    mix = parse("{sources: {a: {path: a, weight: 0.6}, b: {path: b, weight: 0.3}, r: {path: r, "
+        "weight: 0.1}}, "
+                "stages: [{from: 0.5, weights: {b: 1}}, {from: 0.8, weights: {r: 0.7, b: "
+                    "0.3}}]}")  # fmt: skip
     raised = at_least(mix, {"r": Fraction(1, 5)}, [64] * 3)
     shares = [[Fraction(w, sum(stage.weights)) for w in stage.weights] for stage in raised.stages]
     fifteenth = Fraction(1, 15)
     assert shares[0] == [8 * fifteenth, 4 * fifteenth, 3 * fifteenth]
-    assert shares[1] == [0, Fraction(4, 5), Fraction(1, 5)] and shares[2] == [0, Fraction(3, 10), Fraction(7, 10)]
+    assert shares[1] == [0, Fraction(4, 5), Fraction(1, 5)] and shares[2] == [
+        0,
+        Fraction(3, 10),
+        Fraction(7, 10),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -428,11 +599,17 @@ def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
         ("--forgetting_budget validation:0.1,validation:0.2", "is there twice"),
         ("--forgetting_budget validation:0.1 --eval_iters 0", "--eval_iters 0 turns off"),
         ("--forgetting_budget validation:0.1 --forgetting_action stop", "--eval_step_interval"),
-        ("--forgetting_budget copy:0.1 --forgetting_action rewind --eval_step_interval 2", "no source of"),
+        (
+            "--forgetting_budget copy:0.1 --forgetting_action rewind --eval_step_interval 2",
+            "no source of",
+        ),
         ("--eval_data general", "--eval_data takes name=folder"),
         ("--eval_data copy=OLD", "is the name of a probe"),
         ("--eval_data retrieval=OLD", "is the name of a probe"),
-        ("--probes retrieval,needle", "--probes takes copy or retrieval, comma-separated, not 'needle'."),
+        (
+            "--probes retrieval,needle",
+            "--probes takes copy or retrieval, comma-separated, not 'needle'.",
+        ),
         ("--eval_data validation=OLD", "is evaluated already"),
         ("--eval_data general=nowhere", "No dataset at 'nowhere'"),
         ("--keep_best_of general", "--keep_best_of: no validation set"),
@@ -443,9 +620,19 @@ def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
     ],
 )
 def test_bad_input_gets_one_sentence(base, tmp_path, words, sentence):
-    words = [{"OLD": str(base / "old"), "NEW": str(base / "new")}.get(word, word) for word in words.split()]
+    words = [
+        {"OLD": str(base / "old"), "NEW": str(base / "new")}.get(word, word)
+        for word in words.split()
+    ]
     words = [word.replace("=OLD", f"={base / 'old'}") for word in words]
-    run = ["--model_name", base / "base", "--train_data_dir", base / "new", "--output_dir", tmp_path]
+    run = [
+        "--model_name",
+        base / "base",
+        "--train_data_dir",
+        base / "new",
+        "--output_dir",
+        tmp_path,
+    ]
     code, said = run_ranks(1, _refused, [str(word) for word in [*run, *words]])[0]
     assert code == 2 and said.count("\n") == 1 and sentence in said
 

@@ -1,4 +1,5 @@
-"""--freeze and --train_only: what is frozen keeps every bit and has no gradient and no optimizer state, under every strategy."""
+"""--freeze and --train_only: what is frozen keeps every bit and has no gradient and no optimizer
+state, under every strategy."""
 
 import json
 
@@ -38,7 +39,16 @@ def skeleton(name):
 def flags(toys, output, model, *more):
     return (
         *toy_run(toys, output, model=model, data="ragged"),
-        *("--micro_batch_size", 2, "--global_batch_size", 8, "--max_step", STEPS, "--save_step_interval", HALF),
+        *(
+            "--micro_batch_size",
+            2,
+            "--global_batch_size",
+            8,
+            "--max_step",
+            STEPS,
+            "--save_step_interval",
+            HALF,
+        ),
         *("--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", *more),
     )
 
@@ -59,7 +69,9 @@ def with_state(checkpoint):
 def steps_of(checkpoint):
     """Name -> the steps that the optimizer has counted of a parameter."""
     tensors = reading.optimizer_state(checkpoint)
-    return {reading.parameter_of(key): int(t) for key, t in tensors.items() if key.endswith(".step")}
+    return {
+        reading.parameter_of(key): int(t) for key, t in tensors.items() if key.endswith(".step")
+    }
 
 
 # ------------------------------------------------------------------------------- names
@@ -78,8 +90,13 @@ def test_patterns_choose_by_names():
     model = skeleton("llama")
     layer = {n for n, _ in model.named_parameters() if n.startswith("model.layers.0.")}
     assert len(layer) == 9 and freezing.frozen_names(model, "model.layers.0.*", None) == layer
-    assert freezing.frozen_names(model, " model.layers.0.*, *.norm.* ,", None) == {*layer, "model.norm.weight"}
-    assert freezing.frozen_names(model, "embeddings,*.norm.*", None) == EMBEDDINGS["llama"] | {"model.norm.weight"}
+    assert freezing.frozen_names(model, " model.layers.0.*, *.norm.* ,", None) == {
+        *layer,
+        "model.norm.weight",
+    }
+    assert freezing.frozen_names(model, "embeddings,*.norm.*", None) == EMBEDDINGS["llama"] | {
+        "model.norm.weight"
+    }
     experts = freezing.frozen_names(skeleton("mixtral"), "*.experts.*", None)
     assert experts and all(".experts." in name for name in experts)
 
@@ -89,7 +106,9 @@ def test_a_tied_weight_is_one_under_both_names(name):
     model = skeleton("llama-tied")
     assert freezing.frozen_names(model, name, None) == {"model.embed_tokens.weight"}
     said = freezing.tied_both_ways(model, name, None)
-    assert len(said) == (name != "embeddings") and all("is frozen as well: it is tied" in line for line in said)
+    assert len(said) == (name != "embeddings") and all(
+        "is frozen as well: it is tied" in line for line in said
+    )
     assert freezing.tied_both_ways(skeleton("llama"), name, None) == []
 
 
@@ -104,7 +123,10 @@ def test_a_tied_weight_is_one_under_both_names(name):
         (
             "model.layer.1.*",
             None,
-            "no parameter of LlamaForCausalLM has such a name; its last parameters are model.norm.weight",
+            (
+                "no parameter of LlamaForCausalLM has such a name; its last parameters are "
+                "model.norm.weight"
+            ),
         ),
         ("nothing.*", None, "its last parameters are model.norm.weight, lm_head.weight."),
         (None, "lm_haed.weight", "did you mean lm_head.weight?"),
@@ -152,7 +174,11 @@ def test_only_what_trains_is_counted():
 def test_the_chunked_loss_makes_no_gradient_of_a_frozen_head(monkeypatch):
     torch.manual_seed(0)
     made, grad = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: made.append([t.shape for t in a[1]]) or grad(*a, **k))
+    monkeypatch.setattr(
+        torch.autograd,
+        "grad",
+        lambda *a, **k: made.append([t.shape for t in a[1]]) or grad(*a, **k),
+    )
     ids = torch.randint(0, 131, (2, 16))
     for name, words, shapes in (
         ("llama", {"freeze": "embeddings"}, [(32, 32)]),
@@ -163,10 +189,15 @@ def test_the_chunked_loss_makes_no_gradient_of_a_frozen_head(monkeypatch):
         for chunked in (False, True):
             torch.manual_seed(1)
             causal_lm = type(skeleton(name))(CONFIGS[name]).eval()
-            freezing.freeze(causal_lm, freezing.frozen_names(causal_lm, words.get("freeze"), words.get("train_only")))
+            freezing.freeze(
+                causal_lm,
+                freezing.frozen_names(causal_lm, words.get("freeze"), words.get("train_only")),
+            )
             made.clear()
             LanguageModel(causal_lm, chunked=chunked)(ids, ids).backward()
-            gradients.append({n: p.grad for n, p in causal_lm.named_parameters() if p.grad is not None})
+            gradients.append(
+                {n: p.grad for n, p in causal_lm.named_parameters() if p.grad is not None}
+            )
             assert [[tuple(s) for s in call] for call in made] == [shapes] * chunked
         plain, of_chunks = gradients
         assert plain.keys() == of_chunks.keys()
@@ -196,7 +227,9 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
 
 @pytest.mark.quick_cases(r"fsdp2-2-gpt2")
 @pytest.mark.every_eighth(2)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy_name", "ranks", "model", "words", "more"),
     [
@@ -218,13 +251,19 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
         pytest.param("fsdp2", 2, "llama", ("--train_only", "embeddings"), ("--precision", "bf16-mixed"), marks=pytest.mark.longer),
     ],
 )  # fmt: skip
-def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(toys, tmp_path, strategy_name, ranks, model, words, more):
+def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(
+    toys, tmp_path, strategy_name, ranks, model, words, more
+):
     """One run, its second half again from its first, and the files of both."""
-    run = flags(toys, tmp_path, model, "--strategy", strategy_name, *words, *more, "--run_name", "run")
+    run = flags(
+        toys, tmp_path, model, "--strategy", strategy_name, *words, *more, "--run_name", "run"
+    )
     job = Job(ranks, *run)
     assert job.wait(240) == [0] * ranks, job.output
     given = dict(zip(words[::2], words[1::2]))
-    frozen = freezing.frozen_names(skeleton(model), given.get("--freeze"), given.get("--train_only"))
+    frozen = freezing.frozen_names(
+        skeleton(model), given.get("--freeze"), given.get("--train_only")
+    )
     everything = {name for name, _ in skeleton(model).named_parameters()}
     assert "of which are trained" in job.output[0] and "Start verified" in job.output[0]
     last = tmp_path / "run" / f"step-{STEPS:08d}"
@@ -234,7 +273,9 @@ def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(toys, tmp_
         assert torch.equal(before[name].to(value.dtype), value) == (name in frozen), name
     assert with_state(last) == everything - frozen
     assert set(metrics(tmp_path / "run", "updated_fraction")) != {0.0}
-    again = Job(ranks, *run, "--resume", "true", "--checkpoint", tmp_path / "run" / f"step-{HALF:08d}")
+    again = Job(
+        ranks, *run, "--resume", "true", "--checkpoint", tmp_path / "run" / f"step-{HALF:08d}"
+    )
     assert again.wait(240) == [0] * ranks, again.output
     for name, value in weights(last).items():
         assert torch.equal(value, after[name]), name
@@ -244,12 +285,29 @@ def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(toys, tmp_
 
 @pytest.mark.longer
 def test_a_frozen_run_goes_on_on_other_ranks_and_strategies(toys, tmp_path):
-    words = ("--train_only", "embeddings,*.norm.*", "--run_name", "run", "--state_dict_type", "sharded")
+    words = (
+        "--train_only",
+        "embeddings,*.norm.*",
+        "--run_name",
+        "run",
+        "--state_dict_type",
+        "sharded",
+    )
     train_ranks(2, *flags(toys, tmp_path, "llama", "--strategy", "fsdp", *words))
     losses, last = metrics(tmp_path / "run"), weights(tmp_path / "run" / f"step-{STEPS:08d}")
     half = tmp_path / "run" / f"step-{HALF:08d}"
     for number, (ranks, name) in enumerate(((1, "auto"), (2, "fsdp2"), (2, "ddp"))):
-        there = (*words, "--resume", "true", "--checkpoint", half, "--run_name", f"branch-{number}", "--strategy", name)
+        there = (
+            *words,
+            "--resume",
+            "true",
+            "--checkpoint",
+            half,
+            "--run_name",
+            f"branch-{number}",
+            "--strategy",
+            name,
+        )
         train_ranks(ranks, *flags(toys, tmp_path, "llama", *there))
         assert metrics(tmp_path / f"branch-{number}") == pytest.approx(losses, rel=1e-5)
         for key, value in weights(tmp_path / f"branch-{number}" / f"step-{STEPS:08d}").items():
@@ -259,7 +317,10 @@ def test_a_frozen_run_goes_on_on_other_ranks_and_strategies(toys, tmp_path):
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("strategy_name", "ranks"),
-    [("auto", 1), *(pytest.param(name, 2, marks=pytest.mark.longer) for name in ("ddp", "fsdp", "fsdp2"))],
+    [
+        ("auto", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.longer) for name in ("ddp", "fsdp", "fsdp2")),
+    ],
 )
 def test_what_trains_changes_on_purpose_only(toys, tmp_path, strategy_name, ranks):
     """What begins to train has the moments of a first step; what goes on has its own."""
@@ -270,20 +331,42 @@ def test_what_trains_changes_on_purpose_only(toys, tmp_path, strategy_name, rank
     resumed = (*run, "--resume", "true", "--checkpoint", half)
     job = Job(ranks, *resumed)
     assert job.wait()[0] == 2, job.output
-    assert "freeze transformer.h.0.*, not None" in job.output[0] and "--resume_override freeze" in job.output[0]
-    other = ("--train_only", "transformer.h.0.*,transformer.wpe.*", "--resume_override", "freeze,train_only")
+    assert (
+        "freeze transformer.h.0.*, not None" in job.output[0]
+        and "--resume_override freeze" in job.output[0]
+    )
+    other = (
+        "--train_only",
+        "transformer.h.0.*,transformer.wpe.*",
+        "--resume_override",
+        "freeze,train_only",
+    )
     job = Job(ranks, *resumed, *other)
     assert job.wait() == [0] * ranks, job.output
     assert "freeze: None from here on, transformer.h.0.* before." in job.output[0]
     steps = steps_of(tmp_path / "run" / f"step-{STEPS:08d}")
     assert steps.pop("transformer.wpe.weight") == STEPS
-    assert len(steps) == 12 and set(steps.values()) == {STEPS - HALF}, "the layer's, from its first step on"
+    assert len(steps) == 12 and set(steps.values()) == {STEPS - HALF}, (
+        "the layer's, from its first step on"
+    )
     assert verify_run(tmp_path / "run", exports=False).findings == []
-    job = Job(ranks, *run, *other[:2], "--resume", "true", "--max_step", STEPS + 1, "--resume_override", "max_step")
+    job = Job(
+        ranks,
+        *run,
+        *other[:2],
+        "--resume",
+        "true",
+        "--max_step",
+        STEPS + 1,
+        "--resume_override",
+        "max_step",
+    )
     assert job.wait() == [0] * ranks, "a restart goes on without naming it again"
 
 
-@pytest.mark.parametrize(("strategy_name", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.longer)])
+@pytest.mark.parametrize(
+    ("strategy_name", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.longer)]
+)
 def test_all_that_trained_may_be_frozen_by_a_resume(toys, tmp_path, strategy_name, ranks):
     run = flags(toys, tmp_path, "llama", "--run_name", "run", "--strategy", strategy_name)
     job = Job(ranks, *run, "--train_only", "*.layers.1.*")
@@ -299,9 +382,20 @@ def test_all_that_trained_may_be_frozen_by_a_resume(toys, tmp_path, strategy_nam
 
 
 def test_the_order_of_words_does_not_matter(toys, tmp_path):
-    job = Job(1, *flags(toys, tmp_path, "llama", "--freeze", "embeddings,*.norm.*", "--run_name", "run"))
+    job = Job(
+        1, *flags(toys, tmp_path, "llama", "--freeze", "embeddings,*.norm.*", "--run_name", "run")
+    )
     assert job.wait() == [0], job.output
-    more = ("--run_name", "run", "--resume", "true", "--max_step", STEPS + 1, "--resume_override", "max_step")
+    more = (
+        "--run_name",
+        "run",
+        "--resume",
+        "true",
+        "--max_step",
+        STEPS + 1,
+        "--resume_override",
+        "max_step",
+    )
     planned(flags(toys, tmp_path, "llama", "--freeze", " *.norm.*,embeddings", *more))
     file = tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json"
     assert json.loads(file.read_text())["schedule"]["freeze"] == "*.norm.*,embeddings"

@@ -1,4 +1,5 @@
-"""python -m fabric_llm.generate: it writes what model.generate does, as it is made, or says in one sentence why not."""
+"""python -m fabric_llm.generate: it writes what model.generate does, as it is made, or says in one
+sentence why not."""
 
 import io
 import json
@@ -30,7 +31,9 @@ def toy(toys, tmp_path_factory):
     """A Hugging Face directory whose tokens are words, and whose model knows 64 positions."""
     folder = tmp_path_factory.mktemp("toy") / "llama"
     shutil.copytree(toys / "llama", folder)
-    tokenizer = Tokenizer(WordLevel({"end": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}, unk_token="end"))
+    tokenizer = Tokenizer(
+        WordLevel({"end": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}, unk_token="end")
+    )
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(folder)
     return folder
@@ -39,7 +42,17 @@ def toy(toys, tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(toy, toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    flags = (*toy_run(toys, folder), "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2)
+    flags = (
+        *toy_run(toys, folder),
+        "--max_step",
+        2,
+        "--save_step_interval",
+        1,
+        "--eval_iters",
+        0,
+        "--lr",
+        1e-2,
+    )
     flags += ("--micro_batch_size", 2, "--model_name", toy)
     train_ranks(1, *flags, "--run_name", "full")
     train_ranks(1, *flags, "--run_name", "sharded", "--state_dict_type", "sharded")
@@ -54,15 +67,24 @@ def written(capsys, *words):
 
 
 def expected(folder, **how):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, max_new_tokens=12, **how)
+    made = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, max_new_tokens=12, **how
+    )
     return tokenizer.decode(made[0], skip_special_tokens=True)
 
 
 def test_at_temperature_0_it_is_the_most_likely_text(toy, capsys):
     text = written(capsys, toy, "--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
-    assert text.split() == expected(toy, do_sample=False).split() and text.startswith(PROMPT) and len(text.split()) > 6
+    assert (
+        text.split() == expected(toy, do_sample=False).split()
+        and text.startswith(PROMPT)
+        and len(text.split()) > 6
+    )
 
 
 def test_a_run_is_its_latest_checkpoint(runs, capsys):
@@ -81,7 +103,10 @@ def test_a_seed_gives_the_same_draws_and_another_others(toy, capsys, monkeypatch
         texts.append(written(capsys, *words, "--seed", seed))
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith(PROMPT)
     torch.manual_seed(1)
-    assert texts[0].split() == expected(toy, do_sample=True, temperature=1.5, top_p=0.95, top_k=0).split()
+    assert (
+        texts[0].split()
+        == expected(toy, do_sample=True, temperature=1.5, top_p=0.95, top_k=0).split()
+    )
 
 
 def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
@@ -93,32 +118,50 @@ def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
 
     monkeypatch.setattr(TextStreamer, "put", watched)
     main([str(toy), "--prompt", PROMPT, "--max_new_tokens", "12", "--temperature", "0"])
-    assert len(printed) > 6 and all(printed[2:-1]), "each call but the first words' prints what came before"
+    assert len(printed) > 6 and all(printed[2:-1]), (
+        "each call but the first words' prints what came before"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
         ("nowhere --prompt w1", 2, "No checkpoint at 'nowhere'."),
-        ("{runs}/sharded --prompt w1", 2, "is sharded: export it first, python export_hf.py {runs}/sharded/step-00000002"),
+        ("{runs}/sharded --prompt w1", 2, (
+            "is sharded: export it first, python export_hf.py "
+            "{runs}/sharded/step-00000002"
+        )),
         ("{toys}/llama --prompt w1", 2, "has no tokenizer"),
         ("{bare} --prompt w1", 2, "has no weights"),
-        ("{toy} --prompt w1 --max_new_tokens 64", 2, "with --max_new_tokens 64 no more than the model's 64"),
+        ("{toy} --prompt w1 --max_new_tokens 64", 2, (
+            "with --max_new_tokens 64 no more than the "
+            "model's 64"
+        )),
         ("{toy} --prompt=", 2, "The prompt has 0 tokens"),
         ("{toy} --prompt w1 --top_p 0", 2, "--top_p must be positive"),
         ("{toy} --prompt w1 --temprature 1", 2, "Did you mean --temperature?"),
         ("{broken} --prompt w1", 66, "is damaged"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_in_one_sentence(toy, toys, runs, tmp_path, capsys, words, code, sentence):
-    places = {"toy": toy, "toys": toys, "runs": runs, "bare": tmp_path / "bare", "broken": tmp_path / "broken"}
+def test_mistakes_are_told_in_one_sentence(
+    toy, toys, runs, tmp_path, capsys, words, code, sentence
+):
+    places = {
+        "toy": toy,
+        "toys": toys,
+        "runs": runs,
+        "bare": tmp_path / "bare",
+        "broken": tmp_path / "broken",
+    }
     shutil.copytree(toy, places["bare"], ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(runs / "full" / "step-00000002", places["broken"])
     (places["broken"] / "model.safetensors").write_bytes(b"")
     with pytest.raises(SystemExit) as ended:
         main(words.format(**places).split())
     error = capsys.readouterr().err
-    assert ended.value.code == code and sentence.format(**places) in error and error.count("\n") == 1, error
+    assert (
+        ended.value.code == code and sentence.format(**places) in error and error.count("\n") == 1
+    ), error
 
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "C"])  # in C, Python reads any bytes
@@ -153,39 +196,70 @@ def test_kernels_that_a_configuration_names_are_not_taken(toy, tmp_path, capsys)
     expected = written(capsys, toy, *words)
     shutil.copytree(toy, tmp_path / "model")
     config = json.loads((toy / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "attn_implementation": "some/kernel"}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({**config, "attn_implementation": "some/kernel"})
+    )
     assert written(capsys, tmp_path / "model", *words) == expected
 
 
 @pytest.mark.longer
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(toy):
-    command = [sys.executable, "-m", "fabric_llm.generate", toy, "--prompt", PROMPT, "--max_new_tokens", "50"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "fabric_llm.generate",
+        toy,
+        "--prompt",
+        PROMPT,
+        "--max_new_tokens",
+        "50",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.close()
     assert process.communicate()[1] == "" and process.returncode == 1
 
 
 def test_help_and_mistakes_import_no_torch():
     code = (
-        "import sys; from fabric_llm.generate import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+        "import sys; from fabric_llm.generate import main\ntry: main(sys.argv[1:])\nfinally: "
+        "assert 'torch' not in sys.modules"
     )
     for words, ends in ((["--help"], 0), (["nowhere", "--prompt", "x"], 2)):
-        done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == ends and "Assertion" not in done.stderr
 
 
 @pytest.mark.longer
 def test_it_starts_from_the_shell(toy):
-    command = [sys.executable, "-m", *PROGRAM.split()[2:], str(toy), "--max_new_tokens", "3", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        *PROGRAM.split()[2:],
+        str(toy),
+        "--max_new_tokens",
+        "3",
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(command, input=PROMPT, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(PROMPT)
 
 
-# ------------------------------------------------------------------------------- what the model's own files say
+# ------------------------------------------------------------------- what the model's own files say
 
 
 @pytest.mark.parametrize(
-    "asks", [{"repetition_penalty": 5.0}, {"num_beams": 3}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 9, "top_k": 1}]
+    "asks",
+    [
+        {"repetition_penalty": 5.0},
+        {"num_beams": 3},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 9, "top_k": 1},
+    ],
 )
 def test_what_a_generation_config_asks_for_changes_nothing(toy, tmp_path, capsys, asks):
     """--temperature 0 is the most likely token, as in samples of the same checkpoint."""
@@ -194,14 +268,18 @@ def test_what_a_generation_config_asks_for_changes_nothing(toy, tmp_path, capsys
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({**said, **asks}))
     words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature")
     for temperature in (0, 1.5):
-        assert written(capsys, tmp_path / "model", *words, temperature) == written(capsys, toy, *words, temperature)
+        assert written(capsys, tmp_path / "model", *words, temperature) == written(
+            capsys, toy, *words, temperature
+        )
 
 
 def test_any_of_several_ends_of_text_ends_it(toy, tmp_path, capsys):
     shutil.copytree(toy, tmp_path / "model")
     words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
     first = written(capsys, toy, *words).split()[3]
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, int(first[1:])]}))
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, int(first[1:])]})
+    )
     assert written(capsys, tmp_path / "model", *words).split() == [*PROMPT.split(), first]
 
 
@@ -209,8 +287,12 @@ def with_eos_appended(folder, text):
     """The tokenizer in `folder` appends its EOS to a text, with BOS before it if `text` says so."""
     document = json.loads((folder / "tokenizer.json").read_text())
     tokenizer = Tokenizer.from_str(json.dumps(document))
-    tokenizer.post_processor = TemplateProcessing(single=text, special_tokens=[("end", 0), ("w1", 1)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end", bos_token="w1").save_pretrained(folder)
+    tokenizer.post_processor = TemplateProcessing(
+        single=text, special_tokens=[("end", 0), ("w1", 1)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="end", bos_token="w1"
+    ).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("text", ["$A end", "w1 $A end", "end $A end"])

@@ -1,4 +1,5 @@
-"""Losing well: NaN and spikes on any rank change nothing, are said, and end a run that doesn't recover."""
+"""Losing well: NaN and spikes on any rank change nothing, are said, and end a run that doesn't
+recover."""
 
 import json
 import math
@@ -18,7 +19,8 @@ from fabric_llm.training.guard import Guard
 
 
 def train_with_faults(argv, faults, factor):
-    """train.py, with the loss of some training forward passes multiplied by `factor`. Returns the exit code.
+    """train.py, with the loss of some training forward passes multiplied by `factor`. Returns the
+    exit code.
 
     faults: {rank: numbers of its forward passes in training, from 0}.
     """
@@ -45,8 +47,21 @@ def train_with_faults(argv, faults, factor):
 
 def argv_of(toys, folder, ranks, *flags, strategy="auto", model="llama"):
     words = [*toy_run(toys, folder, model=model), "--run_name", "run"]
-    words += ["--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2]
-    return [str(word) for word in [*words, "--global_batch_size", 4, "--micro_batch_size", 1, *flags]]
+    words += [
+        "--strategy",
+        strategy,
+        "--devices",
+        ranks,
+        "--log_step_interval",
+        1,
+        "--eval_iters",
+        0,
+        "--lr",
+        1e-2,
+    ]
+    return [
+        str(word) for word in [*words, "--global_batch_size", 4, "--micro_batch_size", 1, *flags]
+    ]
 
 
 def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
@@ -62,8 +77,12 @@ def weights(folder, step):
 
 @pytest.mark.quick_cases(r"auto-1-nan|fsdp2-2-inf")
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
-def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_path, strategy, ranks, factor):
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+)
+def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(
+    toys, tmp_path, strategy, ranks, factor
+):
     last_rank, micro_batches = ranks - 1, 4 // ranks
     faults = {last_rank: [micro_batches + 1]}  # the second step
     flags = ("--max_step", 3, "--save_step_interval", 1, "--weight_decay", 0.5)
@@ -79,17 +98,23 @@ def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_pat
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
-def test_too_many_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(toys, tmp_path, strategy, ranks):
+def test_too_many_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(
+    toys, tmp_path, strategy, ranks
+):
     faults = {0: range(8 // ranks, 400)}  # from the third step on
     flags = ("--max_step", 50, "--save_step_interval", 2, "--max_skipped_steps", 3)
     assert run(toys, tmp_path, ranks, faults, *flags, strategy=strategy) == 76
     assert metrics(tmp_path / "run", "verdict") == ["skip"] * 4
     saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
-    assert saved == ["step-00000002", "step-00000004"], "a skipped step's weights are those before it, and finite"
+    assert saved == ["step-00000002", "step-00000004"], (
+        "a skipped step's weights are those before it, and finite"
+    )
     assert all(torch.isfinite(value).all() for value in weights(tmp_path, 4).values())
     following = named(tmp_path)
     assert f"--checkpoint {tmp_path / 'run' / 'step-00000004'} --lr 0.005" in " ".join(following)
-    assert run(toys, tmp_path, ranks, {}, *flags, *following, "--save_step_interval", 50) == 0 and weights(tmp_path, 50)
+    assert run(
+        toys, tmp_path, ranks, {}, *flags, *following, "--save_step_interval", 50
+    ) == 0 and weights(tmp_path, 50)
 
 
 def named(folder):
@@ -119,19 +144,32 @@ def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
 
 
 @pytest.mark.quick_cases(r"fsdp-2")
-@pytest.mark.parametrize(("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")])
-def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path, strategy, ranks, kind):
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kind"),
+    [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")],
+)
+def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(
+    toys, tmp_path, strategy, ranks, kind
+):
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
     flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)
     assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    assert [line["position"] for line in lines_with(tmp_path / "run", "verdict")] == [14 * 4], "on with the data after it"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
+    assert [line["position"] for line in lines_with(tmp_path / "run", "verdict")] == [14 * 4], (
+        "on with the data after it"
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), (
+        "each step once"
+    )
     progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
     assert progress["progress"]["position"] == (14 + 4) * 4
     read = progress["rows_read"]
-    assert RowsRead(read["count"], read["hash_sum"]) == claimed_rows(ROWS, 1234, 0, (14 + 4) * 4), "once, undone or not"
+    assert RowsRead(read["count"], read["hash_sum"]) == claimed_rows(ROWS, 1234, 0, (14 + 4) * 4), (
+        "once, undone or not"
+    )
     assert progress["guard"]["rewinds"] == 1
 
 
@@ -139,7 +177,16 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, branch):
     """A branch that hasn't saved yet goes back to where it began."""
-    flags = ("--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind", "--save_step_interval", 12)
+    flags = (
+        "--spike_threshold",
+        6,
+        "--lr",
+        1e-4,
+        "--spike_action",
+        "rewind",
+        "--save_step_interval",
+        12,
+    )
     assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
     spike = {0: range(4 * 1, 4 * 2)}  # step 14
     more = (*flags, "--resume_override", "max_step", "--max_step", 20, "--resume", "true")
@@ -171,21 +218,49 @@ def killed_after_the_rewind(argv, faults):
 @pytest.mark.longer
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branch):
-    flags = ("--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind", "--save_step_interval", 12)
+    flags = (
+        "--spike_threshold",
+        6,
+        "--lr",
+        1e-4,
+        "--spike_action",
+        "rewind",
+        "--save_step_interval",
+        12,
+    )
     assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
     more = (*flags, "--resume_override", "max_step", "--max_step", 20)
     at = ("--checkpoint", tmp_path / "run" / "step-00000012")
     spike = {0: range(4 * 1, 4 * 2)}  # step 14
-    assert run(toys, tmp_path, 1, spike, *more, "--resume", "true", *at, "--run_name", "whole", factor=100.0) == 0
+    assert (
+        run(
+            toys,
+            tmp_path,
+            1,
+            spike,
+            *more,
+            "--resume",
+            "true",
+            *at,
+            "--run_name",
+            "whole",
+            factor=100.0,
+        )
+        == 0
+    )
     name = "branch" if branch else "run"
-    argv = argv_of(toys, tmp_path, 1, *more, "--resume", "true", *(at if branch else ()), "--run_name", name)
+    argv = argv_of(
+        toys, tmp_path, 1, *more, "--resume", "true", *(at if branch else ()), "--run_name", name
+    )
     assert run_ranks(1, stopped_in_the_rewind, argv, spike) == [75]
     status = json.loads((tmp_path / name / "STATUS.json").read_text())
     assert status["last_durable_step"] == status["step"] == 13
     assert run(toys, tmp_path, 1, {}, *more, "--resume", "true", "--run_name", name) == 0
     for key in ("step", "loss", "tokens", "position"):
         assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), key
-    ours, theirs = (load_file(tmp_path / one / "step-00000020" / "model.safetensors") for one in (name, "whole"))
+    ours, theirs = (
+        load_file(tmp_path / one / "step-00000020" / "model.safetensors") for one in (name, "whole")
+    )
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
@@ -210,26 +285,47 @@ def lines_with(folder, key):
 
 @pytest.mark.longer
 def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_path):
-    """It has fewer steps left than were planned, since some data is passed over; the curve of the rest says so too."""
-    flags = ("--number_epochs", 2, "--save_step_interval", 4, "--spike_threshold", 6, "--spike_action", "rewind")
+    """It has fewer steps left than were planned, since some data is passed over; the curve of the
+    rest says so too."""
+    flags = (
+        "--number_epochs",
+        2,
+        "--save_step_interval",
+        4,
+        "--spike_threshold",
+        6,
+        "--spike_action",
+        "rewind",
+    )
     flags += ("--lr", 1e-4)
     faults = {0: range(4 * 13, 4 * 14)}  # step 14 of 22: back to 12
     assert run(toys, tmp_path, 1, faults, *flags, factor=100.0) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
     steps = metrics(tmp_path / "run", "step")
     assert max(steps) == 20
-    branch = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000016", "--run_name", "branch")
+    branch = (
+        "--resume",
+        "true",
+        "--checkpoint",
+        tmp_path / "run" / "step-00000016",
+        "--run_name",
+        "branch",
+    )
     assert run(toys, tmp_path, 1, {}, *flags, *branch) == 0
     for key in ("step", "loss", "lr"):
         assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "run", key)
-    ours, theirs = (load_file(tmp_path / name / "step-00000020" / "model.safetensors") for name in ("branch", "run"))
+    ours, theirs = (
+        load_file(tmp_path / name / "step-00000020" / "model.safetensors")
+        for name in ("branch", "run")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ranks, monkeypatch):
-    """The one of step 12 is damaged as soon as it is there: back to step 8, and 12 is written anew."""
+    """The one of step 12 is damaged as soon as it is there: back to step 8, and 12 is written
+    anew."""
     publish = writing.publish
 
     def damaging(temporary, target, document):
@@ -244,18 +340,49 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
     flags = (*SPIKE, "--spike_action", "rewind")
     assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), (
+        "each step once"
+    )
     assert [line["step"] for line in lines if "verdict" in line] == [8]
     assert len(list((tmp_path / "run").glob("aside-step-00000012-*"))) == 1
     keep.verified(tmp_path / "run" / "step-00000016", hashes=True)
 
 
 def test_a_spike_with_the_last_data_is_left_out(toys, tmp_path):
-    """There is nothing to go on with: the steps since the last checkpoint would be lost for nothing."""
-    more = ("--number_epochs", 1, "--save_step_interval", 4, "--spike_threshold", 6, "--spike_window", 8, "--lr", 1e-4)
-    assert run(toys, tmp_path, 1, {0: range(4 * 10, 4 * 11)}, *more, "--spike_action", "rewind", factor=100.0) == 0
-    assert metrics(tmp_path / "run", "verdict") == ["skip"] and metrics(tmp_path / "run", "step")[-1] == 11
+    """There is nothing to go on with: the steps since the last checkpoint would be lost for
+    nothing."""
+    more = (
+        "--number_epochs",
+        1,
+        "--save_step_interval",
+        4,
+        "--spike_threshold",
+        6,
+        "--spike_window",
+        8,
+        "--lr",
+        1e-4,
+    )
+    assert (
+        run(
+            toys,
+            tmp_path,
+            1,
+            {0: range(4 * 10, 4 * 11)},
+            *more,
+            "--spike_action",
+            "rewind",
+            factor=100.0,
+        )
+        == 0
+    )
+    assert (
+        metrics(tmp_path / "run", "verdict") == ["skip"]
+        and metrics(tmp_path / "run", "step")[-1] == 11
+    )
     before, after = weights(tmp_path, 8), weights(tmp_path, 11)
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
@@ -265,7 +392,13 @@ def test_a_request_to_save_in_the_step_of_a_rewind_is_kept_for_the_next(toys, tm
     argv = argv_of(toys, tmp_path, 1, *SPIKE, "--spike_action", "rewind")
     assert run_ranks(1, saved_in_the_rewind, argv, {0: range(4 * 13, 4 * 14)}) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    assert sorted(path.name[-2:] for path in (tmp_path / "run").glob("step-*")) == ["04", "08", "12", "13", "16"]
+    assert sorted(path.name[-2:] for path in (tmp_path / "run").glob("step-*")) == [
+        "04",
+        "08",
+        "12",
+        "13",
+        "16",
+    ]
 
 
 def saved_in_the_rewind(argv, faults):
@@ -286,14 +419,19 @@ def saved_in_the_rewind(argv, faults):
 @pytest.mark.longer
 def test_a_rewind_goes_where_a_run_that_was_not_stopped_would(toys, tmp_path):
     """Not to the checkpoint of step 13, which only a stop has made."""
-    faults, more = {0: range(4 * 13, 4 * 14)}, (*SPIKE, "--spike_action", "rewind", "--keep_last", 2, "--keep_best", 0)
+    faults, more = (
+        {0: range(4 * 13, 4 * 14)},
+        (*SPIKE, "--spike_action", "rewind", "--keep_last", 2, "--keep_best", 0),
+    )
     assert run(toys, tmp_path, 1, faults, *more, "--run_name", "whole", factor=100.0) == 0
     argv = argv_of(toys, tmp_path, 1, *more)
     assert run_ranks(1, stopped_in_step_13, argv) == [75]
     assert run(toys, tmp_path, 1, {0: range(4)}, *more, "--resume", "auto", factor=100.0) == 0
     for key in ("step", "loss", "position", "verdict"):
         assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
-    whole, cut = ({path.name for path in (tmp_path / name).glob("step-*")} for name in ("whole", "run"))
+    whole, cut = (
+        {path.name for path in (tmp_path / name).glob("step-*")} for name in ("whole", "run")
+    )
     assert whole == cut == {"step-00000012", "step-00000016"}
     assert not list((tmp_path / "run").glob("aside-*")), "they count as well, and go first"
 
@@ -313,7 +451,18 @@ def stopped_in_step_13(argv):
 
 
 def test_after_a_rate_that_spoils_the_weights_no_spoilt_checkpoint_is_named(toys, tmp_path):
-    more = ("--max_step", 20, "--save_step_interval", 1, "--max_skipped_steps", 3, "--lr", 1e3, "--precision", "32-true")
+    more = (
+        "--max_step",
+        20,
+        "--save_step_interval",
+        1,
+        "--max_skipped_steps",
+        3,
+        "--lr",
+        1e3,
+        "--precision",
+        "32-true",
+    )
     assert run(toys, tmp_path, 1, {}, *more) == 76
     reason = json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"]
     assert "Start again" in reason and "--checkpoint" not in reason and weights(tmp_path, 4)
@@ -325,7 +474,10 @@ def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):
     flags = ("--max_step", 3, "--precision", "32-true")
     for name, more in (("run", ("--save_step_interval", 1)), ("once", ())):
         assert run(toys, tmp_path, 1, faults, *flags, *more, "--run_name", name) == 0
-    ours, theirs = (load_file(tmp_path / name / "step-00000003" / "model.safetensors") for name in ("run", "once"))
+    ours, theirs = (
+        load_file(tmp_path / name / "step-00000003" / "model.safetensors")
+        for name in ("run", "once")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -354,11 +506,17 @@ def test_what_is_a_spike():
     losses = [2.0, 2.1, 1.9, 2.05, 1.95] * 4
     assert all(guard.accept(loss, 1.0) for loss in losses)
     assert guard.accept(2.2, 1.0) and guard.verdict == "take"
-    assert not guard.accept(3.0, 1.0) and guard.verdict == "skip" and "deviations above" in guard.reason
+    assert (
+        not guard.accept(3.0, 1.0)
+        and guard.verdict == "skip"
+        and "deviations above" in guard.reason
+    )
     assert guard.losses[-1] == 2.2, "a skipped loss is no part of the window"
     assert guard.accept(0.5, 1.0), "a fall is none"
     equal = Guard(spike_threshold=3.0, spike_action="skip")
-    assert all(equal.accept(2.0, 1.0) for _ in range(20)) and equal.accept(2.001, 1.0), "equal losses don't say what is much"
+    assert all(equal.accept(2.0, 1.0) for _ in range(20)) and equal.accept(2.001, 1.0), (
+        "equal losses don't say what is much"
+    )
     few = Guard(spike_threshold=3.0)
     assert all(few.accept(loss, 1.0) for loss in (2.0, 2.0, 50.0)), "too few losses to tell"
 
@@ -368,7 +526,9 @@ def test_so_many_rewinds_are_made_and_no_more(rewinds, gives_up):
     guard = Guard(max_skipped_steps=1, spike_threshold=3.0, spike_action="rewind")
     guard.restore({"losses": [2.0, 2.1] * 10, "skipped": 0, "rewinds": rewinds, "before": {}})
     assert not guard.accept(9.0, 1.0) and guard.verdict == "rewind" and guard.gives_up() is gives_up
-    assert not guard.accept(math.nan, 1.0) and guard.gives_up() is (guard.skipped > 1), "which is no rewind"
+    assert not guard.accept(math.nan, 1.0) and guard.gives_up() is (guard.skipped > 1), (
+        "which is no rewind"
+    )
 
 
 def test_only_finite_steps_are_taken_and_the_state_survives_json():
@@ -383,7 +543,8 @@ def test_only_finite_steps_are_taken_and_the_state_survives_json():
 
 
 def train_and_count(argv, faults):
-    """[(models, optimizers, bytes of tensors alive)] of a run with spikes, whenever a rewind begins to load and has loaded."""
+    """[(models, optimizers, bytes of tensors alive)] of a run with spikes, whenever a rewind begins
+    to load and has loaded."""
     import gc
     import weakref
 
@@ -391,7 +552,13 @@ def train_and_count(argv, faults):
     from fabric_llm.run import build
     from fabric_llm.run.log import Log
 
-    fill, make_optimizer, rewound, made, seen = weights.fill, build.make_optimizer, Log.rewound, [], []
+    fill, make_optimizer, rewound, made, seen = (
+        weights.fill,
+        build.make_optimizer,
+        Log.rewound,
+        [],
+        [],
+    )
 
     def counting(model, *given):
         if made:
@@ -401,17 +568,27 @@ def train_and_count(argv, faults):
     def remembering(run, *given):
         make_optimizer(run, *given)
         parameters = tuple(map(id, run.model.parameters()))
-        made.append((weakref.ref(run.model.module), weakref.ref(run.optimizer.optimizer), parameters))
+        made.append(
+            (weakref.ref(run.model.module), weakref.ref(run.optimizer.optimizer), parameters)
+        )
 
     def alive():
-        return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")]
+        return [
+            one
+            for one in gc.get_objects()
+            if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")
+        ]
 
-    of_other_tests = alive()  # what this process was forked with; held, so that nothing else gets their addresses
+    of_other_tests = (
+        alive()
+    )  # what this process was forked with; held, so that nothing else gets their addresses
     others = set(map(id, of_other_tests))
 
     def count():
         tensors = [one for one in alive() if id(one) not in others]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
+        }
         models = {id(model()) for model, _, _ in made if model() is not None}
         optimizers = [optimizer for _, optimizer, _ in made if optimizer() is not None]
         seen.append((len(models), len(optimizers), sum(storages.values())))
@@ -423,26 +600,42 @@ def train_and_count(argv, faults):
 
     weights.fill, build.make_optimizer, Log.rewound = counting, remembering, counting_afterwards
     assert train_with_faults(argv, faults, 100.0) == 0
-    assert len({parameters for *_, parameters in made}) == 1, "the parameters are those that were there"
+    assert len({parameters for *_, parameters in made}) == 1, (
+        "the parameters are those that were there"
+    )
     return seen
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+)
 def test_a_rewind_loads_into_the_model_that_is_there(toys, tmp_path, strategy, ranks):
     of_step = 4 // ranks
     faults = {0: [*range(of_step * 13, of_step * 14), *range(of_step * 15, of_step * 16)]}
-    more = ("--spike_action", "rewind", "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2)
+    more = (
+        "--spike_action",
+        "rewind",
+        "--async_save",
+        "true",
+        "--ema_decay",
+        0.9,
+        "--eval_iters",
+        2,
+    )
     argv = argv_of(toys, tmp_path, ranks, *SPIKE, *more, strategy=strategy)
     for rank, seen in enumerate(run_ranks(ranks, train_and_count, argv, faults)):
         assert [counts[:2] for counts in seen] == [(1, 0), (1, 1)] * 2, f"rank {rank}"
         sizes = [size for *_, size in seen]
-        assert sizes[2] <= sizes[0] * 1.1 and sizes[3] <= sizes[1] * 1.1, "nothing else of them stays"
+        assert sizes[2] <= sizes[0] * 1.1 and sizes[3] <= sizes[1] * 1.1, (
+            "nothing else of them stays"
+        )
         assert sizes[0] < sizes[1], "no optimizer while the weights are loaded"
 
 
 def resume_and_count(argv, changes):
-    """[(older parameters alive, bytes of tensors)] of a run and one that resumes it in the same process, as weights are loaded."""
+    """[(older parameters alive, bytes of tensors)] of a run and one that resumes it in the same
+    process, as weights are loaded."""
     import gc
     import weakref
 
@@ -453,7 +646,9 @@ def resume_and_count(argv, changes):
     def counting(model, *given):
         gc.collect()
         tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
+        }
         seen.append((sum(parameter() is not None for parameter in older), sum(storages.values())))
         fill(model, *given)
         older.extend(map(weakref.ref, model.parameters()))
@@ -465,7 +660,19 @@ def resume_and_count(argv, changes):
 
 @pytest.mark.longer
 def test_a_resume_in_the_same_process_leaves_no_second_model(toys, tmp_path):
-    argv = argv_of(toys, tmp_path, 1, "--max_step", 4, "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2)
+    argv = argv_of(
+        toys,
+        tmp_path,
+        1,
+        "--max_step",
+        4,
+        "--async_save",
+        "true",
+        "--ema_decay",
+        0.9,
+        "--eval_iters",
+        2,
+    )
     changes = ["--resume", "true", "--max_step", "8", "--resume_override", "max_step"]
     [[(_, before), (alive, again)]] = run_ranks(1, resume_and_count, argv, changes)
     assert alive == 0, "parameters of the first run"

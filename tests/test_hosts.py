@@ -1,4 +1,5 @@
-"""Several hosts under torchrun, as the documentation starts them: one is lost, comes back, and the run ends done."""
+"""Several hosts under torchrun, as the documentation starts them: one is lost, comes back, and the
+run ends done."""
 
 import json
 import os
@@ -20,9 +21,12 @@ SECONDS = 600  # of a busy machine, for what takes a minute on one that isn't
 
 
 def torchrun_on_two_nodes(loop):
-    """The code block of docs/clusters.md that starts torchrun on two nodes, in a loop or without one."""
+    """The code block of docs/clusters.md that starts torchrun on two nodes, in a loop or without
+    one."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.S)
-    [block] = [block for block in blocks if "--nnodes 2" in block and ("for attempt" in block) == loop]
+    [block] = [
+        block for block in blocks if "--nnodes 2" in block and ("for attempt" in block) == loop
+    ]
     return block
 
 
@@ -46,11 +50,16 @@ class Cluster:
         own = {"PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         with (self.logs / f"{name}.log").open("a") as log:
             words = [*self.network.on(name), "bash", "-c", self.script]
-            self.started[name] = subprocess.Popen(words, env={**os.environ, **own}, stdout=log, stderr=log)
+            self.started[name] = subprocess.Popen(
+                words, env={**os.environ, **own}, stdout=log, stderr=log
+            )
 
     def said(self):
         """The end of both logs, for whoever reads why a test failed."""
-        return "\n".join(f"--- {name}\n{(self.logs / f'{name}.log').read_text()[-4000:]}" for name in self.started)
+        return "\n".join(
+            f"--- {name}\n{(self.logs / f'{name}.log').read_text()[-4000:]}"
+            for name in self.started
+        )
 
     def wait_until(self, true):
         deadline = time.monotonic() + SECONDS
@@ -60,7 +69,9 @@ class Cluster:
             time.sleep(0.1)
 
     def codes(self):
-        self.wait_until(lambda: all(process.poll() is not None for process in self.started.values()))
+        self.wait_until(
+            lambda: all(process.poll() is not None for process in self.started.values())
+        )
         return [process.returncode for process in self.started.values()]
 
 
@@ -69,8 +80,19 @@ def as_typed(block, toys, folder):
     assert "HOST:29400" in block and "--nproc_per_node 8" in block and " ..." in block
     block = block.replace("HOST:", "alpha:").replace("--nproc_per_node 8", "--nproc_per_node 1")
     flags = [*toy_run(toys, folder / "checkpoints"), "--global_batch_size", 4, "--max_step", STEPS]
-    flags += ["--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1, "--hang_timeout", 60]
-    return block.replace("train.py", str(ROOT / "train.py")).replace(" ...", " " + " ".join(map(str, flags)))
+    flags += [
+        "--save_step_interval",
+        20,
+        "--eval_iters",
+        0,
+        "--log_step_interval",
+        1,
+        "--hang_timeout",
+        60,
+    ]
+    return block.replace("train.py", str(ROOT / "train.py")).replace(
+        " ...", " " + " ".join(map(str, flags))
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,9 +118,20 @@ def test_a_host_that_is_lost_and_comes_back(network, toys, tmp_path, loop, lost,
 
 
 def test_torchrun_says_whether_it_shares_its_store(tmp_path):
-    (tmp_path / "script.py").write_text("from fabric_llm.processes.launch import adopt_launcher; adopt_launcher()")
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--max_restarts", "3"]
+    (tmp_path / "script.py").write_text(
+        "from fabric_llm.processes.launch import adopt_launcher; adopt_launcher()"
+    )
+    torchrun = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--standalone",
+        "--max_restarts",
+        "3",
+    ]
     for more, warned in (({}, True), ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False)):
         own = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*torchrun, str(tmp_path / "script.py")], env=own, capture_output=True, text=True)
-        assert done.returncode == 0 and ("on every machine" in done.stdout) == warned, done.stdout + done.stderr
+        done = subprocess.run(
+            [*torchrun, str(tmp_path / "script.py")], env=own, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and ("on every machine" in done.stdout) == warned, (
+            done.stdout + done.stderr
+        )

@@ -20,7 +20,8 @@ FLOORS = (
     {"report"},
     {"forecast"},
 )
-# They work on folders: nothing that trains imports them, or starts a script that does, but for the demo's preparation.
+# They work on folders: nothing that trains imports them, or starts a script that does, but for the
+# demo's preparation.
 BESIDE_TRAINING = {"prepare", "weights", "verify", "report", "forecast"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -43,13 +44,16 @@ def test_rooms_import_only_from_floors_below():
             if parts[0] in ("arguments", "train", "prepare_data", "export_hf"):
                 found.append(f"{path} imports the script {name}")
             elif parts[0] == "fabric_llm" and room != "__init__.py" and parts[1] != room:
-                if FLOOR[parts[1]] >= FLOOR.get(room, len(FLOORS)):  # a command beside the rooms is above them
+                if FLOOR[parts[1]] >= FLOOR.get(
+                    room, len(FLOORS)
+                ):  # a command beside the rooms is above them
                     found.append(f"{path} imports {name}, which isn't below {room}")
     assert found == [], "\n".join(found)
 
 
 def test_one_module_imports_lightning():
-    """Any other import of it would bring the Trainer and torchmetrics, two seconds of each start."""
+    """Any other import of it would bring the Trainer and torchmetrics, two seconds of each
+    start."""
     names = ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
     found = {path for path in SOURCES for name in imported(path) if name.split(".")[0] in names}
     assert found == {PACKAGE / "base" / "fabric.py"}
@@ -57,13 +61,24 @@ def test_one_module_imports_lightning():
 
 def test_no_circle_of_imports_within_a_room():
     """What is imported for annotations alone counts as well."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+    }
     needs = {
-        name: {other for given in imported(path) for other in names if given == other or given.startswith(f"{other}.")} - {name}
+        name: {
+            other
+            for given in imported(path)
+            for other in names
+            if given == other or given.startswith(f"{other}.")
+        }
+        - {name}
         for name, path in names.items()
     }
     done = set()
-    while ready := {name for name, others in needs.items() if name not in done and leaves(others, names) <= done}:
+    while ready := {
+        name for name, others in needs.items() if name not in done and leaves(others, names) <= done
+    }:
         done |= ready
     assert done == set(names), f"a circle among {sorted(set(names) - done)}"
 
@@ -74,25 +89,42 @@ def leaves(others, names):
 
 
 def test_every_room_says_what_it_is_and_imports_nothing():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(FLOOR)
+    assert {
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } == set(FLOOR)
     for path in PACKAGE.rglob("__init__.py"):
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)) and "TODO" not in text, path
-        assert set(imported(path)) <= ({"sys"} if path.parent == PACKAGE else set()), path  # it asks for Python's version
+        assert set(imported(path)) <= ({"sys"} if path.parent == PACKAGE else set()), (
+            path
+        )  # it asks for Python's version
         if path.parent != PACKAGE:
-            missing = [other.stem for other in path.parent.glob("[a-z]*.py") if other.stem not in text]
+            missing = [
+                other.stem for other in path.parent.glob("[a-z]*.py") if other.stem not in text
+            ]
             assert not missing, f"{path} doesn't name {missing}"
 
 
 def test_a_wheel_holds_every_room():
-    include = re.search(r'packages\.find\.include = \["(.*)"\]', (ROOT / "pyproject.toml").read_text())[1]
+    include = re.search(
+        r'packages\.find\.include = \["(.*)"\]', (ROOT / "pyproject.toml").read_text()
+    )[1]
     from setuptools import find_packages
 
-    assert set(find_packages(str(ROOT), include=[include])) == {"fabric_llm", *(f"fabric_llm.{room}" for room in FLOOR)}
+    assert set(find_packages(str(ROOT), include=[include])) == {
+        "fabric_llm",
+        *(f"fabric_llm.{room}" for room in FLOOR),
+    }
 
 
 def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
-    [listed] = re.findall(r"package-data = { fabric_llm = \[(.*)\] }", (ROOT / "pyproject.toml").read_text())
+    [listed] = re.findall(
+        r"package-data = { fabric_llm = \[(.*)\] }", (ROOT / "pyproject.toml").read_text()
+    )
     held = {path for pattern in re.findall(r'"(.*?)"', listed) for path in PACKAGE.glob(pattern)}
-    others = {path for path in PACKAGE.rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    others = {
+        path
+        for path in PACKAGE.rglob("*.*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
     assert held == others and {path.suffix for path in others} == {".cpp", ".html", ".md"}

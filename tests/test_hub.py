@@ -1,4 +1,5 @@
-"""What the hub says of a name, gated, private, unknown, offline, is what the user reads, in one sentence."""
+"""What the hub says of a name, gated, private, unknown, offline, is what the user reads, in one
+sentence."""
 
 import json
 import os
@@ -44,9 +45,12 @@ def environment(tmp_path_factory):
 
 
 def ask(environment, *words, folder=None):
-    """[what is said of it as a model, a tokenizer, a dataset] of each name among `words`, see ASK."""
+    """[what is said of it as a model, a tokenizer, a dataset] of each name among `words`, see
+    ASK."""
     command = [sys.executable, "-c", ASK, *words]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -71,7 +75,9 @@ def heard(environment, tmp_path_factory):
 def test_the_hub_is_heard(heard):
     for (name, word), answers in zip(ANSWERS.items(), heard, strict=False):
         for said in answers:
-            assert name in said and word in said and len(said.splitlines()) == 1 and len(said) < 500, said
+            assert (
+                name in said and word in said and len(said.splitlines()) == 1 and len(said) < 500
+            ), said
 
 
 def test_a_repository_without_a_model(heard):
@@ -81,11 +87,14 @@ def test_a_repository_without_a_model(heard):
 
 def test_offline(heard):
     for said in heard[-1]:
-        assert "couldn't find them in the cached files" in said or "OfflineModeIsEnabled" in said, said
+        assert "couldn't find them in the cached files" in said or "OfflineModeIsEnabled" in said, (
+            said
+        )
 
 
 def test_a_hub_that_cannot_be_reached_is_given_up_at_once(environment):
-    """Tried again and again it takes half a minute for each of the three, and a line for each trial."""
+    """Tried again and again it takes half a minute for each of the three, and a line for each
+    trial."""
     done = subprocess.run(
         [sys.executable, "-c", ASK, "org/name"],
         env={**environment, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DOWNLOAD_TIMEOUT": "60"},
@@ -101,11 +110,19 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(environment):
 
 @pytest.mark.longer
 def test_train_py_says_it(environment, toys, tmp_path):
-    words = ("--model_name", "org/gated", "--train_data_dir", toys / "data", "--output_dir", tmp_path)
+    words = (
+        "--model_name",
+        "org/gated",
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        tmp_path,
+    )
     command = [sys.executable, str(ROOT / "train.py"), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(
-        "train.py: error: The configuration of 'org/gated' can't be read: You are trying to access a gated repo."
+        "train.py: error: The configuration of 'org/gated' can't be read: You are trying to "
+        "access a gated repo."
     )
     assert len(done.stderr.splitlines()) == 1 and os.listdir(tmp_path) == []

@@ -1,4 +1,5 @@
-"""Ranks that others start: SLURM's srun, and a batch script that doesn't use it; how ranks start at once.
+"""Ranks that others start: SLURM's srun, and a batch script that doesn't use it; how ranks start at
+once.
 
 torchrun: tests/faults/test_rows.py.
 """
@@ -16,19 +17,41 @@ from fabric_llm.base import program
 from fabric_llm.processes import launch
 
 TRAIN = Path(__file__).parent.parent / "train.py"
-JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
+JOB = {
+    "SLURM_JOB_ID": str(os.getpid()),
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "2",
+    "SLURM_NODELIST": "localhost",
+}
 
 
-# What no run needs, and takes seconds to import: Fabric asks for torchmetrics, and that for matplotlib, where they are there.
+# What no run needs, and takes seconds to import: Fabric asks for torchmetrics, and that for
+# matplotlib, where they are there.
 NEEDLESS = ("torchmetrics", "matplotlib", "lightning", "pytorch_lightning", "wandb", "tensorboard")
 
 
 def start(toys, output, *more, **slurm):
     words = [*toy_run(toys, output), "--run_name", "run"]
-    words += ["--global_batch_size", 4, "--max_step", 3, "--log_step_interval", 1, "--eval_iters", 0, *more]
+    words += [
+        "--global_batch_size",
+        4,
+        "--max_step",
+        3,
+        "--log_step_interval",
+        1,
+        "--eval_iters",
+        0,
+        *more,
+    ]
     return subprocess.Popen(
         [sys.executable, str(TRAIN), *map(str, words)],
-        env={**os.environ, **JOB, "PYTHONPATH": refuse_imports(output, NEEDLESS), "OMP_NUM_THREADS": "1", **slurm},
+        env={
+            **os.environ,
+            **JOB,
+            "PYTHONPATH": refuse_imports(output, NEEDLESS),
+            "OMP_NUM_THREADS": "1",
+            **slurm,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,7 +68,17 @@ def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
         "SLURM_NODEID": "0",
     }
     tasks = [
-        start(toys, tmp_path, "--devices", "auto", *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in range(2)
+        start(
+            toys,
+            tmp_path,
+            "--devices",
+            "auto",
+            *more,
+            **step,
+            SLURM_PROCID=str(k),
+            SLURM_LOCALID=str(k),
+        )
+        for k in range(2)
     ]
     said = [task.communicate(timeout=120)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
@@ -56,7 +89,9 @@ def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
 @pytest.mark.longer
 def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
     """The job's variables are there, one of them says that this is task 0 of 2."""
-    task = start(toys, tmp_path, "--devices", "2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    task = start(
+        toys, tmp_path, "--devices", "2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0"
+    )
     said = task.communicate(timeout=120)[0]
     assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
 
@@ -74,15 +109,23 @@ def test_a_port_that_is_in_use_is_named_and_no_lost_peer(toys, tmp_path, by):
         words = ("--num_nodes", "2")
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        task = start(toys, tmp_path, *words, **given, MASTER_PORT=port, SLURM_PROCID="0", SLURM_LOCALID="0")
+        task = start(
+            toys, tmp_path, *words, **given, MASTER_PORT=port, SLURM_PROCID="0", SLURM_LOCALID="0"
+        )
         said = task.communicate(timeout=120)[0]
-    sentence = f"port {port}, where the ranks meet, is in use, or not allowed, on rank 0's machine: start all"
-    assert task.returncode == 2 and f"train.py: error: {sentence}" in said and "Traceback" not in said, said
+    sentence = (
+        f"port {port}, where the ranks meet, is in use, or not allowed, on rank 0's "
+        f"machine: start all"
+    )
+    assert (
+        task.returncode == 2 and f"train.py: error: {sentence}" in said and "Traceback" not in said
+    ), said
 
 
 @pytest.mark.longer
 def test_ranks_of_one_machine_meet_at_a_port_of_their_own(toys, tmp_path):
-    """Whatever the environment says of others, and nobody takes it from them while they import torch."""
+    """Whatever the environment says of others, and nobody takes it from them while they import
+    torch."""
     with socket.create_server(("", 0)) as other:
         given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(other.getsockname()[1])}
         task = start(toys, tmp_path, "--devices", "2", **given, SLURM_PROCID="0")
@@ -116,10 +159,21 @@ def test_two_steps_of_a_job_meet_in_two_places(monkeypatch):
 
 
 def test_a_torchrun_that_could_not_start_ranks_again_is_warned_of(toys, tmp_path):
-    """These variables are what torchrun tells its ranks, and no warning comes with the other one: tests/test_hosts.py."""
-    task = start(toys, tmp_path, "--lr", -1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_MAX_RESTARTS="3")
+    """These variables are what torchrun tells its ranks, and no warning comes with the other one:
+    tests/test_hosts.py."""
+    task = start(
+        toys,
+        tmp_path,
+        "--lr",
+        -1,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_MAX_RESTARTS="3",
+    )
     said = task.communicate(timeout=120)[0]
-    warned = "Warning: torchrun can't start lost ranks again reliably: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    warned = (
+        "Warning: torchrun can't start lost ranks again reliably: export "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
     assert said.count(warned) == 1 and task.returncode == 2, said
 
 
@@ -131,7 +185,7 @@ def test_the_other_ranks_start_before_torch_is_imported(toys, tmp_path):
     assert (tmp_path / "run" / ".lock").is_file()
 
 
-# ------------------------------------------------------------------------------- what the machine has
+# ----------------------------------------------------------------------------- what the machine has
 
 
 LIMITS = {  # files of the kernel; cores, of those that there are; free bytes
@@ -145,7 +199,9 @@ LIMITS = {  # files of the kernel; cores, of those that there are; free bytes
             "sys/fs/cgroup/pod/me/memory.current": "400\n",
             "sys/fs/cgroup/pod/memory.max": "1000\n",
             "sys/fs/cgroup/pod/memory.current": "600\n",
-            "sys/fs/cgroup/pod/memory.stat": "anon 300\nfile 300\ninactive_file 100\nactive_file 150\n",
+            "sys/fs/cgroup/pod/memory.stat": (
+                "anon 300\nfile 300\ninactive_file 100\nactive_file 150\n"
+            ),
         },
         1,
         650,
@@ -156,7 +212,10 @@ LIMITS = {  # files of the kernel; cores, of those that there are; free bytes
 @pytest.mark.parametrize("case", LIMITS)
 def test_control_groups_limit_cores_and_memory(tmp_path, case):
     files, limit, free = LIMITS[case]
-    for name, text in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n", **files}.items():
+    for name, text in {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n",
+        **files,
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert program.cores(tmp_path) == (limit or len(os.sched_getaffinity(0)))
@@ -167,14 +226,26 @@ def test_control_groups_limit_cores_and_memory(tmp_path, case):
 @pytest.mark.parametrize(
     ("words", "given", "sentence"),
     [
-        ((), {"MASTER_PORT": ""}, "MASTER_PORT in the environment must be a number from 0 to 65535, not '': start"),
-        ((), {"LOCAL_RANK": "2"}, "LOCAL_RANK in the environment must be a number from 0 to 1, not '2': start"),
+        (
+            (),
+            {"MASTER_PORT": ""},
+            "MASTER_PORT in the environment must be a number from 0 to 65535, not '': start",
+        ),
+        (
+            (),
+            {"LOCAL_RANK": "2"},
+            "LOCAL_RANK in the environment must be a number from 0 to 1, not '2': start",
+        ),
         (
             ("--num_nodes", "2"),
             {"NODE_RANK": "2"},
             "NODE_RANK in the environment must be a number from 0 to 1, not '2'.",
         ),
-        (("--num_nodes", "2"), {"MASTER_PORT": "x"}, "MASTER_PORT in the environment must be a number from 1 to 65535"),
+        (
+            ("--num_nodes", "2"),
+            {"MASTER_PORT": "x"},
+            "MASTER_PORT in the environment must be a number from 1 to 65535",
+        ),
         (
             ("--devices", "1"),
             {"SLURM_STEP_NUM_TASKS": "abc"},
@@ -187,9 +258,25 @@ def test_control_groups_limit_cores_and_memory(tmp_path, case):
         ),
     ],
 )
-def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(toys, tmp_path, words, given, sentence):
-    by_hand = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} if not words else {}
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0", **by_hand, **given}
+def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(
+    toys, tmp_path, words, given, sentence
+):
+    by_hand = (
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        if not words
+        else {}
+    )
+    there = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "NODE_RANK": "0",
+        **by_hand,
+        **given,
+    }
     task = start(toys, tmp_path, *words, PYTHONPATH=refuse_imports(tmp_path, ("torch",)), **there)
     said = task.communicate(timeout=60)[0]
-    assert task.returncode == 2 and said.startswith(f"train.py: error: {sentence}") and said.count("\n") == 1, said
+    assert (
+        task.returncode == 2
+        and said.startswith(f"train.py: error: {sentence}")
+        and said.count("\n") == 1
+    ), said

@@ -1,7 +1,7 @@
 """Law 10: a bf16-true run reaches the fp32 run's loss.
 
-At this learning rate most updates are smaller than half a unit in the last place of a bf16 weight, so plain rounding
-visibly stalls: the test can fail.
+At this learning rate most updates are smaller than half a unit in the last place of a bf16 weight,
+so plain rounding visibly stalls: the test can fail.
 """
 
 import pytest
@@ -14,8 +14,28 @@ def final_loss(toys, folder, name, ranks, *flags):
     train_ranks(
         ranks,
         *toy_run(toys, folder, model="llama-tied", data="many"),
-        *("--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 16 // ranks, "--max_step", STEPS),
-        *("--lr", LR, "--min_lr", LR / 10, "--warmup_steps", 5, "--beta2", 0.95, "--weight_decay", 0.0),
+        *(
+            "--run_name",
+            name,
+            "--global_batch_size",
+            16,
+            "--micro_batch_size",
+            16 // ranks,
+            "--max_step",
+            STEPS,
+        ),
+        *(
+            "--lr",
+            LR,
+            "--min_lr",
+            LR / 10,
+            "--warmup_steps",
+            5,
+            "--beta2",
+            0.95,
+            "--weight_decay",
+            0.0,
+        ),
         *("--eval_batch_size", 32, "--eval_iters", 8, *flags),
         timeout_seconds=400,
     )
@@ -32,11 +52,15 @@ def final_loss(toys, folder, name, ranks, *flags):
     ],
 )
 def test_a_bf16_run_reaches_the_fp32_loss(toys, tmp_path, strategy, ranks, kept):
-    fp32, moved = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")
+    fp32, moved = final_loss(
+        toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true"
+    )
     assert min(moved) > 0.9
     gaps = {}
     for updates in [*kept, "nearest"]:
-        loss, _ = final_loss(toys, tmp_path, updates, ranks, "--strategy", strategy, "--bf16_updates", updates)
+        loss, _ = final_loss(
+            toys, tmp_path, updates, ranks, "--strategy", strategy, "--bf16_updates", updates
+        )
         gaps[updates] = abs(loss - fp32)
     assert all(gaps[updates] < 0.01 for updates in kept), gaps
     assert gaps["nearest"] > 5 * max(0.01, *(gaps[updates] for updates in kept))

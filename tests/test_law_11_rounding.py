@@ -1,7 +1,9 @@
-"""Law 11: rounding doesn't depend on devices or sharding: the same gradients give the same bits on any.
+"""Law 11: rounding doesn't depend on devices or sharding: the same gradients give the same bits on
+any.
 
-Stochastic rounding, with gradients that are given, so that no other order of sums comes in between. That GPUs give the bits
-of CPUs is in tests/test_adamw_kernels.py, as far as a machine without one can tell.
+Stochastic rounding, with gradients that are given, so that no other order of sums comes in between.
+That GPUs give the bits of CPUs is in tests/test_adamw_kernels.py, as far as a machine without one
+can tell.
 """
 
 import zlib
@@ -25,19 +27,26 @@ def take_given_steps(fabric, wrapped, optimizer, first, last):
     """Each rank's part of whole gradients that are a function of (step, name)."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(TOY_CONFIGS["llama"])
-    shapes = {f"causal_lm.{name}": parameter.shape for name, parameter in skeleton.named_parameters()}
+    shapes = {
+        f"causal_lm.{name}": parameter.shape for name, parameter in skeleton.named_parameters()
+    }
     starts = {}
     for unit in FSDP.fsdp_modules(wrapped):
         flat = unit._handle.flat_param
         infos = getattr(flat, "_shard_param_infos", ()) if flat._params else ()
-        starts |= {parameter: info.intra_param_start_idx or 0 for parameter, info in zip(flat._params, infos)}
+        starts |= {
+            parameter: info.intra_param_start_idx or 0
+            for parameter, info in zip(flat._params, infos)
+        }
     for step in range(first, last):
         for name, parameter in wrapped.module.named_parameters():
             name = strategy.original_name(name)
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
             whole = torch.randn(shapes[name], generator=generator).bfloat16()
             if isinstance(parameter, DTensor):
-                parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.grad = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements
+                )
             elif parameter in starts:
                 piece = whole.flatten()[starts[parameter] :][: parameter.numel()]
                 parameter.grad = piece.view(parameter.shape)
@@ -63,10 +72,16 @@ def load_and_go_on(name, source, folder):
 
 def differences(first, second):
     """Names of the tensors, weights and moments, that differ between two checkpoints."""
-    found = [] if (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes() else ["weights"]
+    found = (
+        []
+        if (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+        else ["weights"]
+    )
     states = state_on_disk(first), state_on_disk(second)
     assert states[0].keys() == states[1].keys()
-    return found + [key for key, value in states[0].items() if not torch.equal(value, states[1][key])]
+    return found + [
+        key for key, value in states[0].items() if not torch.equal(value, states[1][key])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +93,12 @@ def single(toys, tmp_path_factory):
 
 
 @pytest.mark.quick_cases(r"fsdp2-4")
-@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp2", 2), ("fsdp", 3), ("fsdp2", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp2", 2), ("fsdp", 3), ("fsdp2", 4)]
+)
 def test_rounding_is_the_same_on_any_ranks(toys, tmp_path, single, name, ranks):
-    """Vocabulary and layers don't divide evenly: FSDP's pieces begin in the middle of rows, FSDP2's have uneven rows."""
+    """Vocabulary and layers don't divide evenly: FSDP's pieces begin in the middle of rows, FSDP2's
+    have uneven rows."""
     run_ranks(ranks, train_and_save, name, toys / "llama", tmp_path)
     last = f"step-{STEPS:08d}"
     assert differences(single / last, tmp_path / last) == []

@@ -1,4 +1,5 @@
-"""Law 12: a mixture is exact: after any prefix each source has its share, nothing twice before all of it once, at any ranks."""
+"""Law 12: a mixture is exact: after any prefix each source has its share, nothing twice before all
+of it once, at any ranks."""
 
 import json
 import shutil
@@ -24,7 +25,15 @@ from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixture import Mixture, mixture_of
-from fabric_llm.data.mixture_text import DataMix, Source, Stage, parse, period_of, position_of, read_before
+from fabric_llm.data.mixture_text import (
+    DataMix,
+    Source,
+    Stage,
+    parse,
+    period_of,
+    position_of,
+    read_before,
+)
 from fabric_llm.data.order import RowsRead, claimed_by
 from fabric_llm.plan.mixture import Here, lay_out
 from fabric_llm.plan.plan import DataPlan, Plan, Schedule
@@ -63,7 +72,9 @@ def test_after_any_prefix_each_source_is_less_than_one_row_from_its_share(given_
 
 def test_after_any_prefix_with_ten_thousand_slots():
     for given_weights in ((7499, 2500, 1), (3333, 3333, 3334), (9999, 1), (1,) * 50):
-        test_after_any_prefix_each_source_is_less_than_one_row_from_its_share.hypothesis.inner_test(given_weights)
+        test_after_any_prefix_each_source_is_less_than_one_row_from_its_share.hypothesis.inner_test(
+            given_weights
+        )
 
 
 @same
@@ -86,12 +97,16 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
 @given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
     rows = mixture.rows_at(np.arange(end))
-    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), "whatever else is asked for"
+    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), (
+        "whatever else is asked for"
+    )
     for base, count in zip(mixture.bases, mixture.rows):
         mine = rows[(base <= rows) & (rows < base + count)] - base
         for epoch in range(0, len(mine), count):
             part = mine[epoch : epoch + count]
-            assert len(set(part)) == len(part) and (len(part) < count or set(part) == set(range(count)))
+            assert len(set(part)) == len(part) and (
+                len(part) < count or set(part) == set(range(count))
+            )
 
 
 @settings(same, max_examples=10)
@@ -101,8 +116,13 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
     rows = data.draw(st.lists(st.integers(3, 30), min_size=count, max_size=count))
     here, step, batch, before = Here(), 0, data.draw(st.integers(1, 8)), None
     for _ in range(3):
-        of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
-        stages = (Stage(Fraction(0), data.draw(of_stage)), Stage(Fraction(1, 2), data.draw(of_stage)))
+        of_stage = (
+            st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
+        )
+        stages = (
+            Stage(Fraction(0), data.draw(of_stage)),
+            Stage(Fraction(1, 2), data.draw(of_stage)),
+        )
         mix = DataMix(tuple(Source(name, name) for name in "abcd"[:count]), stages)
         laid_out = lay_out(mix, rows, batch, step + 10, 1, here)[0]
         mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, laid_out, 1)
@@ -112,7 +132,9 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
         taken = data.draw(st.integers(1, 9))
         step, before = step + taken, mixture
         here = Here(step, here.position + taken * batch, laid_out)
-        test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments.hypothesis.inner_test(mixture, here.position)
+        test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments.hypothesis.inner_test(
+            mixture, here.position
+        )
 
 
 @same
@@ -120,9 +142,14 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
 def test_no_source_is_read_more_often_than_it_may_be(data):
     count = data.draw(st.integers(1, 4))
     rows = data.draw(st.lists(st.integers(5, 60), min_size=count, max_size=count))
-    caps = data.draw(st.lists(st.none() | st.integers(1, 4).map(Fraction), min_size=count, max_size=count))
+    caps = data.draw(
+        st.lists(st.none() | st.integers(1, 4).map(Fraction), min_size=count, max_size=count)
+    )
     of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
-    stages = tuple(Stage(Fraction(part, 4), data.draw(of_stage)) for part in range(data.draw(st.integers(1, 3))))
+    stages = tuple(
+        Stage(Fraction(part, 4), data.draw(of_stage))
+        for part in range(data.draw(st.integers(1, 3)))
+    )
     mix = DataMix(tuple(Source(name, name, cap) for name, cap in zip("abcd", caps)), stages)
     batch, epochs = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     most = [int(n * (cap or epochs)) for n, cap in zip(rows, caps)]
@@ -133,7 +160,9 @@ def test_no_source_is_read_more_often_than_it_may_be(data):
         assume(False)
     assert all(had <= may for had, may in zip(read_before(laid_out, end), most))
     assert -(-end // batch) == max_step
-    with_more = lay_out(DataMix(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1)[0]
+    with_more = lay_out(
+        DataMix(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1
+    )[0]
     over = read_before(with_more, (max_step + 1) * batch)
     assert any(had > may for had, may in zip(over, most)), "one more step would have been too many"
 
@@ -144,10 +173,21 @@ def plan_of(given, contexts=(64, 64, 64), max_step=1000, batch=4):
     nothing = {"dataset": None, "eval_data": {}, "evaluated_rows": 0, "budgets": {}, "probes": []}
     nothing |= {"document_end": None, "document_masking": False, "sources": {}, "raised": {}}
     data = DataPlan(**nothing, mix=mix, mixture=Mixture(mix.names, rows, contexts, stages, 0))
-    return Plan(None, None, data, Schedule(1, batch, batch, last, end, max_step, 1), Progress(), Path("run"), None)
+    return Plan(
+        None,
+        None,
+        data,
+        Schedule(1, batch, batch, last, end, max_step, 1),
+        Progress(),
+        Path("run"),
+        None,
+    )
 
 
-LAST_TENTH = "{sources: {a: {path: a, weight: 1}, b: {path: b}, c: {path: c}}, stages: [{from: 0.9, weights: {b: 3, c: 1}}]}"
+LAST_TENTH = (
+    "{sources: {a: {path: a, weight: 1}, b: {path: b}, c: {path: c}}, stages: [{from: "
+    "0.9, weights: {b: 3, c: 1}}]}"
+)
 
 
 def test_after_rewinds_stages_begin_at_their_steps():
@@ -165,7 +205,9 @@ def test_after_rewinds_stages_begin_at_their_steps():
 def test_a_stage_of_other_rows_reads_none_of_what_is_replayed_more():
     plan = plan_of(LAST_TENTH.replace("{path: b}", "{path: b, weight: 3}"), contexts=(64, 64, 64))
     assert plan.with_more_replay(["a"], Progress(10, 40)).data.mixture.stages[-1].weights[0] > 0
-    longer = LAST_TENTH.replace("weights: {b: 3, c: 1}", "weights: {c: 1}").replace("{path: b}", "{path: b, weight: 3}")
+    longer = LAST_TENTH.replace("weights: {b: 3, c: 1}", "weights: {c: 1}").replace(
+        "{path: b}", "{path: b, weight: 3}"
+    )
     plan = plan_of(longer, contexts=(64, 64, 256)).with_more_replay(["a"], Progress(10, 40))
     assert [stage.weights for stage in plan.data.mixture.stages[-2:]] == [(1, 1, 0), (0, 0, 1)]
 
@@ -173,13 +215,19 @@ def test_a_stage_of_other_rows_reads_none_of_what_is_replayed_more():
 def test_sources_that_are_replayed_more_have_a_half_together():
     plan = plan_of("new=n:0.5,a=a:0.25,b=b:0.25").with_more_replay(["a"], Progress(10, 40))
     assert plan.data.mixture.shares_at(40)["a"] == 0.5
-    with pytest.raises(ValueError, match="'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"):
+    with pytest.raises(
+        ValueError, match="'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"
+    ):
         plan.with_more_replay(["b"], Progress(20, 84))
 
 
 def test_a_share_is_the_decimal_that_is_written():
     assert parse("a=x:0.75,b=y:0.2,c=z:0.05").stages[0].weights == (15, 4, 1)
-    assert parse("a=x:0.1,b=y:0.2").stages[0].weights == parse("a=x:1,b=y:2").stages[0].weights == (1, 2)
+    assert (
+        parse("a=x:0.1,b=y:0.2").stages[0].weights
+        == parse("a=x:1,b=y:2").stages[0].weights
+        == (1, 2)
+    )
     assert parse("a=x:1/3,b=y:2/3").stages[0].weights == (1, 2)
     rounded = parse("a=x:0.333333,b=y:0.333333,c=z:0.333334").stages[0].weights
     assert sum(rounded) == 10_000 and sorted(rounded) == [3333, 3333, 3334]
@@ -198,8 +246,15 @@ ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
 
 def test_what_progress_json_holds_is_the_mixture():
     mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Stage(0, (3, 1)), Stage(8, (1, 1))), 1234)
-    fixed = {"train_rows": {"new": 5, "old": 7}, "context_length": {"new": 8, "old": 8}, "seed": 1234}
-    document = {"fixed": fixed, "mixture": {"sources": mixture.names, "segments": mixture.as_json()}}
+    fixed = {
+        "train_rows": {"new": 5, "old": 7},
+        "context_length": {"new": 8, "old": 8},
+        "seed": 1234,
+    }
+    document = {
+        "fixed": fixed,
+        "mixture": {"sources": mixture.names, "segments": mixture.as_json()},
+    }
     assert mixture_of(json.loads(json.dumps(document))) == mixture
     for wrong in ({}, {"mixture": None}, {"fixed": {}}):
         with pytest.raises(ValueError, match="its mixture can't be read"):
@@ -210,14 +265,17 @@ def test_what_progress_json_holds_is_the_mixture():
 
 
 def save(folder, rows, context=CONTEXT, seed=0, value_type="int32", shards=1, **more):
-    """A dataset with rows of one length, as prepare_data.py writes them; the first token of a row is its number."""
+    """A dataset with rows of one length, as prepare_data.py writes them; the first token of a row
+    is its number."""
 
     def split(count):
         tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (count, context))
         tokens[:, 1::2] = (tokens[:, ::2] * (seed + 2) + 3) % VOCABULARY
         tokens[:, 0] = np.arange(count) % VOCABULARY
         features = {"input_ids": datasets.List(datasets.Value(value_type), length=context)}
-        return datasets.Dataset.from_dict({"input_ids": list(tokens)}, features=datasets.Features(features))
+        return datasets.Dataset.from_dict(
+            {"input_ids": list(tokens)}, features=datasets.Features(features)
+        )
 
     both = datasets.DatasetDict({"train": split(rows), "validation": split(9)})
     both.save_to_disk(str(folder), num_shards={"train": shards, "validation": 1})
@@ -230,8 +288,14 @@ def save(folder, rows, context=CONTEXT, seed=0, value_type="int32", shards=1, **
 def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, value_type):
     folder = save(tmp_path / "data", 2500, value_type=value_type, shards=3)
     opened = open_dataset(folder)
-    assert isinstance(opened.train, Rows) and len(opened.train.chunks) >= 3 and len(opened.train) == 2500
-    assert all(not chunk["input_ids"].flags.owndata for chunk in opened.train.chunks), "no copy of the table"
+    assert (
+        isinstance(opened.train, Rows)
+        and len(opened.train.chunks) >= 3
+        and len(opened.train) == 2500
+    )
+    assert all(not chunk["input_ids"].flags.owndata for chunk in opened.train.chunks), (
+        "no copy of the table"
+    )
     other = datasets.load_from_disk(str(folder))["train"].with_format("numpy")
     for numbers in (np.array([2499, 0, 1000, 1000, 999]), [3], slice(2495, None)):
         found = opened.train[numbers]["input_ids"]
@@ -245,8 +309,12 @@ def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, valu
 def test_lists_without_a_fixed_length_are_views_and_masks_of_bits_are_copied(toys, tmp_path):
     ragged = open_dataset(toys / "ragged").train
     assert isinstance(ragged, Rows) and sorted(ragged[0]) == ["input_ids", "labels"]
-    masked = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4, "attention_mask": [[True, True, False]] * 4})
-    datasets.DatasetDict({"train": masked, "validation": masked}).save_to_disk(str(tmp_path / "masked"))
+    masked = datasets.Dataset.from_dict(
+        {"input_ids": [[1, 2, 3]] * 4, "attention_mask": [[True, True, False]] * 4}
+    )
+    datasets.DatasetDict({"train": masked, "validation": masked}).save_to_disk(
+        str(tmp_path / "masked")
+    )
     masks = open_dataset(tmp_path / "masked").train
     assert Batches(masks, 1, 2, 1).at(0)[0]["attention_mask"].tolist() == [[1, 1, 0]] * 2
 
@@ -257,9 +325,17 @@ def test_any_ranks_and_workers_read_the_same_rows(ranks, micro_batch_size, worke
     laid_out = (Stage(0, (3, 1)), Stage(40, (1, 1)))
     mixture = Mixture(("a", "b"), (20, 30), (3, 3), laid_out, 5)
     rows = datasets.Dataset.from_dict({"input_ids": [[i, i, i] for i in range(50)]})
-    readers = [Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)]
+    readers = [
+        Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers)
+        for r in range(ranks)
+    ]
     for position in range(0, 96, 8):
-        seen = [int(row[0]) for reader in readers for batch in reader.at(position) for row in batch["input_ids"]]
+        seen = [
+            int(row[0])
+            for reader in readers
+            for batch in reader.at(position)
+            for row in batch["input_ids"]
+        ]
         assert sorted(seen) == sorted(mixture.rows_at(np.arange(position, position + 8)))
     for reader in readers:
         reader.close()
@@ -296,8 +372,26 @@ def staged(sources):
 
 def flags(toys, output, mix, *more):
     return (
-        *("--model_name", toys / "llama", "--data_mix", mix, "--output_dir", output, "--precision", "32-true"),
-        *("--global_batch_size", BATCH, "--max_step", STEPS, "--save_step_interval", 4, "--lr", 1e-3),
+        *(
+            "--model_name",
+            toys / "llama",
+            "--data_mix",
+            mix,
+            "--output_dir",
+            output,
+            "--precision",
+            "32-true",
+        ),
+        *(
+            "--global_batch_size",
+            BATCH,
+            "--max_step",
+            STEPS,
+            "--save_step_interval",
+            4,
+            "--lr",
+            1e-3,
+        ),
         *("--eval_iters", 4, "--eval_batch_size", 2, *more),
     )
 
@@ -308,7 +402,8 @@ def document_of(run, step):
 
 @pytest.fixture(scope="module")
 def whole(toys, sources, tmp_path_factory):
-    """(the YAML file, the output folder with the run `whole`): undisturbed, two ranks with FSDP, two workers."""
+    """(the YAML file, the output folder with the run `whole`): undisturbed, two ranks with FSDP,
+    two workers."""
     output = tmp_path_factory.mktemp("mixture")
     (output / "mix.yaml").write_text(yaml.safe_dump(staged(sources), sort_keys=False))
     run = flags(toys, output, output / "mix.yaml", "--strategy", "fsdp", "--num_workers", 2)
@@ -320,7 +415,8 @@ def whole(toys, sources, tmp_path_factory):
 def test_it_is_evaluated_in_the_middle_and_at_the_end_of_each_epoch_of_its_largest_source(whole):
     _, output = whole
     lines = map(json.loads, (output / "whole" / "metrics.jsonl").read_text().splitlines())
-    # 6 rows a step of the 31 of `new`, for 7 steps; all sources together have 141, half of which are 9 steps
+    # 6 rows a step of the 31 of `new`, for 7 steps; all sources together have 141, half of which
+    # are 9 steps
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 6, STEPS]
 
 
@@ -345,14 +441,18 @@ def test_each_validation_split_is_evaluated_and_the_loss_is_that_of_the_shares(w
     evaluated, together = (metrics(output / "whole", key) for key in ("eval", "eval_loss"))
     losses = [{name: one["loss"] for name, one in sets.items()} for sets in evaluated]
     assert all(sorted(one) == ["long", "new", "old"] for one in losses)
-    assert together[0] == pytest.approx(0.75 * losses[0]["new"] + 0.25 * losses[0]["old"], rel=1e-12)
+    assert together[0] == pytest.approx(
+        0.75 * losses[0]["new"] + 0.25 * losses[0]["old"], rel=1e-12
+    )
     assert together[-1] == losses[-1]["long"]
 
 
 def test_the_data_of_a_run_is_in_its_manifest(whole, sources):
     _, output = whole
     manifest = json.loads((output / "whole" / f"step-{STEPS:08d}" / "MANIFEST.json").read_text())
-    assert manifest["data_fingerprint"] == {n: open_dataset(sources / n).fingerprint for n in ("new", "old", "long")}
+    assert manifest["data_fingerprint"] == {
+        n: open_dataset(sources / n).fingerprint for n in ("new", "old", "long")
+    }
 
 
 @pytest.mark.longer
@@ -364,7 +464,8 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
     for key in ("step", "loss", "grad_norm", "tokens", "sources", "eval_loss", "eval"):
         assert metrics(tmp_path / "run", key) == metrics(output / "whole", key), key
     ours, theirs = (
-        load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (tmp_path / "run", output / "whole")
+        load_file(folder / f"step-{STEPS:08d}" / "model.safetensors")
+        for folder in (tmp_path / "run", output / "whole")
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
@@ -374,13 +475,33 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
 def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, capsys):
     mix, output = whole
     run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
-    train_ranks(1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2, "--micro_batch_size", 4)
-    train_ranks(4, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--strategy", "fsdp2", "--num_workers", 1)
+    train_ranks(
+        1,
+        *run,
+        "--checkpoint",
+        output / "whole" / "step-00000004",
+        "--num_workers",
+        2,
+        "--micro_batch_size",
+        4,
+    )
+    train_ranks(
+        4,
+        *run,
+        "--checkpoint",
+        tmp_path / "run" / "step-00000008",
+        "--strategy",
+        "fsdp2",
+        "--num_workers",
+        1,
+    )
     ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", output / "whole"))
     assert ours["rows_read"] == theirs["rows_read"] and ours["rows_read"]["count"] == STEPS * BATCH
     assert ours["mixture"] == theirs["mixture"] and ours["progress"] == theirs["progress"]
     for key in ("loss", "eval_loss"):
-        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(output / "whole", key), rel=2e-6)
+        assert metrics(tmp_path / "run", key) == pytest.approx(
+            metrics(output / "whole", key), rel=2e-6
+        )
     assert metrics(tmp_path / "run", "sources") == metrics(output / "whole", "sources")
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
     assert "96 sequences at positions 0 to 95 were each read" in capsys.readouterr().out
@@ -396,7 +517,9 @@ def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
     file.write_text(json.dumps(document))
     reseal(last)
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text()
-    (tmp_path / "whole" / "metrics.jsonl").write_text(lines.replace('"epochs": 0.2}', '"epochs": 0.3}'))
+    (tmp_path / "whole" / "metrics.jsonl").write_text(
+        lines.replace('"epochs": 0.2}', '"epochs": 0.3}')
+    )
     with pytest.raises(SystemExit, match="66"):
         verify.main([str(tmp_path / "whole"), "--no_export"])
     said = capsys.readouterr().out
@@ -404,19 +527,30 @@ def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
     assert " sources at step 8, its checkpoint" in said
 
 
-def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(toys, whole, tmp_path):
+def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(
+    toys, whole, tmp_path
+):
     _, output = whole
     kept = output / "whole" / "arguments.yaml"
     said = yaml.safe_load(kept.read_text())
-    assert parse(said["data_mix"]).names == ("new", "old", "long") and said["context_length"] is None
-    _, plan = planned(["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2])
-    assert plan.data.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
+    assert (
+        parse(said["data_mix"]).names == ("new", "old", "long") and said["context_length"] is None
+    )
+    _, plan = planned(
+        ["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2]
+    )
+    assert (
+        plan.data.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
+    )
 
 
 @pytest.fixture(scope="module")
 def short(toys, sources, tmp_path_factory):
     """(the mixture, the output folder with the run `run`): two sources at 3 to 1 on one rank."""
-    output, mix = tmp_path_factory.mktemp("short"), f"new={sources / 'new'}:0.75,old={sources / 'old'}:0.25"
+    output, mix = (
+        tmp_path_factory.mktemp("short"),
+        f"new={sources / 'new'}:0.75,old={sources / 'old'}:0.25",
+    )
     train_ranks(1, *flags(toys, output, mix, "--run_name", "run", "--eval_iters", 0))
     return mix, output
 
@@ -430,11 +564,16 @@ def refused(argv):
 @pytest.mark.longer
 def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, tmp_path, capfd):
     mix, output = short
-    branch = flags(toys, tmp_path, mix, "--run_name", "branch", "--resume", "true", "--eval_iters", 0)
+    branch = flags(
+        toys, tmp_path, mix, "--run_name", "branch", "--resume", "true", "--eval_iters", 0
+    )
     branch += ("--checkpoint", output / "run" / "step-00000004")
     changed = mix.replace("0.75", "0.5") + f",more={sources / 'long'}:0"
     said = refused([*branch, "--data_mix", changed])
-    assert "was written with data_mix new 0.75, old 0.25, not new 0.6666666667, old 0.3333333333." in said
+    assert (
+        "was written with data_mix new 0.75, old 0.25, not new 0.6666666667, old 0.3333333333."
+        in said
+    )
     assert said.endswith("To change that on purpose: --resume_override data_mix.")
     train_ranks(1, *branch, "--data_mix", changed, "--resume_override", "data_mix")
     before, after = document_of(output / "run", STEPS), document_of(tmp_path / "branch", STEPS)
@@ -444,7 +583,9 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     behind, rest = np.arange(4 * BATCH), np.arange(STEPS * BATCH)
     assert (ours.rows_at(behind) == theirs.rows_at(behind)).all()
     counts = np.bincount(ours.rows_at(rest), minlength=101)
-    assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}, "of new: 24 rows of 32, then 43 of 64"
+    assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}, (
+        "of new: 24 rows of 32, then 43 of 64"
+    )
     assert counts[31:].sum() == 8 + 21 and set(counts[31:]) == {0, 1}
     assert metrics(tmp_path / "branch")[:4] == metrics(output / "run")[:4]
     assert metrics(tmp_path / "branch")[5:] != metrics(output / "run")[5:]
@@ -489,11 +630,17 @@ def test_what_a_resumed_run_may_not_change(toys, sources, short):
 @pytest.mark.longer
 def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_path):
     mix = f"new={sources / 'new'}:0.75:2,old={sources / 'old'}:0.25"
-    run = [word for word in flags(toys, tmp_path, mix, "--eval_iters", 0) if word not in ("--max_step", STEPS)]
+    run = [
+        word
+        for word in flags(toys, tmp_path, mix, "--eval_iters", 0)
+        if word not in ("--max_step", STEPS)
+    ]
     train_ranks(1, *run, "--run_name", "run")
     last = metrics(tmp_path / "run", "sources")[-1]
     assert last["new"]["epochs"] == 2.0 and last["old"]["epochs"] < 1
-    assert (tmp_path / "run" / "step-00000011").is_dir(), "82 sequences: ten steps of eight, and two more"
+    assert (tmp_path / "run" / "step-00000011").is_dir(), (
+        "82 sequences: ten steps of eight, and two more"
+    )
     again = ("--run_name", "run", "--resume", "true", "--devices", 1)
     _, plan = planned([*run, *again, "--checkpoint", tmp_path / "run" / "step-00000008"])
     assert (plan.schedule.end, plan.schedule.max_step, plan.start.position) == (82, 11, 64)
@@ -505,9 +652,28 @@ def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_pat
 def test_a_drill_of_a_mixture(toys, whole, tmp_path):
     """Killed with SIGKILL and resumed, as a user rehearses it."""
     mix, _ = whole
-    words = ("--drill", "--steps", 9, "--seed", 3, "--output_dir", tmp_path, "--", *flags(toys, tmp_path, mix))
+    words = (
+        "--drill",
+        "--steps",
+        9,
+        "--seed",
+        3,
+        "--output_dir",
+        tmp_path,
+        "--",
+        *flags(toys, tmp_path, mix),
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "fabric_llm.verify", *map(str, words), "--devices", "2", "--strategy", "fsdp"],
+        [
+            sys.executable,
+            "-m",
+            "fabric_llm.verify",
+            *map(str, words),
+            "--devices",
+            "2",
+            "--strategy",
+            "fsdp",
+        ],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
@@ -518,7 +684,8 @@ def test_a_drill_of_a_mixture(toys, whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
-    """The data of the spike is passed over: the log counts it as read, and each row is where it would have been."""
+    """The data of the spike is passed over: the log counts it as read, and each row is where it
+    would have been."""
 
     def poison():
 
@@ -534,13 +701,27 @@ def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
         step.share = spiked
 
     mix, _ = whole
-    more = ("--spike_threshold", 8, "--spike_window", 3, "--spike_action", "rewind", "--run_name", "run")
+    more = (
+        "--spike_threshold",
+        8,
+        "--spike_window",
+        3,
+        "--spike_action",
+        "rewind",
+        "--run_name",
+        "run",
+    )
     job = Job(1, *flags(toys, tmp_path, mix, *more), before=poison)
     assert job.wait() == [0], job.output
     document = document_of(tmp_path / "run", STEPS)
-    assert document["guard"]["rewinds"] == 1 and document["progress"]["position"] == (STEPS + 2) * BATCH
+    assert (
+        document["guard"]["rewinds"] == 1
+        and document["progress"]["position"] == (STEPS + 2) * BATCH
+    )
     last = metrics(tmp_path / "run", "sources")[-1]
-    assert sum(one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))) == pytest.approx((STEPS + 2) * BATCH)
+    assert sum(
+        one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))
+    ) == pytest.approx((STEPS + 2) * BATCH)
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
 
@@ -554,23 +735,34 @@ def test_mixtures_that_do_not_go_together_are_refused(toys, sources, tmp_path):
         return refused(flags(toys, tmp_path, mix, *more))
 
     assert (
-        "would be read 2.32 times in 12 steps (72 of 31 rows), more than its max_epochs, 2: take at most --max_step 10"
-        in said(f"new={new}:0.75:2,old={old}:0.25")
+        "would be read 2.32 times in 12 steps (72 of 31 rows), more than its max_epochs, 2: take "
+        "at most --max_step 10"
+    ) in said(f"new={new}:0.75:2,old={old}:0.25")
+    assert (
+        "must hold equally many tokens, which are 24 in source 'new' and 48 in source 'long'"
+        in said(f"new={new}:1,long={sources / 'long'}:1")
     )
-    assert "must hold equally many tokens, which are 24 in source 'new' and 48 in source 'long'" in said(
-        f"new={new}:1,long={sources / 'long'}:1"
+    assert "--context_length 99: the rows of" in said(
+        f"new={new}:1,old={old}:1", "--context_length", 99
     )
-    assert "--context_length 99: the rows of" in said(f"new={new}:1,old={old}:1", "--context_length", 99)
-    assert "have different columns: input_ids, and input_ids, labels; run prepare_data.py for both" in said(
-        f"new={new}:1,ragged={toys / 'ragged'}:1"
+    assert (
+        "have different columns: input_ids, and input_ids, labels; run prepare_data.py for both"
+        in said(f"new={new}:1,ragged={toys / 'ragged'}:1")
     )
     late = {**staged(sources), "stages": [{"from": 0.99, "weights": {"new": 1}}]}
     late["sources"]["long"]["weight"] = 0
-    assert "the stage from 0.99 on has no step: it begins after step 12 of 12" in said(json.dumps(late))
+    assert "the stage from 0.99 on has no step: it begins after step 12 of 12" in said(
+        json.dumps(late)
+    )
 
 
 def test_sources_of_different_tokenizers_are_refused(toys, sources, tmp_path):
-    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": 0}
+    manifest = {
+        "packed": True,
+        "context_length": CONTEXT,
+        "max_token_id": VOCABULARY - 1,
+        "eos_token_id": 0,
+    }
     for name, more in {
         "one": {"tokenizer_sha256": "a"},
         "two": {"tokenizer_sha256": "b"},
@@ -578,8 +770,19 @@ def test_sources_of_different_tokenizers_are_refused(toys, sources, tmp_path):
     }.items():
         save(tmp_path / name, 20, **{**manifest, **more})
     run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,two={tmp_path / 'two'}:1")
-    assert "were made with different tokenizers; run prepare_data.py for both with one --tokenizer." in refused(run)
+    assert (
+        "were made with different tokenizers; run prepare_data.py for both with one --tokenizer."
+        in refused(run)
+    )
     run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,end={tmp_path / 'end'}:1")
-    assert "packed, token 0 ends a document, and packed, token 5 ends a document; take" in refused(run)
-    run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,new={sources / 'new'}:1", "--document_masking", "true")
+    assert "packed, token 0 ends a document, and packed, token 5 ends a document; take" in refused(
+        run
+    )
+    run = flags(
+        toys,
+        tmp_path,
+        f"one={tmp_path / 'one'}:1,new={sources / 'new'}:1",
+        "--document_masking",
+        "true",
+    )
     assert "and not packed by prepare_data.py" in refused(run)

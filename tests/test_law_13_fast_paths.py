@@ -1,4 +1,5 @@
-"""Law 13: a fast path is the plain path. Its loss and gradients are equal to rounding, or it is refused."""
+"""Law 13: a fast path is the plain path. Its loss and gradients are equal to rounding, or it is
+refused."""
 
 import contextlib
 import io
@@ -26,11 +27,29 @@ from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
 
 VOCABULARY, CONTEXT = 131, 24
-COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
+COMMON |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
 COMMON |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0,
+    "embd_pdrop": 0,
+    "attn_pdrop": 0,
+}
 HEADS = {  # what a head can have between hidden states and logits
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
@@ -39,7 +58,11 @@ HEADS = {  # what a head can have between hidden states and logits
     "gemma2": {**SLIDING, "final_logit_softcapping": 0.5},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 7.0},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},  # a projection after the layers
+    "opt": {
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 16,
+        "dropout": 0.0,
+    },  # a projection after the layers
     "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0},  # a bias that two modules hold
     "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -66,7 +89,9 @@ def packed(rows=2):
 
 def gradients(model, inputs, parameters=None):
     loss = model(**inputs)
-    found = torch.autograd.grad(loss / 40, list(parameters or model.parameters()), allow_unused=True)
+    found = torch.autograd.grad(
+        loss / 40, list(parameters or model.parameters()), allow_unused=True
+    )
     return loss.detach(), [g for g in found if g is not None]
 
 
@@ -93,7 +118,9 @@ def seven_tokens(monkeypatch):
 def test_a_chunked_loss_has_every_detail_of_the_head(name, seven_tokens):
     model = causal_lm(name)
     assert gate.chunks_its_loss(model, "32-true")
-    full, chunked = (gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True))
+    full, chunked = (
+        gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True)
+    )
     torch.testing.assert_close(chunked[0], full[0], rtol=1e-5, atol=1e-4)
     for ours, plain in zip(chunked[1], full[1], strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
@@ -141,24 +168,31 @@ def compiled_graphs(monkeypatch):
     found, compile_layer = [], torch.nn.Module.compile
 
     def recorded(graph, inputs):
-        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        values = [
+            node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"
+        ]
         shapes = [tuple(map(str, one.shape)) for one in values if isinstance(one, torch.Tensor)]
         found.append(re.sub(r"s\d+", "s", str(shapes)))
         return graph.forward
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend=recorded, **how))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend=recorded, **how)
+    )
     torch._dynamo.reset()
     yield found
     torch._dynamo.reset()
 
 
 def train_compiled(attention, batches):
-    """Forward and backward passes, and forward passes of an evaluation, over (rows, whether to train)."""
+    """Forward and backward passes, and forward passes of an evaluation, over (rows, whether to
+    train)."""
     model = LanguageModel(causal_lm("llama", attn_implementation=attention), chunked=True)
     layers.compile_layers(model)
     generator = torch.Generator().manual_seed(9)
     for rows, trains in batches:
-        begins = torch.rand(rows, CONTEXT, generator=generator) < 0.2  # another number of documents each time
+        begins = (
+            torch.rand(rows, CONTEXT, generator=generator) < 0.2
+        )  # another number of documents each time
         begins[:, 0] = True
         index = torch.arange(CONTEXT).expand(rows, CONTEXT)
         positions = index - torch.where(begins, index, 0).cummax(dim=1).values
@@ -169,10 +203,15 @@ def train_compiled(attention, batches):
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
-def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(compiled_graphs, attention):
-    """A resumed run begins without the evaluation of a new one, and must go on with the same kernels."""
+def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(
+    compiled_graphs, attention
+):
+    """A resumed run begins without the evaluation of a new one, and must go on with the same
+    kernels."""
     train_compiled(attention, [(2, True)])
     resumed = list(compiled_graphs)
     torch._dynamo.reset()
@@ -182,7 +221,9 @@ def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(compi
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_nothing_is_compiled_again_after_the_second_step(compiled_graphs, attention):
     train_compiled(attention, [(1, True), (8, False), (4, True)])
@@ -195,7 +236,8 @@ def test_nothing_is_compiled_again_after_the_second_step(compiled_graphs, attent
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layers_are_compiled_beside_gradients_that_fsdp_keeps_split(compiled_graphs):
-    """As FSDP1 has it in each micro-batch but the first of a step: the unit is whole, its gradient the part of a rank."""
+    """As FSDP1 has it in each micro-batch but the first of a step: the unit is whole, its gradient
+    the part of a rank."""
     model = LanguageModel(causal_lm("llama"))
     layers.compile_layers(model)
     norm = model.causal_lm.model.layers[0].input_layernorm
@@ -240,11 +282,21 @@ def test_packed_attention_is_the_masked_one(name, more):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-# Positions are ignored; soft-capping; sinks; a window that is in the mask alone, longer than the tokens that are compared.
+# Positions are ignored; soft-capping; sinks; a window that is in the mask alone, longer than the
+# tokens that are compared.
 WINDOW = {"sliding_window": 40, "num_hidden_layers": 1}
-OTHERWISE = [("opt", {}), ("gemma2", {}), ("gpt_oss", {}), ("phimoe", {**WINDOW, "num_local_experts": 4})]
+OTHERWISE = [
+    ("opt", {}),
+    ("gemma2", {}),
+    ("gpt_oss", {}),
+    ("phimoe", {**WINDOW, "num_local_experts": 4}),
+]
 OTHERWISE += [
-    ("qwen2_moe", {**WINDOW, "use_sliding_window": True, "max_window_layers": layers, "num_experts": 4}) for layers in (0, 28)
+    (
+        "qwen2_moe",
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": layers, "num_experts": 4},
+    )
+    for layers in (0, 28)
 ]
 
 
@@ -268,7 +320,8 @@ def test_packed_attention_makes_no_mask():
 @pytest.mark.quick_cases(r"3\]|30\]")
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 30, 64])
 def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
-    """One document of 30 tokens and others: gradients of the masked attention; of a long one nothing is tokens x tokens."""
+    """One document of 30 tokens and others: gradients of the masked attention; of a long one
+    nothing is tokens x tokens."""
     positions = torch.cat([torch.arange(30), torch.arange(5), torch.arange(13)])[None]
     ids = torch.randint(1, VOCABULARY, (1, 48))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
@@ -277,7 +330,11 @@ def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
     with gate.attention(model, fast_paths.PACKED):
         ours = gradients(LanguageModel(model), inputs)
     torch.testing.assert_close(ours, masked, rtol=1e-4, atol=1e-6)
-    long = {"input_ids": ids.repeat(1, 40), "labels": ids.repeat(1, 40), "position_ids": torch.arange(48 * 40)[None]}
+    long = {
+        "input_ids": ids.repeat(1, 40),
+        "labels": ids.repeat(1, 40),
+        "position_ids": torch.arange(48 * 40)[None],
+    }
     with gate.attention(model, fast_paths.PACKED), Largest() as largest:
         gradients(LanguageModel(model, chunked=True), long)
     assert largest.elements < (48 * 40) ** 2 / 8
@@ -309,19 +366,28 @@ def test_recomputed_layers_give_the_same_gradients(which):
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text", "phi", "olmo2", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "mixtral", "gemma3_text", "phi", "olmo2", "qwen3", "gpt_neox"]
+)
 def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
-    """Here it waits as a copy, which only the backward pass takes: what a GPU's host does, but for the streams."""
+    """Here it waits as a copy, which only the backward pass takes: what a GPU's host does, but for
+    the streams."""
     model = causal_lm(name).train()
     inputs, waiting = batch(), []
     torch.manual_seed(0)  # of dropout
     plain = gradients(LanguageModel(model), inputs)
-    monkeypatch.setattr(offload.Inputs, "put", lambda _, hidden, tensor: waiting.append(tensor.clone()) or waiting[-1:])
+    monkeypatch.setattr(
+        offload.Inputs,
+        "put",
+        lambda _, hidden, tensor: waiting.append(tensor.clone()) or waiting[-1:],
+    )
     monkeypatch.setattr(offload.Inputs, "get", lambda _, kept: kept[0])
     layers.checkpoint_activations(model, "offload")
     torch.manual_seed(0)
     found = gradients(LanguageModel(model), inputs)
-    assert [tensor.shape for tensor in waiting] == [(*inputs["input_ids"].shape, model.config.hidden_size)] * 2
+    assert [tensor.shape for tensor in waiting] == [
+        (*inputs["input_ids"].shape, model.config.hidden_size)
+    ] * 2
     assert all(torch.equal(one, other) for one, other in zip(found[1], plain[1], strict=True))
 
 
@@ -340,17 +406,22 @@ def test_nothing_holds_an_input_that_is_offloaded(monkeypatch):
 
 
 def graphs_of_recomputed_layers(which, shares):
-    """Of how many products the graphs are that layers are compiled to, where attention is of whole rows as on a GPU."""
+    """Of how many products the graphs are that layers are compiled to, where attention is of whole
+    rows as on a GPU."""
     found, compile_function = [], torch.compile
 
     def counted(graph, inputs):
-        parts = [one for one in graph.modules() if isinstance(one, torch.fx.GraphModule)]  # of what is checkpointed, a part
+        parts = [
+            one for one in graph.modules() if isinstance(one, torch.fx.GraphModule)
+        ]  # of what is checkpointed, a part
         found.append(sum("linear" in str(node.target) for one in parts for node in one.graph.nodes))
         return graph.forward
 
     def of_whole_rows(flat, ends, scaling, *_):
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in flat)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling
+        )
         return out[0].transpose(0, 1)
 
     torch.compile = lambda function, **how: compile_function(function, backend=counted, **how)
@@ -358,7 +429,11 @@ def graphs_of_recomputed_layers(which, shares):
     model = LanguageModel(causal_lm("llama", attn_implementation="packed").train())
     layers.checkpoint_activations(model.causal_lm, which, compiles=True)
     layers.compile_layers(model, which)
-    inputs = {"input_ids": torch.arange(32)[None], "position_ids": torch.arange(32)[None], "labels": torch.arange(32)[None]}
+    inputs = {
+        "input_ids": torch.arange(32)[None],
+        "position_ids": torch.arange(32)[None],
+        "labels": torch.arange(32)[None],
+    }
     if shares:
         model.context_group = torch.distributed.group.WORLD
         inputs["labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)
@@ -367,7 +442,9 @@ def graphs_of_recomputed_layers(which, shares):
 
 
 @pytest.mark.quick_cases(r"full-alone")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "context parallel"])
 @pytest.mark.parametrize("which", ["full", "offload"])
 def test_recomputed_layers_are_compiled_as_a_whole(which, shares):
@@ -449,7 +526,9 @@ def break_packed_attention():
     of_document = fast_paths._of_document
 
     def broken(query, key, value, scaling, *more):
-        return of_document(query, key, value, scaling * (20 if torch.is_grad_enabled() else 1), *more)
+        return of_document(
+            query, key, value, scaling * (20 if torch.is_grad_enabled() else 1), *more
+        )
 
     fast_paths._of_document = broken
 
@@ -459,7 +538,9 @@ def break_compiled_layers():
 
     def compile_layers(model, recomputed):
         for layer in layers.repeated_layers(model).values():
-            layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.5 * torch.is_grad_enabled()))
+            layer.register_forward_hook(
+                lambda module, inputs, output: output * (1 + 0.5 * torch.is_grad_enabled())
+            )
 
     layers.compile_layers = compile_layers
 
@@ -472,19 +553,42 @@ CASES = [
 
 
 def flags(toys, folder, data, strategy, *more):
-    words = ["--model_name", toys / "llama", "--train_data_dir", data, "--output_dir", folder, "--max_step", 2]
-    return [*words, "--strategy", strategy, "--eval_iters", 0, "--global_batch_size", 4, "--run_name", "run", *more]
+    words = [
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        data,
+        "--output_dir",
+        folder,
+        "--max_step",
+        2,
+    ]
+    return [
+        *words,
+        "--strategy",
+        strategy,
+        "--eval_iters",
+        0,
+        "--global_batch_size",
+        4,
+        "--run_name",
+        "run",
+        *more,
+    ]
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "precision"), [("auto", 1, "32-true"), ("fsdp", 2, "bf16-true"), ("fsdp2", 2, "32-true")]
+    ("strategy", "ranks", "precision"),
+    [("auto", 1, "32-true"), ("fsdp", 2, "bf16-true"), ("fsdp2", 2, "32-true")],
 )
 @pytest.mark.parametrize(("patch", "flag", "more"), CASES)
 def test_a_fast_path_that_is_another_model_is_refused(
     toys, tmp_path, packed_data, patch, flag, more, strategy, ranks, precision
 ):
-    words = flags(toys, tmp_path, packed_data, strategy, *more, "--devices", ranks, "--precision", precision)
+    words = flags(
+        toys, tmp_path, packed_data, strategy, *more, "--devices", ranks, "--precision", precision
+    )
     for rank, (code, said) in enumerate(run_ranks(ranks, train_with, patch, words)):
         assert code == 2
         if rank == 0:
@@ -495,21 +599,39 @@ def test_a_fast_path_that_is_another_model_is_refused(
 @pytest.mark.quick_cases(r"(auto-1|fsdp-2)-bf16-true")
 @pytest.mark.every_eighth(5)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+)
 def test_the_defaults_are_fast_and_pass(toys, tmp_path, packed_data, strategy, ranks, precision):
-    words = flags(toys, tmp_path, packed_data, strategy, "--devices", ranks, "--precision", precision)
+    words = flags(
+        toys, tmp_path, packed_data, strategy, "--devices", ranks, "--precision", precision
+    )
     (code, said), *_ = run_ranks(ranks, train_with, nothing, words)
     assert code == 0, said
-    assert "packed attention, chunked loss" in said and "the gradients are equal to rounding" in said
+    assert (
+        "packed attention, chunked loss" in said and "the gradients are equal to rounding" in said
+    )
 
 
 @pytest.mark.quick_cases(r"auto")
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+)
 def test_a_run_on_fast_paths_is_the_run_on_plain_ones(toys, tmp_path, packed_data, strategy, ranks):
     plain = ("--loss", "full", "--attention", "sdpa")
     found = []
     for name, more in (("fast", ("--activation_checkpointing", "selective")), ("plain", plain)):
-        words = flags(toys, tmp_path / name, packed_data, strategy, *more, "--precision", "32-true", "--lr", 1e-3)
+        words = flags(
+            toys,
+            tmp_path / name,
+            packed_data,
+            strategy,
+            *more,
+            "--precision",
+            "32-true",
+            "--lr",
+            1e-3,
+        )
         train_ranks(ranks, *words, "--max_step", 5)
         run = tmp_path / name / "run"
         found.append((metrics(run), metrics(run, "grad_norm")))
@@ -522,20 +644,36 @@ PLAIN = ("--loss", "full", "--attention", "sdpa", "--compile", "false", "--verif
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kind"),
     [
         ("auto", 1, "full"),
         *(
             pytest.param(strategy, 2, kind, marks=pytest.mark.slow)
-            for strategy, kind in (("ddp", "full"), ("fsdp", "sharded"), ("fsdp2", "sharded"), ("fsdp2", "full"))
+            for strategy, kind in (
+                ("ddp", "full"),
+                ("fsdp", "sharded"),
+                ("fsdp2", "sharded"),
+                ("fsdp2", "full"),
+            )
         ),
     ],
 )
 def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks, kind):
     steps, half = 8, 4
-    every = ["--precision", "32-true", "--lr", 1e-3, "--max_step", steps, "--save_step_interval", half]
+    every = [
+        "--precision",
+        "32-true",
+        "--lr",
+        1e-3,
+        "--max_step",
+        steps,
+        "--save_step_interval",
+        half,
+    ]
     every += ["--state_dict_type", kind, "--grad_clip", 1.0]
     fast = [*flags(toys, tmp_path, packed_data, strategy, *every, *FAST), "--micro_batch_size", 1]
     train_ranks(ranks, *fast, "--run_name", "whole", timeout_seconds=300)
@@ -543,7 +681,9 @@ def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strateg
     plain = flags(toys, tmp_path, packed_data, "auto", *every, *PLAIN)
     train_ranks(1, *plain, "--micro_batch_size", 4, "--run_name", "plain")
     for key in ("loss", "grad_norm"):  # law 1: micro-batches on ranks are one big batch
-        assert metrics(tmp_path / "whole", key) == pytest.approx(metrics(tmp_path / "plain", key), rel=1e-5), key
+        assert metrics(tmp_path / "whole", key) == pytest.approx(
+            metrics(tmp_path / "plain", key), rel=1e-5
+        ), key
 
     expected = {key: metrics(tmp_path / "whole", key) for key in ("loss", "grad_norm")}
     checkpoint = tmp_path / "whole" / f"step-{half:08d}"
@@ -568,13 +708,18 @@ def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strateg
 
 
 def laws_7_and_9(argv):
-    """(whether all parameters of the wrapped model equal the reference's, loss of a packed row, of its documents alone)."""
+    """(whether all parameters of the wrapped model equal the reference's, loss of a packed row, of
+    its documents alone)."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     _, plan, model, _ = built(argv)
-    reference = AutoModelForCausalLM.from_pretrained(plan.model.source, dtype=torch.float32).state_dict()
+    reference = AutoModelForCausalLM.from_pretrained(
+        plan.model.source, dtype=torch.float32
+    ).state_dict()
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
-    equal = all(torch.equal(value, reference[name.removeprefix(PREFIX)]) for name, value in state.items())
+    equal = all(
+        torch.equal(value, reference[name.removeprefix(PREFIX)]) for name, value in state.items()
+    )
     first, second, third = documents([9, 7, 8], seed=1)
     model.eval()
     with torch.no_grad():
@@ -584,30 +729,50 @@ def laws_7_and_9(argv):
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("auto", 1), ("ddp", 2), ("fsdp", 2)))],
+    [
+        ("fsdp2", 2),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("auto", 1), ("ddp", 2), ("fsdp", 2))
+        ),
+    ],
 )
 def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks):
-    words = [*flags(toys, tmp_path, packed_data, strategy, "--precision", "32-true", *FAST), "--micro_batch_size", 1]
+    words = [
+        *flags(toys, tmp_path, packed_data, strategy, "--precision", "32-true", *FAST),
+        "--micro_batch_size",
+        1,
+    ]
     argv = [str(word) for word in [*words, "--devices", ranks]]
-    for attention, equal, count, packed, alone in run_ranks(ranks, laws_7_and_9, argv, timeout_seconds=300):
+    for attention, equal, count, packed, alone in run_ranks(
+        ranks, laws_7_and_9, argv, timeout_seconds=300
+    ):
         assert attention == "packed" and equal and count > 10
         assert packed == pytest.approx(alone, rel=1e-5)
     run = (*words, "--max_step", 2 * 40 // 4, "--save_step_interval", 7, "--run_name", "run")
     train_ranks(ranks, *run, timeout_seconds=300)
-    assert verify.main([str(tmp_path / "run")]) == 0, "the rows that were read are those of two whole epochs"
+    assert verify.main([str(tmp_path / "run")]) == 0, (
+        "the rows that were read are those of two whole epochs"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)],
 )
 def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, ranks):
-    fp32, _ = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")
+    fp32, _ = final_loss(
+        toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true"
+    )
     fast = ("--loss", "chunked", "--compile", "true")
     bf16, _ = final_loss(toys, tmp_path, "bf16", ranks, "--strategy", strategy, *fast)
     assert abs(bf16 - fp32) < 0.01
@@ -636,19 +801,27 @@ def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, capsys, 
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # inside torch's compiler
 def test_one_compilation_serves_all_layers(toys, tmp_path, packed_data):
     """And the compiled run is the plain one."""
-    AutoConfig.from_pretrained(toys / "llama", num_hidden_layers=6).save_pretrained(tmp_path / "model")
+    AutoConfig.from_pretrained(toys / "llama", num_hidden_layers=6).save_pretrained(
+        tmp_path / "model"
+    )
     words = flags(toys, tmp_path, packed_data, "auto", "--precision", "32-true", "--lr", 1e-3)
     words += ["--model_name", tmp_path / "model"]
     runs = {}
     for name, more in (("plain", ()), ("compiled", ("--compile", "true", "--attention", "sdpa"))):
-        [(code, said, graphs)] = run_ranks(1, train_and_count_graphs, [*words, "--run_name", name, *more])
+        [(code, said, graphs)] = run_ranks(
+            1, train_and_count_graphs, [*words, "--run_name", name, *more]
+        )
         assert code == 0, said
         runs[name] = metrics(tmp_path / name), graphs
     assert runs["compiled"][0] == pytest.approx(runs["plain"][0], rel=1e-5)
-    assert runs["plain"][1] == 0 and 0 < runs["compiled"][1] <= 3, "six layers; graphs for the probe and for training"
+    assert runs["plain"][1] == 0 and 0 < runs["compiled"][1] <= 3, (
+        "six layers; graphs for the probe and for training"
+    )
 
 
 def train_and_count_graphs(argv):
@@ -669,7 +842,9 @@ def test_layers_that_are_no_part_of_a_gradient_are_compared_as_well():
     for factor in (0.0, float("nan"), -1.0, 1.2):
         samples = {n: s * factor if n == name else s for n, s in reference.samples.items()}
         squares = {n: s * factor**2 if n == name else s for n, s in reference.squares.items()}
-        found = gate.gradient_difference(gate.Gradients(reference.loss, squares, samples), reference, "32-true")
+        found = gate.gradient_difference(
+            gate.Gradients(reference.loss, squares, samples), reference, "32-true"
+        )
         assert "model.layers.1" in found, factor
 
 
@@ -679,16 +854,23 @@ def test_what_the_gate_keeps_and_sends_is_as_small_as_it_looks():
     gradients = gate.gradients_of_reference(model, batch())
     outputs = gate.outputs_of(model.causal_lm, batch(1)["input_ids"], model)
     kept = {**gradients.samples, "logits": outputs.logits, **outputs.modules}
-    assert [name for name, t in kept.items() if t.untyped_storage().nbytes() > t.numel() * t.element_size()] == []
+    assert [
+        name
+        for name, t in kept.items()
+        if t.untyped_storage().nbytes() > t.numel() * t.element_size()
+    ] == []
     head = gradients.samples["causal_lm.lm_head.weight"]  # of 64,000 elements
     assert len(pickle.dumps(head)) < 4 * gate.SAMPLED_ELEMENTS + 1000
 
 
 def test_an_embedding_of_which_the_sample_has_no_token_passes():
-    """Its gradient is zero but for the probe's few tokens: at a large vocabulary the sample may miss them all."""
+    """Its gradient is zero but for the probe's few tokens: at a large vocabulary the sample may
+    miss them all."""
     model = LanguageModel(causal_lm("llama", vocab_size=40_000))
     step = -(-40_000 * COMMON["hidden_size"] // gate.SAMPLED_ELEMENTS)
-    missed = [row for row in range(100) if -row * COMMON["hidden_size"] % step >= COMMON["hidden_size"]]
+    missed = [
+        row for row in range(100) if -row * COMMON["hidden_size"] % step >= COMMON["hidden_size"]
+    ]
     ids = torch.tensor([missed[:CONTEXT]])
     reference = gate.gradients_of_reference(model, {"input_ids": ids, "labels": ids})
     name = "causal_lm.model.embed_tokens.weight"
@@ -701,17 +883,26 @@ def test_an_embedding_of_which_the_sample_has_no_token_passes():
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("llama", {"head_dim": 20}), ("llama", {"head_dim": 320}), ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": 4})],
+    [
+        ("llama", {"head_dim": 20}),
+        ("llama", {"head_dim": 320}),
+        ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": 4}),
+    ],
 )
 def test_the_kernel_of_gpus_gets_the_head_sizes_that_it_takes(name, more, monkeypatch):
     """The kernel's conditions, with PyTorch's own attention in its place."""
     called = []
 
-    def kernel(query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options):
+    def kernel(
+        query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options
+    ):
         sizes = {tensor.shape[-1] for tensor in (query, key, value)}
         assert len(sizes) == 1 and max(sizes) % 8 == 0 and max(sizes) <= 256
         called.append(sizes)
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+        key, value = (
+            tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            for tensor in (key, value)
+        )
         return fast_paths._one_by_one([query, key, value], ends, scale, 0.0, None)
 
     monkeypatch.setattr(fast_paths, "varlen_attn", kernel)

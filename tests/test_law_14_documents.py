@@ -47,7 +47,9 @@ class Draw:
 
     def __init__(self, seed: int, root: Path) -> None:
         self.random, self.root, self.count = random.Random(seed), root, 0
-        self.known = [f"text number {number} of all" for number in range(4)]  # which come again and again
+        self.known = [
+            f"text number {number} of all" for number in range(4)
+        ]  # which come again and again
 
     def text(self) -> str:
         kind = self.random.random()
@@ -98,11 +100,15 @@ class Draw:
                 *(f"{n}\t{' '.join(text.split())}" for n, text in enumerate(texts)),
             ]
             for at in self.random.sample(range(1, len(lines)), min(3, len(lines) - 1)):
-                lines[at] = f'{at}\t"begins {at}' if self.random.random() < 0.5 else f'{at}\tends {at}"'
+                lines[at] = (
+                    f'{at}\t"begins {at}' if self.random.random() < 0.5 else f'{at}\tends {at}"'
+                )
             return "\n".join(lines).encode() + b"\n"
         if kind == ".csv":
             out = io.StringIO(newline="")
-            csv.writer(out).writerows([("id", "text"), *((str(n), text) for n, text in enumerate(texts))])
+            csv.writer(out).writerows(
+                [("id", "text"), *((str(n), text) for n, text in enumerate(texts))]
+            )
             return out.getvalue().encode() + self.random.choice([b"", b"9\n", b"9,too,many\n"])
         out = io.BytesIO()
         column = pa.array([None if text == " " else text for text in texts], pa.string())
@@ -111,10 +117,16 @@ class Draw:
 
     def packed(self, content: bytes, packed: str, kind: str) -> bytes:
         """In several streams, padded, or with a damaged one, which takes all behind it away."""
-        end = b",\n" if kind == ".json" else b"\n"  # of a record that is good, which the first stream holds
+        end = (
+            b",\n" if kind == ".json" else b"\n"
+        )  # of a record that is good, which the first stream holds
         begin = max(content.find(b"good in"), content.find(b"row in"))
         first = content.find(end, begin) + len(end) if begin >= 0 and end in content[begin:] else 0
-        cuts = sorted(self.random.choices(range(max(first, 1), len(content) + 1), k=2)) if first else []
+        cuts = (
+            sorted(self.random.choices(range(max(first, 1), len(content) + 1), k=2))
+            if first
+            else []
+        )
         parts = [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)])]
         streams = [PACK[packed](part) for part in parts]
         # Of zstandard, pyarrow gives nothing of the 16 KB before a damage, and a file that small is
@@ -141,11 +153,15 @@ class Draw:
             folders[-1].mkdir()
         (self.root / "first.txt").write_text("the first text")
         (self.root / "second.txt").write_text("the second text")
-        files = [self.file(self.random.choice(folders)) for _ in range(self.random.randrange(2, 12))]
+        files = [
+            self.file(self.random.choice(folders)) for _ in range(self.random.randrange(2, 12))
+        ]
         for number in range(self.random.randrange(5)):
             place, kind = self.random.choice(folders) / f"z{number}", self.random.randrange(5)
             if kind == 0:
-                place.symlink_to(self.random.choice(folders), target_is_directory=True)  # loops among them
+                place.symlink_to(
+                    self.random.choice(folders), target_is_directory=True
+                )  # loops among them
             elif kind == 1:
                 target = self.random.choice(files)
                 Path(f"{place}{''.join(target.suffixes)}").symlink_to(target)
@@ -155,7 +171,9 @@ class Draw:
             elif kind == 3:
                 Path(f"{place}.txt").symlink_to("nowhere")
             else:  # what isn't read
-                Path(f"{place}{self.random.choice(['.pdf', '.html', '', '.py'])}").write_bytes(b"<p>\xff")
+                Path(f"{place}{self.random.choice(['.pdf', '.html', '', '.py'])}").write_bytes(
+                    b"<p>\xff"
+                )
 
     def dataset(self, folder: Path) -> dict[str, list[str]]:
         """A dataset of several splits, the texts of which are returned."""
@@ -200,12 +218,24 @@ class Seen:
         self.found.add(os.path.realpath(folder))
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             place = os.path.realpath(entry.path)
-            place = place if os.path.isdir(place) or not os.path.exists(place) else os.stat(place).st_ino
+            place = (
+                place
+                if os.path.isdir(place) or not os.path.exists(place)
+                else os.stat(place).st_ino
+            )
             kind = next(
-                (kind for kind in READ if any(entry.name.endswith(kind + end) for end in ("", *PACK))),
+                (
+                    kind
+                    for kind in READ
+                    if any(entry.name.endswith(kind + end) for end in ("", *PACK))
+                ),
                 None,
             )
-            if entry.name.startswith(".") or not entry.is_dir() and (kind is None or not entry.is_file()):
+            if (
+                entry.name.startswith(".")
+                or not entry.is_dir()
+                and (kind is None or not entry.is_file())
+            ):
                 self.not_read += 1
             elif place in self.found:
                 self.twice += 1
@@ -345,18 +375,28 @@ def hold_to_the_law(seed: int, folder: Path, tokenizer: str) -> None:
     in_rows = {name: texts_of(folder / "out", name, tokenizer) for name in splits}
     assert in_rows["train"] + in_rows["validation"] == kept, where
     assert not in_rows["train"].keys() & in_rows["validation"].keys(), f"in both splits, {where}"
-    assert {name: split["documents"] for name, split in splits.items()} == {n: c.total() for n, c in in_rows.items()}
+    assert {name: split["documents"] for name, split in splits.items()} == {
+        n: c.total() for n, c in in_rows.items()
+    }
     assert manifest["duplicates"]["documents"] == len(seen.texts) - kept.total(), where
     assert (skipped["empty"], skipped["bad"]) == (seen.empty, seen.bad), where
     assert sum(skipped["files_by_suffix"].values()) == seen.not_read, where
     assert (skipped["files_twice"], skipped["splits"]) == (seen.twice, left_out), where
     assert manifest["text"]["records"] == len(seen.texts) + seen.empty + seen.bad
-    assert manifest["text"]["bytes"] == manifest["text"]["bytes_of_tokens"] == sum(len(t.encode()) for t in seen.texts)
+    assert (
+        manifest["text"]["bytes"]
+        == manifest["text"]["bytes_of_tokens"]
+        == sum(len(t.encode()) for t in seen.texts)
+    )
 
 
 @pytest.mark.every_eighth(1)
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.longer) for n in range(25, 500, 25))])
-def test_documents_of_the_inputs_are_those_of_the_splits_and_those_counted(first, tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.longer) for n in range(25, 500, 25))]
+)
+def test_documents_of_the_inputs_are_those_of_the_splits_and_those_counted(
+    first, tmp_path, tokenizer
+):
     for seed in range(first, first + 25):
         (tmp_path / str(seed)).mkdir()
         hold_to_the_law(seed, tmp_path / str(seed), tokenizer)

@@ -1,7 +1,9 @@
-"""Law 14: tensors of the weight files = tensors loaded + tensors named, in the log or in the refusal.
+"""Law 14: tensors of the weight files = tensors loaded + tensors named, in the log or in the
+refusal.
 
-Odd folders are drawn from real models. What came in is counted with safetensors alone: the numbers in the files that aren't
-named are those of the model, each as often, in whatever order and layout its class keeps them.
+Odd folders are drawn from real models. What came in is counted with safetensors alone: the numbers
+in the files that aren't named are those of the model, each as often, in whatever order and layout
+its class keeps them.
 """
 
 import json
@@ -18,11 +20,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.model.loading import build_skeleton, has_weights, load_config, open_weights, unread_weights
+from fabric_llm.model.loading import (
+    build_skeleton,
+    has_weights,
+    load_config,
+    open_weights,
+    unread_weights,
+)
 from fabric_llm.model.weights import units
 
 QUICK = ("llama", "gpt2", "mixtral", "qwen3", "gemma3_text", "qwen3_next")
-ALL = [family if family in QUICK else pytest.param(family, marks=pytest.mark.longer) for family in FAMILIES]
+ALL = [
+    family if family in QUICK else pytest.param(family, marks=pytest.mark.longer)
+    for family in FAMILIES
+]
 SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.longer) for seed in range(24)]
 LEFT_OUT = {  # what transformers leaves out by name, though it is in files of these families
     "gpt2": ["h.1.attn.bias", "h.0.attn.bias"],
@@ -49,7 +60,11 @@ def whole(tmp_path_factory):
 
 
 def tensors_of(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def numbers(tensors):
@@ -61,7 +76,11 @@ def opened(folder):
     """(what the source reads, what it has left out). Raises what reading raises."""
     config = load_config(str(folder))
     source = open_weights(str(folder), config, torch.float32)
-    read = [tensor for unit in units(build_skeleton(config, torch.float32)) for tensor in source.read(unit).values()]
+    read = [
+        tensor
+        for unit in units(build_skeleton(config, torch.float32))
+        for tensor in source.read(unit).values()
+    ]
     return read, source.left_out
 
 
@@ -75,19 +94,26 @@ def refusal(folder, code=2):
 @pytest.mark.parametrize("family", ALL)
 def test_what_is_in_the_files_is_in_the_model(whole, family):
     read, left_out = opened(whole(family))
-    assert left_out == [] and np.array_equal(numbers(read), numbers(tensors_of(whole(family)).values()))
+    assert left_out == [] and np.array_equal(
+        numbers(read), numbers(tensors_of(whole(family)).values())
+    )
 
 
 # ------------------------------------------------------------------------------- odd tensors, drawn
 
 
 def bias_beside(tensors, draw):
-    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")]
+    matrices = [
+        name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")
+    ]
     return {draw.choice(matrices).removesuffix("weight") + "extra_bias": torch.randn(7)}
 
 
 def a_tower(tensors, draw):
-    return {f"vision_tower.blocks.{number}.weight": torch.randn(3, 5) for number in range(draw.randint(1, 30))}
+    return {
+        f"vision_tower.blocks.{number}.weight": torch.randn(3, 5)
+        for number in range(draw.randint(1, 30))
+    }
 
 
 def more_layers(tensors, draw):
@@ -96,13 +122,17 @@ def more_layers(tensors, draw):
     return {
         name.replace(found[0], f".{number}.", 1): tensors[name].clone()
         for name, found in numbered.items()
-        if found and found[1] == "0" and not any(part in name for part in (".experts.", "attn.bias"))
+        if found
+        and found[1] == "0"
+        and not any(part in name for part in (".experts.", "attn.bias"))
     }
 
 
 def scales(tensors, draw):
     return {
-        f"{name}_scale_inv": torch.rand(1, 1) for name in list(tensors)[:: draw.randint(1, 3)] if name.endswith("proj.weight")
+        f"{name}_scale_inv": torch.rand(1, 1)
+        for name in list(tensors)[:: draw.randint(1, 3)]
+        if name.endswith("proj.weight")
     }
 
 
@@ -111,7 +141,9 @@ def test_tensors_that_the_model_does_not_take_are_refused_by_name(whole, tmp_pat
     draw = random.Random(seed)
     folder = shutil.copytree(whole(draw.choice(QUICK)), tmp_path / "model")
     tensors = tensors_of(folder)
-    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(tensors, draw)
+    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(
+        tensors, draw
+    )
     save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
     assert f"{len(added)} of the tensors in the files" in said
@@ -142,7 +174,9 @@ def test_what_transformers_leaves_out_by_name_is_named(whole, tmp_path, family):
 
 def test_one_tensor_in_two_files_is_refused_where_its_values_differ(whole, tmp_path):
     tensors, folder = tensors_of(whole("llama")), tmp_path / "sharded"
-    AutoModelForCausalLM.from_pretrained(whole("llama")).save_pretrained(folder, max_shard_size="20KB")
+    AutoModelForCausalLM.from_pretrained(whole("llama")).save_pretrained(
+        folder, max_shard_size="20KB"
+    )
     first, *_, last = sorted(folder.glob("model-*.safetensors"))
     name = sorted(load_file(first))[0]
     save_file({**load_file(last), name: tensors[name]}, last, {"format": "pt"})
@@ -160,7 +194,7 @@ def test_one_tensor_under_two_names_is_refused(whole, tmp_path):
     assert "is there twice" in said and "as layers.1.mlp.up_proj.weight" in said
 
 
-# ------------------------------------------------------------------------------- a configuration of another model
+# ----------------------------------------------------------------- a configuration of another model
 
 SIZES = {
     "hidden_size": 32,
@@ -207,10 +241,12 @@ def test_a_configuration_that_is_not_that_of_the_weights(tmp_path, kind):
     assert all(name in said for name in foreign[:10]), said
 
 
-# ------------------------------------------------------------------------------- what isn't a number
+# ------------------------------------------------------------------------------ what isn't a number
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, family, dtype):
     folder = shutil.copytree(whole(family), tmp_path / "model")
@@ -220,7 +256,11 @@ def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, famil
         tensors[name] = (tensors[name] * 100).to(dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
-    assert f"{len(scaled)} of them are" in said and any(name in said for name in scaled) and "quantization_config" in said
+    assert (
+        f"{len(scaled)} of them are" in said
+        and any(name in said for name in scaled)
+        and "quantization_config" in said
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS[:8])
@@ -236,7 +276,7 @@ def test_nan_and_infinity_are_found_as_they_are_loaded(whole, tmp_path, seed):
     assert "holds NaN or infinity" in said and f"in {name}" in said
 
 
-# ------------------------------------------------------------------------------- random weights, or weights that aren't read
+# ------------------------------------------------------ random weights, or weights that aren't read
 
 MAY_BE_WEIGHTS = (
     "model.Q4_K_M.gguf", "flax_model.msgpack", "tf_model.h5", "__0_0.distcp", "global_step500/mp_rank_00_model_states",
@@ -296,7 +336,9 @@ def test_random_weights_where_nothing_may_be_weights(configured):
 
 
 INSTEAD = {
-    "a pointer of git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n",
+    "a pointer of git-lfs": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+    ),
     "a web page": b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title>",
 }
 
@@ -322,7 +364,11 @@ def train(toys, folder, tmp_path):
 def test_a_run_does_not_start_from_part_of_its_weights(toys, tmp_path):
     folder = shutil.copytree(toys / "llama", tmp_path / "model")
     tensors = tensors_of(folder)
-    added = {f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32) for layer in (0, 1) for name in ("up", "down")}
+    added = {
+        f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32)
+        for layer in (0, 1)
+        for name in ("up", "down")
+    }
     save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
     assert code == 2 and all(name in said for name in added) and "Traceback" not in said
@@ -359,7 +405,10 @@ def test_a_run_says_what_transformers_leaves_out_and_the_card_as_well(toys, tmp_
         tmp_path / "hf",
         describe=lambda made, proof: card.write(made, proof, checkpoint, given),
     )
-    assert f"since transformers leaves them out: `{named}`." in (tmp_path / "hf" / "README.md").read_text()
+    assert (
+        f"since transformers leaves them out: `{named}`."
+        in (tmp_path / "hf" / "README.md").read_text()
+    )
 
 
 def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
@@ -368,7 +417,11 @@ def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
     tensors["model.embed_tokens.weight"][5] = float("inf")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
-    assert code == 76 and "holds NaN or infinity in model.embed_tokens.weight" in said and "causal" not in said
+    assert (
+        code == 76
+        and "holds NaN or infinity in model.embed_tokens.weight" in said
+        and "causal" not in said
+    )
 
 
 @pytest.mark.parametrize("read", ["model.safetensors", "model.safetensors.index.json"])
@@ -377,7 +430,9 @@ def test_weight_files_that_are_not_read_are_named(toys, tmp_path, read):
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     shards = sorted(path.name for path in (tmp_path / "model").glob("model-*.safetensors"))
     assert len(shards) > 1
-    shutil.copy(toys / "llama" / "model.safetensors", tmp_path / "model" / "consolidated.safetensors")
+    shutil.copy(
+        toys / "llama" / "model.safetensors", tmp_path / "model" / "consolidated.safetensors"
+    )
     expected = ["consolidated.safetensors"]
     if read == "model.safetensors":
         shutil.copy(toys / "llama" / "model.safetensors", tmp_path / "model")

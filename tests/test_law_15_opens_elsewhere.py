@@ -1,7 +1,8 @@
-"""Law 15: what is written opens, elsewhere and later: as a causal LM, by older and newer transformers, by another user.
+"""Law 15: what is written opens, elsewhere and later: as a causal LM, by older and newer
+transformers, by another user.
 
-FABRIC_LLM_OTHER_TRANSFORMERS names interpreters of other environments, with a colon between two (docs/testing.md). What they
-read is compared with the logits and tokens of this one.
+FABRIC_LLM_OTHER_TRANSFORMERS names interpreters of other environments, with a colon between two
+(docs/testing.md). What they read is compared with the logits and tokens of this one.
 """
 
 import json
@@ -33,7 +34,8 @@ LLAMA3 |= {"rope_theta": 500000.0, "original_max_position_embeddings": 32}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(its newest checkpoint, the export) of a run of a Llama with scaled positions and a tokenizer with a SentencePiece model."""
+    """(its newest checkpoint, the export) of a run of a Llama with scaled positions and a tokenizer
+    with a SentencePiece model."""
     folder = tmp_path_factory.mktemp("run")
     config = {**TOY_CONFIGS["llama"].to_dict(), "vocab_size": VOCABULARY, "rope_parameters": LLAMA3}
     torch.manual_seed(0)
@@ -69,7 +71,9 @@ def test_the_configuration_that_is_saved_makes_the_same_model(tmp_path, family):
     whole.write_configuration(tmp_path, skeleton, None)
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is type(skeleton.config)
-    assert getattr(again, "rope_parameters", None) == getattr(skeleton.config, "rope_parameters", None)
+    assert getattr(again, "rope_parameters", None) == getattr(
+        skeleton.config, "rope_parameters", None
+    )
 
 
 VISION = {
@@ -113,7 +117,9 @@ def test_what_could_not_be_opened_again_is_refused_before_step_1(toys, tmp_path,
     )
     job = Job(1, *flags, "--run_name", "run", "--max_step", 1, "--eval_iters", 0)
     [code] = job.wait(120)
-    assert code == 2 and "could be trained and saved, but not resumed or exported" in job.output[0], job.output[0]
+    assert (
+        code == 2 and "could be trained and saved, but not resumed or exported" in job.output[0]
+    ), job.output[0]
     assert not list((tmp_path / "out").rglob("step-*"))
 
 
@@ -124,7 +130,8 @@ def test_the_tokenizer_says_nothing_of_this_machine_and_keeps_its_files(run):
         assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (folder / "tokenizer.model").read_bytes() == b"of SentencePiece"
         assert (
-            AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == AutoTokenizer.from_pretrained(run[0])(TEXT)["input_ids"]
+            AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+            == AutoTokenizer.from_pretrained(run[0])(TEXT)["input_ids"]
         )
         assert AutoTokenizer.from_pretrained(folder).all_special_tokens == [
             "<|endoftext|>",
@@ -136,7 +143,9 @@ def test_older_names_of_positions_are_written_beside_the_new_ones(run):
     for folder in run:
         said = json.loads((folder / "config.json").read_text())
         assert said["rope_parameters"] == LLAMA3 and said["rope_theta"] == 500000.0
-        assert said["rope_scaling"] == {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+        assert said["rope_scaling"] == {
+            name: value for name, value in LLAMA3.items() if name != "rope_theta"
+        }
 
 
 # ------------------------------------------------------------------------------- another user
@@ -144,7 +153,12 @@ def test_older_names_of_positions_are_written_beside_the_new_ones(run):
 
 def test_all_files_have_the_mode_of_a_new_file(run, tmp_path):
     (tmp_path / "new").touch()
-    modes = {path: path.stat().st_mode & 0o777 for folder in run for path in folder.rglob("*") if path.is_file()}
+    modes = {
+        path: path.stat().st_mode & 0o777
+        for folder in run
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     assert set(modes.values()) == {(tmp_path / "new").stat().st_mode & 0o777}, modes
 
 
@@ -169,7 +183,7 @@ def test_another_user_reads_and_checks_a_checkpoint(run, tmp_path_factory):
         shutil.rmtree(place)
 
 
-# ------------------------------------------------------------------------------- other versions of transformers
+# ------------------------------------------------------------------- other versions of transformers
 
 OTHERS = [path for path in os.environ.get("FABRIC_LLM_OTHER_TRANSFORMERS", "").split(":") if path]
 READ = """
@@ -189,7 +203,8 @@ for folder in folders:
         found[folder] = f"{type(error).__name__}: {error}"
 print("FOUND" + json.dumps([transformers.__version__, found]))
 """
-# Families, and positions other than their own: of one kind for all layers, for each kind of layer, for a part of each head.
+# Families, and positions other than their own: of one kind for all layers, for each kind of layer,
+# for a part of each head.
 POSITIONS = {
     "llama": LLAMA3,
     "mistral": {"rope_type": "default", "rope_theta": 1e6},
@@ -223,12 +238,16 @@ def with_positions(family, folder):
     config = load_config(str(folder / "base" / family))
     source = open_weights(str(folder / "base" / family), config, torch.float32)
     made = folder / family
-    exporting.write_model(made, folder / "base" / family, build_skeleton(config, torch.float32), source)
+    exporting.write_model(
+        made, folder / "base" / family, build_skeleton(config, torch.float32), source
+    )
     return made
 
 
 @pytest.mark.longer
-@pytest.mark.skipif(not OTHERS, reason="FABRIC_LLM_OTHER_TRANSFORMERS names no other environment (docs/testing.md)")
+@pytest.mark.skipif(
+    not OTHERS, reason="FABRIC_LLM_OTHER_TRANSFORMERS names no other environment (docs/testing.md)"
+)
 @pytest.mark.parametrize("python", OTHERS)
 def test_other_versions_of_transformers_read_the_same_model(run, tmp_path, python):
     ids = (torch.arange(CONTEXT) * 7 % 131).tolist()
@@ -241,7 +260,9 @@ def test_other_versions_of_transformers_read_the_same_model(run, tmp_path, pytho
     for folder in folders:
         assert not isinstance(found[folder], str), (version, folder, found[folder])
         with torch.no_grad():
-            ours = AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
+            ours = (
+                AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
+            )
         difference = ((torch.tensor(found[folder]) - ours).abs().mean() / ours.std()).item()
         assert difference < 1e-5, (version, folder, difference)
     tokenizer = AutoTokenizer.from_pretrained(run[1])

@@ -56,14 +56,18 @@ def folder(tmp_path_factory):
 
 def test_every_flag_of_train_says_whether_it_says_what_or_how():
     undecided = [name for name, one in Arguments.declared().items() if one.how is None]
-    assert not undecided, f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True"
+    assert not undecided, (
+        f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True"
+    )
 
 
 def test_every_flag_that_says_how_is_drawn_or_left_out_by_name():
     drawn = law_16.factors()
     how = set(law_16.flags_of_how())
     assert drawn.keys() - {"model", "data"} == how - law_16.NOT_DRAWN.keys()
-    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how, "flags that are gone, or that say what"
+    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how, (
+        "flags that are gone, or that say what"
+    )
     assert not law_16.VALUES.keys() & law_16.NOT_DRAWN.keys()
 
 
@@ -116,7 +120,9 @@ def test_a_refused_row_goes_on_without_what_the_sentence_names():
         "num_workers": 3,
     }
     without = {name: value for name, value in row.items() if name != "cpu_offload"}
-    sentence = "train.py: error: --cpu_offload true needs --strategy fsdp or fsdp2; here it is single."
+    sentence = (
+        "train.py: error: --cpu_offload true needs --strategy fsdp or fsdp2; here it is single."
+    )
     for model in ("gpt2", "llama", "qwen3"):
         assert not array.is_refused({**row, "model": model})
         assert array.refuse({**row, "model": model}, sentence) == {**without, "model": model}
@@ -166,7 +172,9 @@ def test_a_resumed_run_may_log_more_steps_than_its_twin_and_no_others(tmp_path, 
 
 
 @pytest.mark.quick_cases(r"packed")
-@pytest.mark.parametrize("name", ["packed", "mixed", pytest.param("windows", marks=pytest.mark.longer)])
+@pytest.mark.parametrize(
+    "name", ["packed", "mixed", pytest.param("windows", marks=pytest.mark.longer)]
+)
 def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
     ranks, row = QUICK[name]
     what = law_16.what_of(row["model"], row["data"], folder, seed=0)
@@ -204,5 +212,7 @@ def test_rows_of_any_flags_agree_with_a_plain_trainer(folder, tmp_path, number):
     """Each row is interrupted up to twice, and goes on with its flags or those of another one."""
     *before, row = drawn(number + 1)
     array = law_16.Array(random.Random(number), accepted=before)
-    outcome = law_16.run_row(array, row, folder, tmp_path / "run", seed=16, interruptions=number % 3)
+    outcome = law_16.run_row(
+        array, row, folder, tmp_path / "run", seed=16, interruptions=number % 3
+    )
     assert not outcome.differences, "\n".join([*outcome.differences[:8], outcome.commands])

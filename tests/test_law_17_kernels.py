@@ -1,7 +1,8 @@
 """Law 17: where a kernel runs elsewhere than it was measured, its own conditions are checked.
 
-The kernels of GPUs can't run here. A checker of their conditions, written from their source, stands in the place of each, and
-every family takes the choices that would be made for it on GPUs of several generations.
+The kernels of GPUs can't run here. A checker of their conditions, written from their source, stands
+in the place of each, and every family takes the choices that would be made for it on GPUs of
+several generations.
 """
 
 from types import SimpleNamespace
@@ -39,21 +40,33 @@ def made(family, more=None):
 
 
 def varlen(capability, called):
-    """What flash_api.cpp of PyTorch 2.11 to 2.13 asks of `varlen_attn`, and then PyTorch's own attention."""
+    """What flash_api.cpp of PyTorch 2.11 to 2.13 asks of `varlen_attn`, and then PyTorch's own
+    attention."""
 
-    def kernel(query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options):
+    def kernel(
+        query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options
+    ):
         assert capability >= (8, 0), "FlashAttention only supports Ampere GPUs or newer"
         assert query.dtype in (torch.float16, torch.bfloat16), "only fp16 and bf16 data type"
         assert query.dtype == key.dtype == value.dtype, "the same dtype"
         size = query.shape[-1]
-        assert key.shape[-1] == value.shape[-1] == size, "v must have shape (total_k, num_heads_k, head_size_og)"
+        assert key.shape[-1] == value.shape[-1] == size, (
+            "v must have shape (total_k, num_heads_k, head_size_og)"
+        )
         assert size % 8 == 0 and size <= 256, f"head_size {size}"
-        assert query.shape[1] % key.shape[1] == 0 and (options.get("enable_gqa") or query.shape[1] == key.shape[1])
+        assert query.shape[1] % key.shape[1] == 0 and (
+            options.get("enable_gqa") or query.shape[1] == key.shape[1]
+        )
         assert ends.dtype == torch.int32 and ends is ends_too or torch.equal(ends, ends_too)
-        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value)), "contiguous last dimension"
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value)), (
+            "contiguous last dimension"
+        )
         assert longest >= ends.diff().max() and window_size[1] == 0
         called.append(size)
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+        key, value = (
+            tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            for tensor in (key, value)
+        )
         window = None if window_size[0] < 0 else window_size[0] + 1
         return fast_paths._one_by_one([query, key, value], ends, scale, 0.0, window)
 
@@ -61,8 +74,11 @@ def varlen(capability, called):
 
 
 def trains_as_chosen(model, capability, precision, monkeypatch):
-    """(the choice, sizes that the kernel got) after a backward pass over packed rows with what is chosen."""
-    plan = SimpleNamespace(placement=SimpleNamespace(kind="cuda"), model=SimpleNamespace(precision=precision))
+    """(the choice, sizes that the kernel got) after a backward pass over packed rows with what is
+    chosen."""
+    plan = SimpleNamespace(
+        placement=SimpleNamespace(kind="cuda"), model=SimpleNamespace(precision=precision)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     if not gate.takes_packed_attention(model):
         return "masked", []
@@ -70,7 +86,9 @@ def trains_as_chosen(model, capability, precision, monkeypatch):
         return "masked", []
     called = []
     monkeypatch.setattr(fast_paths, "varlen_attn", varlen(capability, called))
-    monkeypatch.setattr(fast_paths, "_has_kernel", lambda query, size: size <= fast_paths.MOST_HEAD_SIZE)
+    monkeypatch.setattr(
+        fast_paths, "_has_kernel", lambda query, size: size <= fast_paths.MOST_HEAD_SIZE
+    )
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24).expand(2, -1) % 7}
     with gate.attention(model, fast_paths.PACKED):
@@ -94,7 +112,13 @@ def test_the_kernel_of_packed_attention_gets_what_it_takes(family, monkeypatch):
     ("head_size", "dropout", "precision", "capability", "words"),
     [
         (64, 0.0, "bf16-true", (9, 0), None),
-        (64, 0.0, "16-mixed", (7, 5), "needs a GPU of compute capability 8.0, and this one has 7.5"),
+        (
+            64,
+            0.0,
+            "16-mixed",
+            (7, 5),
+            "needs a GPU of compute capability 8.0, and this one has 7.5",
+        ),
         (512, 0.0, "bf16-mixed", (10, 0), "not of 512"),
         (64, 0.1, "bf16-mixed", (9, 0), "no dropout"),
         (64, 0.0, "32-true", (9, 0), "16 bits"),

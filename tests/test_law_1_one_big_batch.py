@@ -1,7 +1,7 @@
 """Law 1: k micro-batches x n ranks give the loss, gradient norm and weights of one big batch.
 
-The reference is not this project's code: plain transformers and torch, one batch, loss as a mean over targets. The auxiliary
-loss of a mixture of experts is transformers' own, a row at a time.
+The reference is not this project's code: plain transformers and torch, one batch, loss as a mean
+over targets. The auxiliary loss of a mixture of experts is transformers' own, a row at a time.
 """
 
 from pathlib import Path
@@ -37,7 +37,11 @@ def plain_training(
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+        [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
     )
     rows = Batches(open_dataset(data).train, SEED, GLOBAL_BATCH, 1)
     losses, norms = [], []
@@ -64,39 +68,81 @@ def plain_training(
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout", "mixtral"])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "micro_batch"),
-    [("auto", 1, 8), ("auto", 1, 2), ("ddp", 2, 2), ("ddp", 2, 1), ("fsdp", 2, 2), ("fsdp", 2, 1), ("fsdp2", 2, 2)],
+    [
+        ("auto", 1, 8),
+        ("auto", 1, 2),
+        ("ddp", 2, 2),
+        ("ddp", 2, 1),
+        ("fsdp", 2, 2),
+        ("fsdp", 2, 1),
+        ("fsdp2", 2, 2),
+    ],
 )
-def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strategy, ranks, micro_batch):
+def test_micro_batches_and_ranks_are_one_big_batch(
+    toys, tmp_path, model, strategy, ranks, micro_batch
+):
     auxiliary = []
     losses, norms, weights = plain_training(toys / model, toys / "ragged", auxiliary)
     train_ranks(
         ranks,
         *toy_run(toys, tmp_path, model=model, data="ragged"),
         *("--run_name", "run", "--strategy", strategy, "--precision", "32-true", "--seed", SEED),
-        *("--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH, "--max_step", STEPS),
-        *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),
+        *(
+            "--micro_batch_size",
+            micro_batch,
+            "--global_batch_size",
+            GLOBAL_BATCH,
+            "--max_step",
+            STEPS,
+        ),
+        *(
+            "--lr",
+            LR,
+            "--warmup_steps",
+            2,
+            "--weight_decay",
+            WEIGHT_DECAY,
+            "--grad_clip",
+            CLIP,
+            "--eval_iters",
+            0,
+        ),
     )
-    # AdamW's first update is lr x gradient / |gradient|, up to lr for a gradient that is rounding. The toy Mixtral has one:
-    # 8e-10 in float64, 6e-9 in float32. What follows is the same to 1e-6 but for what that one weight does to it.
+    # AdamW's first update is lr x gradient / |gradient|, up to lr for a gradient that is rounding.
+    # The toy Mixtral has one: 8e-10 in float64, 6e-9 in float32. What follows is the same to 1e-6
+    # but for what that one weight does to it.
     near = 1e-5 if model == "mixtral" else 1e-6
     assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=near, abs=0)
-    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([loss.item() for loss in auxiliary], rel=near, abs=0)
+    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx(
+        [loss.item() for loss in auxiliary], rel=near, abs=0
+    )
     assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=near, abs=0)
     if auxiliary:  # before there was an update
-        assert metrics(tmp_path / "run", "aux_loss")[0] == pytest.approx(auxiliary[0].item(), rel=1e-6, abs=0)
+        assert metrics(tmp_path / "run", "aux_loss")[0] == pytest.approx(
+            auxiliary[0].item(), rel=1e-6, abs=0
+        )
         assert metrics(tmp_path / "run", "grad_norm")[0] == pytest.approx(norms[0], rel=1e-6, abs=0)
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004", dtype=torch.float32).state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "step-00000004", dtype=torch.float32
+    ).state_dict()
     assert trained.keys() == weights.keys()
     if model == "mixtral":
-        differences = torch.cat([(trained[name] - value).abs().flatten() for name, value in weights.items()])
+        differences = torch.cat(
+            [(trained[name] - value).abs().flatten() for name, value in weights.items()]
+        )
         assert differences.mean() < 1e-7 and differences.max() < LR
         return
     for name, value in weights.items():
         if name.endswith("attn.c_attn.bias"):  # GPT-2's queries, keys and values
-            # Softmax doesn't see a bias of the keys: its gradient is rounding and nothing else, which AdamW enlarges.
+            # Softmax doesn't see a bias of the keys: its gradient is rounding and nothing else,
+            # which AdamW enlarges.
             without_keys = torch.ones_like(value, dtype=torch.bool)
             without_keys[len(value) // 3 : 2 * len(value) // 3] = False
             trained[name], value = trained[name][without_keys], value[without_keys]
-        # Where a gradient is rounding depends on the processor as well: on one of them GPT-2 has one such weight of 4096.
+        # Where a gradient is rounding depends on the processor as well: on one of them GPT-2 has
+        # one such weight of 4096.
         differences = (trained[name] - value).abs()
-        assert (differences > 1e-6).float().mean() <= 1e-3 and differences.max() < LR / 100, (name, differences.max())
+        assert (differences > 1e-6).float().mean() <= 1e-3 and differences.max() < LR / 100, (
+            name,
+            differences.max(),
+        )

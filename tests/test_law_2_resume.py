@@ -1,4 +1,5 @@
-"""Law 2: N steps = N/2, save, stop, resume, N/2: bit for bit, data order and randomness included."""
+"""Law 2: N steps = N/2, save, stop, resume, N/2: bit for bit, data order and randomness
+included."""
 
 import pytest
 import torch
@@ -11,8 +12,26 @@ STEPS, HALF = 12, 5  # an epoch ends within step 6: 44 sequences, 8 a step
 def flags(toys, output, model, strategy, kind, precision):
     return (
         *toy_run(toys, output, model=model, data="ragged"),
-        *("--strategy", strategy, "--state_dict_type", kind, "--precision", precision, "--lr", 1e-2),
-        *("--micro_batch_size", 2, "--global_batch_size", 8, "--max_step", STEPS, "--save_step_interval", HALF),
+        *(
+            "--strategy",
+            strategy,
+            "--state_dict_type",
+            kind,
+            "--precision",
+            precision,
+            "--lr",
+            1e-2,
+        ),
+        *(
+            "--micro_batch_size",
+            2,
+            "--global_batch_size",
+            8,
+            "--max_step",
+            STEPS,
+            "--save_step_interval",
+            HALF,
+        ),
         *("--eval_iters", 4, "--eval_batch_size", 2),
     )
 
@@ -20,7 +39,11 @@ def flags(toys, output, model, strategy, kind, precision):
 def tensors(checkpoint):
     """Every tensor of a checkpoint, by file and name."""
     files = sorted(checkpoint.rglob("*.safetensors"))
-    return {(str(f.relative_to(checkpoint)), name): value for f in files for name, value in load_file(f).items()}
+    return {
+        (str(f.relative_to(checkpoint)), name): value
+        for f in files
+        for name, value in load_file(f).items()
+    }
 
 
 @pytest.mark.quick_cases(r"auto-1-gpt2-bf16-true-sharded")
@@ -40,10 +63,13 @@ def tensors(checkpoint):
         ("fsdp2", 2, "llama-tied", "bf16-true", "sharded"),
     ],
 )
-def test_a_resumed_run_is_the_undisturbed_run(toys, tmp_path, strategy, ranks, model, precision, kind):
+def test_a_resumed_run_is_the_undisturbed_run(
+    toys, tmp_path, strategy, ranks, model, precision, kind
+):
     run = flags(toys, tmp_path, model, strategy, kind, precision)
     train_ranks(ranks, *run, "--run_name", "whole")
-    # the same run again, stopped by resuming from its half: metrics and checkpoints after it are written anew
+    # the same run again, stopped by resuming from its half: metrics and checkpoints after it are
+    # written anew
     train_ranks(ranks, *run, "--run_name", "halves")
     half = tmp_path / "halves" / f"step-{HALF:08d}"
     train_ranks(ranks, *run, "--resume", "true", "--checkpoint", half, "--num_workers", 0)
@@ -61,6 +87,20 @@ def test_a_resumed_run_is_the_undisturbed_run(toys, tmp_path, strategy, ranks, m
 @pytest.mark.longer
 def test_dropout_is_on_and_differs_between_steps(toys, tmp_path):
     """So that the test above does test randomness: the same batch at two steps gives two losses."""
-    train_ranks(1, *flags(toys, tmp_path, "gpt2", "auto", "full", "32-true"), "--run_name", "a", "--lr", 1e-30)
-    train_ranks(1, *flags(toys, tmp_path, "gpt2-no-dropout", "auto", "full", "32-true"), "--run_name", "b", "--lr", 1e-30)
+    train_ranks(
+        1,
+        *flags(toys, tmp_path, "gpt2", "auto", "full", "32-true"),
+        "--run_name",
+        "a",
+        "--lr",
+        1e-30,
+    )
+    train_ranks(
+        1,
+        *flags(toys, tmp_path, "gpt2-no-dropout", "auto", "full", "32-true"),
+        "--run_name",
+        "b",
+        "--lr",
+        1e-30,
+    )
     assert metrics(tmp_path / "a", "loss") != metrics(tmp_path / "b", "loss")

@@ -21,23 +21,56 @@ STEPS, HALF = 10, 4
     ],
 )
 @pytest.mark.parametrize("ranks_after", [1, 4])
-def test_the_curve_goes_on_with_another_number_of_ranks(toys, tmp_path, model, strategy, kind, ranks_after):
+def test_the_curve_goes_on_with_another_number_of_ranks(
+    toys, tmp_path, model, strategy, kind, ranks_after
+):
     flags = (
         *toy_run(toys, tmp_path, model=model, data="ragged"),
-        *("--state_dict_type", kind, "--precision", "32-true", "--lr", 1e-3, "--global_batch_size", 8),
-        *("--max_step", STEPS, "--save_step_interval", HALF, "--eval_iters", 4, "--eval_batch_size", 2),
+        *(
+            "--state_dict_type",
+            kind,
+            "--precision",
+            "32-true",
+            "--lr",
+            1e-3,
+            "--global_batch_size",
+            8,
+        ),
+        *(
+            "--max_step",
+            STEPS,
+            "--save_step_interval",
+            HALF,
+            "--eval_iters",
+            4,
+            "--eval_batch_size",
+            2,
+        ),
     )
     train_ranks(2, *flags, "--run_name", "run", "--strategy", strategy, "--micro_batch_size", 2)
-    expected = {key: metrics(tmp_path / "run", key) for key in ("step", "loss", "grad_norm", "eval_loss")}
+    expected = {
+        key: metrics(tmp_path / "run", key) for key in ("step", "loss", "grad_norm", "eval_loss")
+    }
     checkpoint = tmp_path / "run" / f"step-{HALF:08d}"
     sharded_after = strategy if ranks_after > 1 else "auto"
     train_ranks(
         ranks_after,
         *flags,
-        *("--resume", "true", "--checkpoint", checkpoint, "--strategy", sharded_after, "--micro_batch_size", 1),
+        *(
+            "--resume",
+            "true",
+            "--checkpoint",
+            checkpoint,
+            "--strategy",
+            sharded_after,
+            "--micro_batch_size",
+            1,
+        ),
     )
     assert metrics(tmp_path / "run", "step") == expected["step"]
     for key in ("loss", "grad_norm", "eval_loss"):
         assert metrics(tmp_path / "run", key) == pytest.approx(expected[key], rel=2e-6, abs=0), key
-    progress = json.loads((tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json").read_text())["progress"]
+    progress = json.loads(
+        (tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json").read_text()
+    )["progress"]
     assert progress == {"step": STEPS, "position": STEPS * 8, "tokens": STEPS * 8 * 24}

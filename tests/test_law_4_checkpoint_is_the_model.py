@@ -9,7 +9,11 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.weights.export import export
 
-DIFFERENCE = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2}  # mean, as a part of the logits' deviation
+DIFFERENCE = {
+    "32-true": 1e-5,
+    "bf16-true": 2e-2,
+    "bf16-mixed": 2e-2,
+}  # mean, as a part of the logits' deviation
 
 
 @pytest.mark.quick_cases(r"\[(fsdp-32-true-full-llama-tied|fsdp2-bf16-true-sharded-gpt2)")
@@ -21,11 +25,22 @@ DIFFERENCE = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2}  # mean, a
     [("ddp", "32-true"), ("fsdp", "32-true"), ("fsdp", "bf16-true"), ("fsdp", "bf16-mixed"), ("fsdp2", "32-true"),
      ("fsdp2", "bf16-true"), ("fsdp2", "bf16-mixed")],
 )  # fmt: skip
-def test_transformers_gives_the_logits_of_the_model_in_training(toys, tmp_path, model, kind, strategy, precision):
+def test_transformers_gives_the_logits_of_the_model_in_training(
+    toys, tmp_path, model, kind, strategy, precision
+):
     train_ranks(
         2,
         *toy_run(toys, tmp_path, model=model),
-        *("--run_name", "run", "--strategy", strategy, "--state_dict_type", kind, "--precision", precision),
+        *(
+            "--run_name",
+            "run",
+            "--strategy",
+            strategy,
+            "--state_dict_type",
+            kind,
+            "--precision",
+            precision,
+        ),
         *("--lr", 1e-2, "--micro_batch_size", 4, "--max_step", 3, "--eval_iters", 0),
     )
     checkpoint = find(tmp_path / "run")
@@ -43,4 +58,6 @@ def test_transformers_gives_the_logits_of_the_model_in_training(toys, tmp_path, 
     untrained = AutoModelForCausalLM.from_pretrained(toys / model).eval()
     with torch.no_grad():
         before = untrained(probe["input_ids"]).logits[0, probe["positions"]].float()
-    assert (before - probe["logits"]).abs().mean() / probe["logits"].std() > 0.1, "training has changed the model"
+    assert (before - probe["logits"]).abs().mean() / probe["logits"].std() > 0.1, (
+        "training has changed the model"
+    )

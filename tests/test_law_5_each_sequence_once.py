@@ -18,14 +18,20 @@ def seen(world_size, micro_batch_size, micro_batches, workers, start=0, end=ROWS
     """Row numbers with a target, by step, over all ranks."""
     steps, position = [], start
     ranks = [
-        Prefetch(Batches(rows(), 7, micro_batch_size, micro_batches, rank, world_size, end=end), workers)
+        Prefetch(
+            Batches(rows(), 7, micro_batch_size, micro_batches, rank, world_size, end=end), workers
+        )
         for rank in range(world_size)
     ]
     while position < end:
         step = []
         for rank in ranks:
             for batch in rank.at(position):
-                step += [int(ids[0]) for ids, labels in zip(batch["input_ids"], batch["labels"]) if labels[0] != IGNORED]
+                step += [
+                    int(ids[0])
+                    for ids, labels in zip(batch["input_ids"], batch["labels"])
+                    if labels[0] != IGNORED
+                ]
         steps.append(step)
         position += world_size * micro_batch_size * micro_batches
     for rank in ranks:
@@ -35,9 +41,12 @@ def seen(world_size, micro_batch_size, micro_batches, workers, start=0, end=ROWS
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
 @pytest.mark.parametrize(
-    ("world_size", "micro_batch_size", "micro_batches"), [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2)]
+    ("world_size", "micro_batch_size", "micro_batches"),
+    [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2)],
 )
-def test_each_epoch_is_a_permutation_and_each_step_the_same_set(world_size, micro_batch_size, micro_batches, workers):
+def test_each_epoch_is_a_permutation_and_each_step_the_same_set(
+    world_size, micro_batch_size, micro_batches, workers
+):
     steps = seen(world_size, micro_batch_size, micro_batches, workers)
     # the steps hold the same sequences whatever the ranks: compare with one rank
     assert [sorted(s) for s in steps] == [sorted(s) for s in seen(1, 12, 1, 0)]
@@ -46,7 +55,9 @@ def test_each_epoch_is_a_permutation_and_each_step_the_same_set(world_size, micr
 
 
 def test_epochs_are_exact_and_in_another_order_each():
-    order = [np.concatenate(seen(1, 1, 1, 0)).tolist()[e * ROWS : (e + 1) * ROWS] for e in range(EPOCHS)]
+    order = [
+        np.concatenate(seen(1, 1, 1, 0)).tolist()[e * ROWS : (e + 1) * ROWS] for e in range(EPOCHS)
+    ]
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in order)
     assert order[0] != order[1] != order[2] != list(range(ROWS))
 

@@ -1,8 +1,9 @@
 """Law 6: memory per rank is what the plan said, within 2 %.
 
-What is measured is a real step of training, on real ranks: the most bytes that storages of tensors hold in its second step. They are
-counted here by other means than the plan's: those of each operation's results, as often as an operation is made. For one device
-torch's profiler counts as well, which sees what kernels allocate inside. (It sees one thread, and gloo frees in another.)
+What is measured is a real step of training, on real ranks: the most bytes that storages of tensors
+hold in its second step. They are counted here by other means than the plan's: those of each
+operation's results, as often as an operation is made. For one device torch's profiler counts as
+well, which sees what kernels allocate inside. (It sees one thread, and gloo frees in another.)
 """
 
 import os
@@ -16,13 +17,23 @@ from benchmarks import inputs, one_step, turns
 from benchmarks.memory import Counted
 
 VOCABULARY, CONTEXT = 1024, 128
-FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 CONFIGS = {
     "small": LlamaConfig(**dict(zip(FIELDS, (128, 352, 4, 4, 2))), vocab_size=VOCABULARY),
-    "deep": LlamaConfig(**dict(zip(FIELDS, (96, 256, 9, 4, 4))), vocab_size=VOCABULARY, tie_word_embeddings=True),
+    "deep": LlamaConfig(
+        **dict(zip(FIELDS, (96, 256, 9, 4, 4))), vocab_size=VOCABULARY, tie_word_embeddings=True
+    ),
     "wide": LlamaConfig(**dict(zip(FIELDS, (512, 1376, 3, 8, 8))), vocab_size=VOCABULARY),
     "gpt2": GPT2Config(n_embd=192, n_layer=4, n_head=4, vocab_size=VOCABULARY, n_positions=CONTEXT),
-    "mixtral": MixtralConfig(**dict(zip(FIELDS, (128, 256, 4, 4, 2))), vocab_size=VOCABULARY, num_local_experts=4),
+    "mixtral": MixtralConfig(
+        **dict(zip(FIELDS, (128, 256, 4, 4, 2))), vocab_size=VOCABULARY, num_local_experts=4
+    ),
 }
 
 
@@ -76,7 +87,11 @@ def folder(tmp_path_factory):
 
 def measured_and_said(folder, model, strategy, *flags, precision="bf16-true", profiles=False):
     ranks = 1 if strategy == "single" else 2
-    given = {"strategy": "auto" if ranks == 1 else strategy, "devices": ranks, "micro_batch_size": 4}
+    given = {
+        "strategy": "auto" if ranks == 1 else strategy,
+        "devices": ranks,
+        "micro_batch_size": 4,
+    }
     argv = [*inputs.training(folder, model, "data", "cpu", precision, **given), *map(str, flags)]
     measured = run_ranks(ranks, measure, argv, profiles)
     [said] = run_ranks(1, predict, measured[0][1])
@@ -84,8 +99,16 @@ def measured_and_said(folder, model, strategy, *flags, precision="bf16-true", pr
 
 
 CASES = [
-    *[("small", strategy, mode) for strategy in ("single", "ddp", "fsdp", "fsdp2") for mode in ("none", "full")],
-    *[("small", strategy, mode) for strategy in ("single", "ddp", "fsdp", "fsdp2") for mode in ("every:2", "selective")],
+    *[
+        ("small", strategy, mode)
+        for strategy in ("single", "ddp", "fsdp", "fsdp2")
+        for mode in ("none", "full")
+    ],
+    *[
+        ("small", strategy, mode)
+        for strategy in ("single", "ddp", "fsdp", "fsdp2")
+        for mode in ("every:2", "selective")
+    ],
     *[
         (model, strategy, mode)
         for model in ("deep", "wide")
@@ -105,11 +128,15 @@ def test_memory_of_a_rank_is_what_the_plan_said(folder, model, strategy, mode):
 
 @pytest.mark.longer
 @pytest.mark.every_eighth(4)
-@pytest.mark.parametrize("flags", ["--loss full", "--gradient_accumulation_steps 2", "--ema_decay 0.9 --ema_device same"])
+@pytest.mark.parametrize(
+    "flags", ["--loss full", "--gradient_accumulation_steps 2", "--ema_decay 0.9 --ema_device same"]
+)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
 def test_other_flags_and_precisions(folder, strategy, precision, flags):
-    measured, said = measured_and_said(folder, "small", strategy, *flags.split(), precision=precision)
+    measured, said = measured_and_said(
+        folder, "small", strategy, *flags.split(), precision=precision
+    )
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
@@ -162,5 +189,7 @@ def test_mlps_in_tiles(folder, strategy, model):
 @pytest.mark.longer
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_profiler_counts_the_same(folder, mode):
-    measured, said = measured_and_said(folder, "wide", "single", "--activation_checkpointing", mode, profiles=True)
+    measured, said = measured_and_said(
+        folder, "wide", "single", "--activation_checkpointing", mode, profiles=True
+    )
     assert said.peak == pytest.approx(measured, rel=0.02), said

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 
 
 def loaded(argv, world_size):
-    """What a rank holds after set-up, gathered whole, and its buffers again after a forward pass."""
+    """What a rank holds after set-up, gathered whole, and its buffers again after a forward
+    pass."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from fabric_llm.checkpoint.state_dicts import PREFIX
@@ -19,7 +20,10 @@ def loaded(argv, world_size):
 
     def buffers():
         named = model.module.named_buffers()
-        return {name.split("causal_lm.", 1)[1].replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in named}
+        return {
+            name.split("causal_lm.", 1)[1].replace("_fsdp_wrapped_module.", ""): b.clone()
+            for name, b in named
+        }
 
     before = buffers()
     [batch] = Batches(plan.data.dataset.train, 0, 2, 1).at(0)
@@ -36,9 +40,20 @@ def loaded(argv, world_size):
     [("auto", 1, "auto"), ("ddp", 2, "auto"), ("fsdp", 2, "auto"), ("fsdp", 2, "none"), ("fsdp", 2, "size:5000"),
      ("fsdp2", 2, "auto"), ("fsdp2", 2, "size:5000"), ("fsdp2", 3, "none")],
 )  # fmt: skip
-def test_parameters_and_buffers_equal_the_reference(toys, tmp_path, model, precision, strategy, ranks, wrap):
+def test_parameters_and_buffers_equal_the_reference(
+    toys, tmp_path, model, precision, strategy, ranks, wrap
+):
     argv = [*toy_run(toys, tmp_path, model=model)]
-    argv += ["--strategy", strategy, "--precision", precision, "--auto_wrap_policy", wrap, "--devices", ranks]
+    argv += [
+        "--strategy",
+        strategy,
+        "--precision",
+        precision,
+        "--auto_wrap_policy",
+        wrap,
+        "--devices",
+        ranks,
+    ]
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     reference = AutoModelForCausalLM.from_pretrained(toys / model, dtype=dtype)
     expected = reference.state_dict()
@@ -51,4 +66,6 @@ def test_parameters_and_buffers_equal_the_reference(toys, tmp_path, model, preci
         for found in buffers:
             assert found.keys() == expected_buffers.keys()
             for name, value in found.items():
-                assert value.dtype == expected_buffers[name].dtype and torch.equal(value, expected_buffers[name]), name
+                assert value.dtype == expected_buffers[name].dtype and torch.equal(
+                    value, expected_buffers[name]
+                ), name

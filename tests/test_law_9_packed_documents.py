@@ -23,7 +23,9 @@ def packed_batch(rows):
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_loss_of_a_packed_document_is_that_of_the_document_alone(toys, model, attention):
-    causal_lm = AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation=attention)
+    causal_lm = AutoModelForCausalLM.from_pretrained(
+        toys / model, dtype=torch.float32, attn_implementation=attention
+    )
     language_model = LanguageModel(causal_lm.eval())
     first, second, third = documents([9, 7, 8], seed=1)
     with torch.no_grad():
@@ -32,15 +34,25 @@ def test_the_loss_of_a_packed_document_is_that_of_the_document_alone(toys, model
         other = [documents([9], seed=2)[0], documents([8], seed=3)[0]]
         elsewhere = language_model(**packed_batch([other[0] + second + other[1]]))
         others = sum(language_model(**packed_batch([document])) for document in other)
-        together = language_model(**{k: v for k, v in packed_batch([first + second + third]).items() if k != "position_ids"})
+        together = language_model(
+            **{
+                k: v
+                for k, v in packed_batch([first + second + third]).items()
+                if k != "position_ids"
+            }
+        )
     assert packed.item() == pytest.approx(sum(alone).item(), rel=1e-6)
     assert (elsewhere - others).item() == pytest.approx(alone[1].item(), rel=1e-5)
-    assert together.item() != pytest.approx(packed.item(), rel=1e-4), "without positions documents do see each other"
+    assert together.item() != pytest.approx(packed.item(), rel=1e-4), (
+        "without positions documents do see each other"
+    )
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
 def test_gradients_do_not_cross_either(toys, model):
-    language_model = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32).eval())
+    language_model = LanguageModel(
+        AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32).eval()
+    )
 
     def gradients(rows):
         language_model.zero_grad()
@@ -70,9 +82,29 @@ def test_a_model_that_lets_documents_see_each_other_is_found_out(toys):
 
 @pytest.mark.quick_cases(r"fsdp2")
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
-def test_training_masks_by_default_under_every_strategy(toys, tmp_path, packed_data, strategy, ranks):
-    flags = ("--model_name", toys / "llama", "--train_data_dir", packed_data, "--output_dir", tmp_path, "--max_step", 3)
-    flags += ("--strategy", strategy, "--precision", "32-true", "--global_batch_size", 4, "--lr", 1e-3)
+def test_training_masks_by_default_under_every_strategy(
+    toys, tmp_path, packed_data, strategy, ranks
+):
+    flags = (
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        packed_data,
+        "--output_dir",
+        tmp_path,
+        "--max_step",
+        3,
+    )
+    flags += (
+        "--strategy",
+        strategy,
+        "--precision",
+        "32-true",
+        "--global_batch_size",
+        4,
+        "--lr",
+        1e-3,
+    )
     train_ranks(ranks, *flags, "--run_name", "masked", "--activation_checkpointing", "true")
     train_ranks(ranks, *flags, "--run_name", "plain", "--document_masking", "false")
     masked, plain = metrics(tmp_path / "masked"), metrics(tmp_path / "plain")

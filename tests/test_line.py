@@ -1,4 +1,5 @@
-"""fabric_llm.average along the line from a base model to a run: inside a budget, or at the knee, it learned most."""
+"""fabric_llm.average along the line from a base model to a run: inside a budget, or at the knee, it
+learned most."""
 
 import json
 import re
@@ -20,21 +21,59 @@ from fabric_llm.training.guard import Guard
 from fabric_llm.weights import average
 from fabric_llm.weights.line import MOST_POINTS, SHARES, search, worth_of
 
-SIZES = ("--eval_batch_size", 4, "--eval_step_interval", 8, "--precision", "32-true", "--micro_batch_size", 8)
+SIZES = (
+    "--eval_batch_size",
+    4,
+    "--eval_step_interval",
+    8,
+    "--precision",
+    "32-true",
+    "--micro_batch_size",
+    8,
+)
 
 
 @pytest.fixture(scope="module")
 def work(toys, tmp_path_factory):
-    """Datasets old and new, a model `base` that knows the old one, and a run on the new one that forgot more than it may."""
+    """Datasets old and new, a model `base` that knows the old one, and a run on the new one that
+    forgot more than it may."""
     folder = tmp_path_factory.mktemp("line")
     for name in ("old", "new"):
         language(folder, name)
-    training = ("--global_batch_size", 16, "--micro_batch_size", 16, "--lr", 1e-2, "--precision", "32-true")
+    training = (
+        "--global_batch_size",
+        16,
+        "--micro_batch_size",
+        16,
+        "--lr",
+        1e-2,
+        "--precision",
+        "32-true",
+    )
     data = ("--train_data_dir", folder / "old", "--max_step", 200, "--eval_iters", 2)
-    train_ranks(1, "--model_name", toys / "llama", *data, *training, "--output_dir", folder, "--run_name", "first")
+    train_ranks(
+        1,
+        "--model_name",
+        toys / "llama",
+        *data,
+        *training,
+        "--output_dir",
+        folder,
+        "--run_name",
+        "first",
+    )
     shutil.move(folder / "first" / "step-00000200", folder / "base")
-    budget = ("--forgetting_budget", "replay:0.15,copy:9", "--forgetting_action", "stop", "--max_step", 12)
-    job = Job(1, *replayed(folder, folder, *budget, *SIZES, "--lr", 1e-2, "--eval_step_interval", 12))
+    budget = (
+        "--forgetting_budget",
+        "replay:0.15,copy:9",
+        "--forgetting_action",
+        "stop",
+        "--max_step",
+        12,
+    )
+    job = Job(
+        1, *replayed(folder, folder, *budget, *SIZES, "--lr", 1e-2, "--eval_step_interval", 12)
+    )
     assert job.wait() == [76], job.output
     return folder
 
@@ -53,7 +92,9 @@ def call(capsys, *flags):
 def evaluated_alone(work, model, folder):
     """{set: loss} of a model as train.py evaluates it before step 1."""
     run = replayed(work, folder, "--max_step", 1, "--forgetting_budget", "replay:9", *SIZES)
-    train_ranks(1, *[model if word == work / "base" else word for word in run], "--run_name", "alone")
+    train_ranks(
+        1, *[model if word == work / "base" else word for word in run], "--run_name", "alone"
+    )
     return {name: one["loss"] for name, one in metrics(folder / "alone", "eval")[0].items()}
 
 
@@ -61,10 +102,14 @@ def evaluated_alone(work, model, folder):
 
 
 @pytest.mark.longer
-def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_inside(work, tmp_path, capsys, monkeypatch):
+def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_inside(
+    work, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     reason = json.loads((work / "run" / "STATUS.json").read_text())["reason"]
-    command = shlex.split(re.search(r"Next: (python -m fabric_llm\.average .*) merges it with its base", reason)[1])
+    command = shlex.split(
+        re.search(r"Next: (python -m fabric_llm\.average .*) merges it with its base", reason)[1]
+    )
     assert command[3:5] == [str(work / "base"), str(work / "run")] and command[5:] == [
         "--forgetting_budget",
         "replay:0.15,copy:9",
@@ -85,8 +130,11 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     folders = [work / "base", work / "run" / "step-00000012"]
     wanted, written = expected(folders, [1 - share, share], torch.float64), stored(output)
     for name, tensor in wanted.items():
-        torch.testing.assert_close(written[name].double(), tensor, rtol=2**-24 * 1.001, atol=1e-12, msg=name)
-    # Evaluated by train.py, it is inside the budget and has learned, and no point of a fine grid is better.
+        torch.testing.assert_close(
+            written[name].double(), tensor, rtol=2**-24 * 1.001, atol=1e-12, msg=name
+        )
+    # Evaluated by train.py, it is inside the budget and has learned, and no point of a fine grid is
+    # better.
     found = evaluated_alone(work, output, tmp_path)
     assert found == pytest.approx(note["eval_loss"], abs=1e-5)
     assert found["replay"] - before["replay"] <= 0.15 and found["new"] < before["new"] - 0.1
@@ -99,21 +147,36 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
         if losses["replay"] - before["replay"] <= 0.15:
             assert losses["new"] >= found["new"] - 0.02 * (before["new"] - found["new"]), tenth
     page = (output / FILE).read_text()
-    data = json.loads(re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1])
+    data = json.loads(
+        re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1]
+    )
     [chart] = data["charts"]
-    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"} and len(chart["traces"][0]["x"]) > 3
-    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9] and f"{share:.3f}" in page
+    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"} and len(
+        chart["traces"][0]["x"]
+    ) > 3
+    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [
+        0,
+        0.15,
+        9,
+    ] and f"{share:.3f}" in page
 
 
 @pytest.mark.longer
 def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
-    code, out, error = call(capsys, work / "base", work / "run", "--weights", "knee", "--output", tmp_path / "hf")
+    code, out, error = call(
+        capsys, work / "base", work / "run", "--weights", "knee", "--output", tmp_path / "hf"
+    )
     assert code == 0, error
     note = json.loads((tmp_path / "hf" / "average.json").read_text())
-    assert 0 < note["parts"][1]["weight"] < 1 and note["weights"] == "knee" and note["forgetting_budget"] == {}
+    assert (
+        0 < note["parts"][1]["weight"] < 1
+        and note["weights"] == "knee"
+        and note["forgetting_budget"] == {}
+    )
     ends = [note["line"][index]["eval_loss"] for index in (0, -1)]
     learned, forgotten = (
-        (note["eval_loss"][name] - ends[0][name]) / (ends[1][name] - ends[0][name]) for name in ("new", "replay")
+        (note["eval_loss"][name] - ends[0][name]) / (ends[1][name] - ends[0][name])
+        for name in ("new", "replay")
     )
     assert learned > forgotten + 0.05
 
@@ -122,7 +185,14 @@ def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
 def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path, capsys):
     """Each probe may have a budget, also one that the run didn't evaluate."""
     budget = "retrieval:9,replay:9"
-    flags = (work / "base", work / "run", "--forgetting_budget", budget, "--output", tmp_path / "hf")
+    flags = (
+        work / "base",
+        work / "run",
+        "--forgetting_budget",
+        budget,
+        "--output",
+        tmp_path / "hf",
+    )
     code, out, error = call(capsys, *flags)
     assert code == 0 and "This is the run itself" in out, error
     run = stored(work / "run" / "step-00000012")
@@ -133,7 +203,14 @@ def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path
 @pytest.mark.longer
 def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fabric_llm.report.line", None)
-    flags = (work / "base", work / "run", "--forgetting_budget", "replay:9", "--output", tmp_path / "hf")
+    flags = (
+        work / "base",
+        work / "run",
+        "--forgetting_budget",
+        "replay:9",
+        "--output",
+        tmp_path / "hf",
+    )
     code, out, _ = call(capsys, *flags)
     assert code == 0 and "Not drawn: The report needs plotly" in out and "  1.000  new" in out
     assert FILE not in parts(tmp_path / "hf")
@@ -147,24 +224,60 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
     ("flags", "code", "words"),
     [
         ("BASE RUN --forgetting_budget general", 2, "--forgetting_budget takes name:nats"),
-        ("BASE RUN --forgetting_budget repaly:0.1", 2, "no validation set is named 'repaly'. Did you mean 'replay'?"),
-        ("BASE RUN --forgetting_budget x:0.1", 2, "There are 'new', 'replay', 'copy', 'retrieval'."),
-        ("BASE RUN --forgetting_budget new:1,replay:1", 2, "all sets of the training data have one ('new', 'replay')"),
+        (
+            "BASE RUN --forgetting_budget repaly:0.1",
+            2,
+            "no validation set is named 'repaly'. Did you mean 'replay'?",
+        ),
+        (
+            "BASE RUN --forgetting_budget x:0.1",
+            2,
+            "There are 'new', 'replay', 'copy', 'retrieval'.",
+        ),
+        (
+            "BASE RUN --forgetting_budget new:1,replay:1",
+            2,
+            "all sets of the training data have one ('new', 'replay')",
+        ),
         ("BASE RUN --forgetting_budget replay:1 --weights 1,2", 2, "are both given"),
         ("BASE RUN --forgetting_budget replay:1 --weights knee", 2, "are both given"),
-        ("BASE RUN --forgetting_budget replay:1 --evaluate false", 2, "which --evaluate false turns off"),
-        ("BASE --forgetting_budget replay:1", 2, "--forgetting_budget takes two parts, a base model and a run"),
-        ("BASE BASE RUN --weights knee", 2, "--weights knee takes two parts, a base model and a run that began"),
-        ("RUN BARE --weights knee", 2, "llama' isn't a checkpoint of a run, whose flags say how points are evaluated"),
+        (
+            "BASE RUN --forgetting_budget replay:1 --evaluate false",
+            2,
+            "which --evaluate false turns off",
+        ),
+        (
+            "BASE --forgetting_budget replay:1",
+            2,
+            "--forgetting_budget takes two parts, a base model and a run",
+        ),
+        (
+            "BASE BASE RUN --weights knee",
+            2,
+            "--weights knee takes two parts, a base model and a run that began",
+        ),
+        (
+            "RUN BARE --weights knee",
+            2,
+            "llama' isn't a checkpoint of a run, whose flags say how points are evaluated",
+        ),
         ("TIED RUN --forgetting_budget replay:1", 2, "are different models"),
-        ("BASE LOST --forgetting_budget replay:1", 2, "has no arguments.yaml, which would say on which data"),
+        (
+            "BASE LOST --forgetting_budget replay:1",
+            2,
+            "has no arguments.yaml, which would say on which data",
+        ),
         ("BASE OLDER --forgetting_budget replay:1", 2, "evaluated as the run was: "),
         (
             "RUN EARLY --forgetting_budget replay:0.01",
             76,
             "none has learned and is inside the budget but the base model",
         ),
-        ("BAD RUN --forgetting_budget replay:1", 76, "bad' holds NaN or infinity in model.norm.weight"),
+        (
+            "BAD RUN --forgetting_budget replay:1",
+            76,
+            "bad' holds NaN or infinity in model.norm.weight",
+        ),
     ],
 )
 def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code, words):
@@ -178,10 +291,17 @@ def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code,
         path = tmp_path / "bad" / file
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     save_file(tensors, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
-    named = {"BASE": work / "base", "RUN": work / "run", "BARE": toys / "llama", "TIED": toys / "llama-tied"}
+    named = {
+        "BASE": work / "base",
+        "RUN": work / "run",
+        "BARE": toys / "llama",
+        "TIED": toys / "llama-tied",
+    }
     named |= {name.upper(): tmp_path / name for name in ("lost", "older", "bad")}
     named["EARLY"] = work / "run" / "step-00000004"
-    found = call(capsys, *(named.get(word, word) for word in flags.split()), "--output", tmp_path / "hf")
+    found = call(
+        capsys, *(named.get(word, word) for word in flags.split()), "--output", tmp_path / "hf"
+    )
     assert (found[0], words in found[2]) == (code, True), found
     assert not (tmp_path / "hf").exists() and parts(tmp_path) == ["bad", "lost", "older"]
 
@@ -199,7 +319,9 @@ def along(learned, forgotten, budgets):
         return losses
 
     points = search(evaluate, guard, ["new"])
-    worth = worth_of(guard, points[1.0], ["new"])({"new": 4 - learned(shares), "old": 3 + forgotten(shares)})
+    worth = worth_of(guard, points[1.0], ["new"])(
+        {"new": 4 - learned(shares), "old": 3 + forgotten(shares)}
+    )
     return next(iter(points)), points, worth
 
 
@@ -215,7 +337,12 @@ CURVES = {
 @pytest.mark.parametrize("forgotten", CURVES)
 @pytest.mark.parametrize("part", [0.03, 0.2, 0.7])
 def test_a_few_evaluations_come_near_the_best_inside_a_budget(forgotten, part):
-    for learned in (lambda a: 2 * a - a * a, lambda a: a, lambda a: 2.4 * a - 2 * a * a, CURVES["a step"]):
+    for learned in (
+        lambda a: 2 * a - a * a,
+        lambda a: a,
+        lambda a: 2.4 * a - 2 * a * a,
+        CURVES["a step"],
+    ):
         budget = part * CURVES[forgotten](1.0)
         share, points, worth = along(learned, CURVES[forgotten], {"old": budget})
         assert len(points) <= MOST_POINTS and CURVES[forgotten](share) <= budget
@@ -230,4 +357,6 @@ def test_the_knee_is_farthest_from_the_chord(forgotten):
 
 def test_nothing_learned_is_the_base_itself():
     assert along(lambda a: -a, CURVES["parabola"], {"old": 9})[0] == 0
-    assert along(lambda a: a, lambda a: 5 * a**0.1, {"old": 0.01})[0] == 0, "as steep as that no point is inside"
+    assert along(lambda a: a, lambda a: 5 * a**0.1, {"old": 0.01})[0] == 0, (
+        "as steep as that no point is inside"
+    )

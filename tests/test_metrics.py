@@ -48,14 +48,23 @@ GLOBAL_BATCH = 8
 
 def flags(toys, output, *more):
     return (
-        *(*toy_run(toys, output), "--run_name", "run", "--global_batch_size", GLOBAL_BATCH, "--micro_batch_size", 4),
+        *(
+            *toy_run(toys, output),
+            "--run_name",
+            "run",
+            "--global_batch_size",
+            GLOBAL_BATCH,
+            "--micro_batch_size",
+            4,
+        ),
         *("--eval_iters", 2, "--eval_batch_size", 2, *more),
     )
 
 
 @pytest.fixture(scope="module")
 def run(toys, tmp_path_factory):
-    """Directory of a run of six steps with two trackers, of which 5 and 6 were done twice: once before resuming from step 4."""
+    """Directory of a run of six steps with two trackers, of which 5 and 6 were done twice: once
+    before resuming from step 4."""
     output = tmp_path_factory.mktemp("trackers")
     base = flags(toys, output, "--save_step_interval", 4, "--eval_step_interval", 3)
     train_ranks(1, *base, "--max_step", 6, "--logger", "csv,tensorboard")
@@ -81,7 +90,9 @@ def test_every_line_has_its_keys_and_types(run):
         assert found
         for line in found:
             assert {key: type(value) for key, value in line.items()} == expected
-    assert all(line["tokens_per_second"] > 0 and 0.05 < line["peak_memory_gib"] < 64 for line in training)
+    assert all(
+        line["tokens_per_second"] > 0 and 0.05 < line["peak_memory_gib"] < 64 for line in training
+    )
 
 
 def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
@@ -91,7 +102,9 @@ def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
 
 
 def test_tokens_are_those_of_all_sequences_so_far(run):
-    assert [line["tokens"] for line in lines(run) if "loss" in line] == [k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)]
+    assert [line["tokens"] for line in lines(run) if "loss" in line] == [
+        k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)
+    ]
 
 
 def test_tokens_of_all_ranks_and_of_a_smaller_last_step(toys, tmp_path):
@@ -105,7 +118,9 @@ def test_log_step_interval(toys, tmp_path):
     import train
 
     train.main([str(flag) for flag in base])
-    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], "and the first and the last"
+    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], (
+        "and the first and the last"
+    )
 
 
 def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
@@ -115,13 +130,20 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
         path.write_text(whole + torn)
         file = MetricsFile(path, last=Progress(1, 8))
         file.write(2, {"loss": 1.0})
-        assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(0, None), (1, 1.5), (2, 1.0)]
+        assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [
+            (0, None),
+            (1, 1.5),
+            (2, 1.0),
+        ]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
-    """Killed before its first checkpoint: nothing of the first try stays, the evaluation at step 0 neither."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n')
+    """Killed before its first checkpoint: nothing of the first try stays, the evaluation at step 0
+    neither."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n'
+    )
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(0, {"eval_loss": 2.5})
     assert lines(tmp_path) == [{"step": 0, "eval_loss": 2.5}]
@@ -148,13 +170,22 @@ def test_each_of_two_trackers_has_what_metrics_jsonl_has(run, logger):
 def read_csv(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {(int(row["step"]), key): float(row[key]) for row in rows for key in row if row[key] and key != "step"}
+    return {
+        (int(row["step"]), key): float(row[key])
+        for row in rows
+        for key in row
+        if row[key] and key != "step"
+    }
 
 
 def read_tensorboard(folder):
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {(event.step, key): event.value for key in events.Tags()["scalars"] for event in events.Scalars(key)}
+    return {
+        (event.step, key): event.value
+        for key in events.Tags()["scalars"]
+        for event in events.Scalars(key)
+    }
 
 
 def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
@@ -166,13 +197,19 @@ def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
     log(2, {"loss": 1.25, "yours": 7})
     log(3, {"loss": 1.0, "eval/a,b/loss": 1.75})
     found = {(0, "eval_loss"): 2.0, (1, "loss"): 1.5, (2, "loss"): 1.25, (2, "yours"): 7}
-    assert read_csv(tmp_path) == {**found, (3, "loss"): 1.0, (3, "eval/a,b/loss"): 1.75}, "before it is closed"
+    assert read_csv(tmp_path) == {**found, (3, "loss"): 1.0, (3, "eval/a,b/loss"): 1.75}, (
+        "before it is closed"
+    )
     close()
 
 
 def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
-    """A rewind from step 3 to step 1: its lines are gone, and those of an earlier rewind to there stay."""
-    log, trackers = MetricsFile(tmp_path / "metrics.jsonl"), Trackers("csv,tensorboard", tmp_path, {}, None, None)
+    """A rewind from step 3 to step 1: its lines are gone, and those of an earlier rewind to there
+    stay."""
+    log, trackers = (
+        MetricsFile(tmp_path / "metrics.jsonl"),
+        Trackers("csv,tensorboard", tmp_path, {}, None, None),
+    )
 
     def write(step, position, **record):
         log.write(step, {"position": position, **record})
@@ -188,7 +225,12 @@ def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
     write(1, 32, verdict="rewind")
     write(2, 40, loss=4.0)
     trackers.close(30)
-    assert [(line["step"], line["position"]) for line in lines(tmp_path)] == [(1, 8), (1, 16), (1, 32), (2, 40)]
+    assert [(line["step"], line["position"]) for line in lines(tmp_path)] == [
+        (1, 8),
+        (1, 16),
+        (1, 32),
+        (2, 40),
+    ]
     left = {(1, "position"): 8, (1, "loss"): 1.0, (2, "position"): 40, (2, "loss"): 4.0}
     assert read_csv(tmp_path) == left and read_tensorboard(tmp_path) == left
     log.cut(Progress(1, 16))  # resumed from a checkpoint of before the second rewind
@@ -198,7 +240,9 @@ def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
 def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
     trackers = Trackers("csv,tensorboard", tmp_path, {}, None, None)
     trackers.opened["csv"][1]()  # its file is closed, as if the disk had gone
-    with pytest.warns(UserWarning, match="--logger csv failed, the run .* go on.*closed file") as caught:
+    with pytest.warns(
+        UserWarning, match="--logger csv failed, the run .* go on.*closed file"
+    ) as caught:
         trackers.log(1, {"loss": 1.0})
         trackers.log(2, {"loss": 2.0})
         trackers.close(30)
@@ -209,7 +253,9 @@ def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
 
 def test_a_tracker_that_fails_at_once_is_a_warning(tmp_path):
     (tmp_path / "metrics.csv").mkdir()
-    with pytest.warns(UserWarning, match="--logger csv failed, the run .* go on: IsADirectoryError") as caught:
+    with pytest.warns(
+        UserWarning, match="--logger csv failed, the run .* go on: IsADirectoryError"
+    ) as caught:
         trackers = Trackers("csv", tmp_path, {}, None, None)
         trackers.log(1, {"loss": 1.0})
         trackers.close(30)
@@ -249,7 +295,9 @@ def test_an_upload_that_fails_is_one_warning_and_the_numbers_go_on(monkeypatch, 
     pytest.importorskip("wandb")
     had = []
     tracker = tracking(monkeypatch, tmp_path, lambda step, record: had.append(step))
-    with pytest.warns(UserWarning, match="--log_model failed, the run .* go on: .*step-1'") as caught:
+    with pytest.warns(
+        UserWarning, match="--log_model failed, the run .* go on: .*step-1'"
+    ) as caught:
         for step in (1, 2, 3):
             tracker.log(step, {"loss": 1.0})
             tracker.upload(tmp_path / f"step-{step}")  # which isn't there
@@ -303,7 +351,9 @@ def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
         return [loss for loss in losses if loss.encode() not in written.read_bytes()]
 
     deadline = time.monotonic() + 60
-    while missing() and time.monotonic() < deadline:  # another process writes, which a busy machine delays
+    while (
+        missing() and time.monotonic() < deadline
+    ):  # another process writes, which a busy machine delays
         time.sleep(0.1)
     assert missing() == []
 
@@ -325,10 +375,15 @@ def test_an_offline_run_says_how_it_is_sent(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def wandb_runs(toys, tmp_path_factory):
-    """{case: (finished process, run directory)} of `train.py --logger wandb` in a bare environment."""
+    """{case: (finished process, run directory)} of `train.py --logger wandb` in a bare
+    environment."""
     cases = {
         "no key": {},
-        "no server": {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"},
+        "no server": {
+            "WANDB_API_KEY": "a" * 40,
+            "WANDB_BASE_URL": "http://127.0.0.1:9",
+            "WANDB_INIT_TIMEOUT": "2",
+        },
     }
     more = {"no key": ("--logger", "csv,wandb", "--log_model", "all", "--save_step_interval", 1)}
     started = {}
@@ -337,8 +392,14 @@ def wandb_runs(toys, tmp_path_factory):
         (output / "home").mkdir()
         base = flags(toys, output, "--max_step", 2, "--log_step_interval", 1, "--devices", 1)
         base += more.get(case, ("--logger", "wandb"))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-        stdin = {"stdin": subprocess.DEVNULL} if case == "no server" else {"preexec_fn": lambda: os.close(0)}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("WANDB")
+        }
+        stdin = (
+            {"stdin": subprocess.DEVNULL}
+            if case == "no server"
+            else {"preexec_fn": lambda: os.close(0)}
+        )
         started[case] = (
             output / "run",
             subprocess.Popen(
@@ -361,7 +422,10 @@ def wandb_runs(toys, tmp_path_factory):
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("case", "words"),
-    [("no key", ["there is no API key", "WANDB_API_KEY", "wandb login"]), ("no server", ["there is no connection"])],
+    [
+        ("no key", ["there is no API key", "WANDB_API_KEY", "wandb login"]),
+        ("no server", ["there is no connection"]),
+    ],
 )
 def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, case, words):
     process, folder = wandb_runs[case]
@@ -371,7 +435,9 @@ def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, c
     assert f"logs offline into {folder / 'wandb'}" in warnings[0]
     assert [line["step"] for line in lines(folder) if "loss" in line] == [1, 2]
     [written] = (folder / "wandb").glob("offline-run-*/*.wandb")
-    assert any(f"wandb sync {written.parent}" in line for line in process.out.splitlines()[-5:]), process.out
+    assert any(f"wandb sync {written.parent}" in line for line in process.out.splitlines()[-5:]), (
+        process.out
+    )
     assert (folder / "step-00000002" / "MANIFEST.json").is_file()
 
 
@@ -384,7 +450,7 @@ def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
     assert {step for step, key in read_csv(folder) if key == "loss"} == {1, 2}
 
 
-# ------------------------------------------------------------------------------- clock, memory, console
+# --------------------------------------------------------------------------- clock, memory, console
 
 
 def speed_of():
@@ -412,7 +478,12 @@ def log_from(start, folder):
     """The log of a run that goes on from `start`."""
     placement, schedule = SimpleNamespace(world_size=1), SimpleNamespace(max_step=9)
     parts = {"placement": placement, "schedule": schedule, "data": SimpleNamespace(mixture=None)}
-    return Log(SimpleNamespace(start=start, run_directory=folder, **parts), torch.device("cpu"), Flops(1.0, {}), BATCHES)
+    return Log(
+        SimpleNamespace(start=start, run_directory=folder, **parts),
+        torch.device("cpu"),
+        Flops(1.0, {}),
+        BATCHES,
+    )
 
 
 def test_speed_of_a_resumed_run_counts_its_own_tokens(tmp_path):

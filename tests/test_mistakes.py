@@ -1,4 +1,5 @@
-"""What users do wrong is answered before torch is imported, which takes seconds: by one sentence and the table's code."""
+"""What users do wrong is answered before torch is imported, which takes seconds: by one sentence
+and the table's code."""
 
 import json
 import os
@@ -38,7 +39,8 @@ print(json.dumps(answers))
 
 
 def answers(commands, folder, **variables):
-    """[(code, stderr)] of (program, words) in one process in which nothing heavy can be imported."""
+    """[(code, stderr)] of (program, words) in one process in which nothing heavy can be
+    imported."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     words = json.dumps([(program, [str(word) for word in flags]) for program, flags in commands])
     done = subprocess.run(
@@ -56,7 +58,8 @@ def answers(commands, folder, **variables):
 
 @pytest.fixture(scope="module")
 def place(toys, tmp_path_factory):
-    """A folder in which users make mistakes: `model`, `data`, `prepared`, a run, and other things by the wrong name."""
+    """A folder in which users make mistakes: `model`, `data`, `prepared`, a run, and other things
+    by the wrong name."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "model").symlink_to(toys / "llama")
     (folder / "data").symlink_to(toys / "data")
@@ -70,8 +73,18 @@ def place(toys, tmp_path_factory):
         for name in ("MANIFEST.json", "config.json"):
             (checkpoint / name).write_text("{}")
     for name, file in {
-        **{"tokenizer": "tokenizer.json", "adapter": "adapter_config.json", "gguf": "m.gguf", "meta": "params.json"},
-        **{"cache/snapshots/abc": "config.json", "corpus": "a.txt", "hf": "config.json", "other": "notes"},
+        **{
+            "tokenizer": "tokenizer.json",
+            "adapter": "adapter_config.json",
+            "gguf": "m.gguf",
+            "meta": "params.json",
+        },
+        **{
+            "cache/snapshots/abc": "config.json",
+            "corpus": "a.txt",
+            "hf": "config.json",
+            "other": "notes",
+        },
     }.items():
         (folder / name).mkdir(parents=True)
         (folder / name / file).write_text('{"base_model_name_or_path": "org/base"}')
@@ -90,7 +103,10 @@ def place(toys, tmp_path_factory):
         (folder / "sets" / name / "train" / "dataset_info.json").write_text(json.dumps(said))
         (folder / "sets" / name / "train" / "state.json").write_text("{}")
     for name, text in {
-        "unknown": "{sources: {old: {path: prepared, weight: 1}}, stages: [{from: 0.5, weights: {lod: 1}}]}",
+        "unknown": (
+            "{sources: {old: {path: prepared, weight: 1}}, stages: [{from: 0.5, weights: "
+            "{lod: 1}}]}"
+        ),
         "key": "{sources: {new: {path: prepared, wieght: 1}}}",
         "typo": "seed: 7\nlearning_rat: 1\n",
         "typos": "bf16: true\nlr: 1\nx: 2\n",
@@ -121,17 +137,29 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--min_lr 1", 2, "--min_lr 1.0 is larger than --lr 2e-05."),
     ("--devices 0", 2, "--devices must be positive, not 0."),
     ("--devices -1", 2, "--devices must be positive, not -1."),
-    ("--precision bf16", 2, "--precision takes bf16-true, bf16-mixed, 16-mixed or 32-true, not 'bf16'."),
+    (
+        "--precision bf16",
+        2,
+        "--precision takes bf16-true, bf16-mixed, 16-mixed or 32-true, not 'bf16'.",
+    ),
     ("--devices 0,1", 2, "--devices takes an integer or auto, not '0,1'."),
     ("--max_step 1e3", 2, "--max_step takes an integer, not '1e3'."),
     (
         "--activation_checkpointing",
         2,
-        "takes none, full, every:N (such as every:2), selective, offload or auto, and nothing is given.",
+        (
+            "takes none, full, every:N (such as every:2), selective, offload or auto, and nothing "
+            "is "
+            "given."
+        ),
     ),
     ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
     ("--train_data_dir preparde", 2, "No dataset at 'preparde'. Did you mean 'prepared'?"),
-    ("--train_data_dir null --data_mix a=data:1,b=sets/lnog:1", 2, "No dataset at 'sets/lnog'. Did you mean 'sets/long'?"),
+    (
+        "--train_data_dir null --data_mix a=data:1,b=sets/lnog:1",
+        2,
+        "No dataset at 'sets/lnog'. Did you mean 'sets/long'?",
+    ),
     ("--eval_data a=sets/lnog", 2, "No dataset at 'sets/lnog'. Did you mean 'sets/long'?"),
     (
         "--devices 100000 --global_batch_size 100000",
@@ -142,7 +170,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),
     ("--train_data_dir corpus/a.txt", 2, "No dataset at 'corpus/a.txt'. Make one with"),
     ("--train_data_dir model", 2, "'model' isn't a dataset folder: it has no dataset_dict.json"),
-    ("--train_data_dir data/train", 2, "'data/train' isn't a dataset folder: it has no dataset_dict.json"),
+    (
+        "--train_data_dir data/train",
+        2,
+        "'data/train' isn't a dataset folder: it has no dataset_dict.json",
+    ),
     (
         "--model_name ./modle",
         2,
@@ -163,8 +195,16 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "'sets/text' holds text, not tokens: make it with prepare_data.py --input sets/text",
     ),
-    ("--train_data_dir sets/body/train", 2, "--tokenizer model --output sets/body/train-tokens --text_field body."),
-    ("--train_data_dir null --data_mix a=data:1,b=sets/text:1", 2, "'sets/text' holds text, not tokens: make it with"),
+    (
+        "--train_data_dir sets/body/train",
+        2,
+        "--tokenizer model --output sets/body/train-tokens --text_field body.",
+    ),
+    (
+        "--train_data_dir null --data_mix a=data:1,b=sets/text:1",
+        2,
+        "'sets/text' holds text, not tokens: make it with",
+    ),
     (
         "--train_data_dir null --data_mix a=data:0,75,b=long:0,25",
         2,
@@ -181,9 +221,17 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "It is a run: take its newest checkpoint, --model_name checkpoints/run/step-00000100.",
     ),
-    ("--model_name checkpoints", 2, "it has no config.json. It holds run: take a model in Hugging Face's format."),
+    (
+        "--model_name checkpoints",
+        2,
+        "it has no config.json. It holds run: take a model in Hugging Face's format.",
+    ),
     ("--model_name data", 2, "it has no config.json. It holds dataset_dict.json"),
-    ("--model_name tokenizer", 2, "It holds tokenizer.json: take a model in Hugging Face's format."),
+    (
+        "--model_name tokenizer",
+        2,
+        "It holds tokenizer.json: take a model in Hugging Face's format.",
+    ),
     ("--model_name adapter", 2, "'adapter' holds an adapter: merge it into its model first."),
     ("--model_name gguf", 2, "It holds m.gguf: take a model in Hugging Face's format."),
     ("--model_name meta", 2, "It holds params.json: take a model in Hugging Face's format."),
@@ -196,14 +244,26 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "6 doesn't divide by --micro_batch_size 4 x 1 devices",
     ),
     (
-        "--global_batch_size 8 --gradient_accumulation_steps 3 --micro_batch_size 2 --accelerator cpu",
+        (
+            "--global_batch_size 8 --gradient_accumulation_steps 3 --micro_batch_size 2 "
+            "--accelerator "
+            "cpu"
+        ),
         2,
         "steps 4, not 3",
     ),
-    ("--strategy fsdp2 --precision 16-mixed", 2, "--precision 16-mixed doesn't go with --strategy fsdp2"),
+    (
+        "--strategy fsdp2 --precision 16-mixed",
+        2,
+        "--precision 16-mixed doesn't go with --strategy fsdp2",
+    ),
     ("--strategy fsdp2 --sharding_strategy NO_SHARD", 2, "NO_SHARD doesn't go with"),
     ("--strategy ddp --cpu_offload true", 2, "--cpu_offload true needs"),
-    ("--strategy fsdp --cpu_offload true --devices 1 --gradient_accumulation_steps 2", 2, "2 micro-batches a step"),
+    (
+        "--strategy fsdp --cpu_offload true --devices 1 --gradient_accumulation_steps 2",
+        2,
+        "2 micro-batches a step",
+    ),
     ("--precision 16-mixed --accelerator cpu", 2, "--precision 16-mixed needs a GPU"),
     ("--auto_wrap_policy size:many", 2, "such as size:1e8"),
     ("--tpu true", 2, "torch_xla"),
@@ -213,15 +273,26 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--resume_override precision",
         2,
-        "--resume_override precision: what can change is data_mix, document_masking, float8, number_",
+        (
+            "--resume_override precision: what can change is data_mix, document_masking, float8, "
+            "number_"
+        ),
     ),
-    ("--resume true --run_name other", 66, "--resume true: no complete checkpoint (step-N) in 'checkpoints/other'."),
+    (
+        "--resume true --run_name other",
+        66,
+        "--resume true: no complete checkpoint (step-N) in 'checkpoints/other'.",
+    ),
     (
         "--resume true --checkpoint checkpoints/run",
         66,
         "It is a run: its newest is --checkpoint checkpoints/run/step-00000100.",
     ),
-    ("--resume true --checkpoint checkpoints/run/step-5", 66, "'checkpoints/run' has step-00000009, step-00000100."),
+    (
+        "--resume true --checkpoint checkpoints/run/step-5",
+        66,
+        "'checkpoints/run' has step-00000009, step-00000100.",
+    ),
     ("--resume auto --model_name ./modle", 2, "No model './modle'"),
     ("--output_dir corpus/a.txt", 73, "can't be written"),
     (
@@ -235,7 +306,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "sources 'a' and 'b' are both 'data'; give one of them more",
     ),
-    ("--train_data_dir null --data_mix a=data:0,b=prepared:0", 2, "the weights of the mixture add up to 0."),
+    (
+        "--train_data_dir null --data_mix a=data:0,b=prepared:0",
+        2,
+        "the weights of the mixture add up to 0.",
+    ),
     (
         "--train_data_dir null --data_mix a=data:-1",
         2,
@@ -247,30 +322,72 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "less than one row in 10,000, which rounds to none.",
     ),
-    ("--train_data_dir null --data_mix data", 2, "--data_mix: it takes a YAML file, or name=folder:weight"),
-    ("--train_data_dir null --data_mix none.yaml", 2, "--data_mix 'none.yaml' can't be read: No such file"),
-    ("--train_data_dir null --data_mix unknown.yaml", 2, "names 'lod', which isn't a source. Did you mean 'old'?"),
-    ("--train_data_dir null --data_mix key.yaml", 2, "unknown key 'wieght' of source 'new'. Did you mean 'weight'?"),
+    (
+        "--train_data_dir null --data_mix data",
+        2,
+        "--data_mix: it takes a YAML file, or name=folder:weight",
+    ),
+    (
+        "--train_data_dir null --data_mix none.yaml",
+        2,
+        "--data_mix 'none.yaml' can't be read: No such file",
+    ),
+    (
+        "--train_data_dir null --data_mix unknown.yaml",
+        2,
+        "names 'lod', which isn't a source. Did you mean 'old'?",
+    ),
+    (
+        "--train_data_dir null --data_mix key.yaml",
+        2,
+        "unknown key 'wieght' of source 'new'. Did you mean 'weight'?",
+    ),
     (
         "--train_data_dir null --data_mix twice.yaml",
         2,
         "'twice.yaml' can't be read as YAML: 'new' comes twice, in line 1.",
     ),
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
-    ("--config typo.yaml", 2, "line 2: unknown key 'learning_rat' in typo.yaml. Did you mean --lr?"),
-    ("--config typos.yaml", 2, "typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision?), 'x' in line 3. See"),
+    (
+        "--config typo.yaml",
+        2,
+        "line 2: unknown key 'learning_rat' in typo.yaml. Did you mean --lr?",
+    ),
+    (
+        "--config typos.yaml",
+        2,
+        (
+            "typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision?), 'x' in line "
+            "3. "
+            "See"
+        ),
+    ),
     ("--config text.yaml", 2, "line 3 of text.yaml: lr takes a number, not 'fast'."),
     ("--config small.yaml", 2, "line 2 of small.yaml: devices must be positive, not 0."),
     ("--config clock.yaml", 2, "line 1 of clock.yaml: max_hours takes a number, not '1:30'."),
-    ("--config map.yaml", 2, "line 2: 'lr' in map.yaml must hold a value, or a list of values, not dict."),
+    (
+        "--config map.yaml",
+        2,
+        "line 2: 'lr' in map.yaml must hold a value, or a list of values, not dict.",
+    ),
     ("--config small.yaml --devices -1", 2, "--devices must be positive, not -1."),
 ]
 OTHERS = [
     ("prepare_data", "--output out --train_tokenizer 300", 2, "no input: name at least one"),
     ("prepare_data", "--input corpus --output out", 2, "give exactly one of --tokenizer"),
     ("prepare_data", "--input corpus --output out --train_tokenizer 9", 2, "at least 257"),
-    ("prepare_data", "--input corpus --output out --tokenizer x --context_length 1", 2, "must be at least 2, not 1."),
-    ("prepare_data", "--input corpus --output out --tokenizer x --num_workers 0", 2, "must be positive, not 0."),
+    (
+        "prepare_data",
+        "--input corpus --output out --tokenizer x --context_length 1",
+        2,
+        "must be at least 2, not 1.",
+    ),
+    (
+        "prepare_data",
+        "--input corpus --output out --tokenizer x --num_workers 0",
+        2,
+        "must be positive, not 0.",
+    ),
     (
         "prepare_data",
         "--input corpus --output out --tokenizer x --validation_fraction -0.1",
@@ -289,33 +406,78 @@ OTHERS = [
         2,
         "input corpse/ is neither a file or folder here",
     ),
-    ("prepare_data", "--input corpus/b.txt --output out --train_tokenizer 300", 2, "input corpus/b.txt is neither"),
+    (
+        "prepare_data",
+        "--input corpus/b.txt --output out --train_tokenizer 300",
+        2,
+        "input corpus/b.txt is neither",
+    ),
     (
         "prepare_data",
         "--input https://huggingface.co/datasets/org/name --output out --train_tokenizer 300",
         2,
         "is neither a file or folder here nor a dataset that can be read from the hub",
     ),
-    ("prepare_data", "--input other --output out --train_tokenizer 300", 2, "no file in other matches *.txt"),
-    ("prepare_data", "--input corpus --output corpus --train_tokenizer 300", 2, "exists and is not empty"),
-    ("prepare_data", "--input corpus --output corpus --train_tokenizer 300 --overwrite true", 2, "no prepared dataset"),
+    (
+        "prepare_data",
+        "--input other --output out --train_tokenizer 300",
+        2,
+        "no file in other matches *.txt",
+    ),
+    (
+        "prepare_data",
+        "--input corpus --output corpus --train_tokenizer 300",
+        2,
+        "exists and is not empty",
+    ),
+    (
+        "prepare_data",
+        "--input corpus --output corpus --train_tokenizer 300 --overwrite true",
+        2,
+        "no prepared dataset",
+    ),
     (
         "prepare_data",
         "--input corpus --output prepared --train_tokenizer 300",
         2,
         "exists and is not empty: pass --overwrite true to replace it",
     ),
-    ("prepare_data", "--input corpus --output out --tokenizer sets/lnog", 2, "Did you mean 'sets/long'?"),
-    ("prepare_data", "--input sets/lnog --output out --train_tokenizer 300", 2, "Did you mean 'sets/long'?"),
-    ("prepare_data", "--input corpus --output out --tokenizer ./modle", 2, "No tokenizer './modle'"),
+    (
+        "prepare_data",
+        "--input corpus --output out --tokenizer sets/lnog",
+        2,
+        "Did you mean 'sets/long'?",
+    ),
+    (
+        "prepare_data",
+        "--input sets/lnog --output out --train_tokenizer 300",
+        2,
+        "Did you mean 'sets/long'?",
+    ),
+    (
+        "prepare_data",
+        "--input corpus --output out --tokenizer ./modle",
+        2,
+        "No tokenizer './modle'",
+    ),
     (
         "export_hf",
         "checkpoints/rnu --output x",
         2,
         "No checkpoint at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?",
     ),
-    ("export_hf", "checkpoints --output x", 2, "'checkpoints' is neither a checkpoint nor a run with one"),
-    ("export_hf", "checkpoints/run --output hf", 2, "'hf' exists; take another --output, or --overwrite true."),
+    (
+        "export_hf",
+        "checkpoints --output x",
+        2,
+        "'checkpoints' is neither a checkpoint nor a run with one",
+    ),
+    (
+        "export_hf",
+        "checkpoints/run --output hf",
+        2,
+        "'hf' exists; take another --output, or --overwrite true.",
+    ),
     ("export_hf", "checkpoints/run --output data --overwrite true", 2, "isn't an exported model"),
     (
         "fabric_llm.verify.__main__",
@@ -323,9 +485,19 @@ OTHERS = [
         2,
         "No run at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?",
     ),
-    ("fabric_llm.verify.__main__", "checkpoints/run/step-00000100", 2, "is a checkpoint; what is verified is its run"),
+    (
+        "fabric_llm.verify.__main__",
+        "checkpoints/run/step-00000100",
+        2,
+        "is a checkpoint; what is verified is its run",
+    ),
     ("fabric_llm.verify.__main__", "checkpoints/rnu --drill", 2, "No run at 'checkpoints/rnu'"),
-    ("fabric_llm.verify.__main__", "--drill --launcher nothing_of_the_kind", 2, "there is no such program"),
+    (
+        "fabric_llm.verify.__main__",
+        "--drill --launcher nothing_of_the_kind",
+        2,
+        "there is no such program",
+    ),
 ]
 
 
@@ -340,9 +512,19 @@ def test_mistakes_are_told_before_torch_is_imported(place):
 
 
 def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
-    """Another machine may not see it yet, or see what rank 0 is changing; flags are the same everywhere."""
-    rank = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    commands = [(*GOOD, "--resume", "true", "--run_name", "other"), (*GOOD, "--resume", "true", "--lr", "-1")]
+    """Another machine may not see it yet, or see what rank 0 is changing; flags are the same
+    everywhere."""
+    rank = {
+        "LOCAL_RANK": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "29500",
+    }
+    commands = [
+        (*GOOD, "--resume", "true", "--run_name", "other"),
+        (*GOOD, "--resume", "true", "--lr", "-1"),
+    ]
     (later, _), (now, said) = answers([("train", flags) for flags in commands], place, **rank)
     assert "too late" in str(later), "it goes on to join the others"
     assert now == 2 and said == "", "the first process of the machine says it"
@@ -350,7 +532,9 @@ def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
 
 def test_what_checks_imports_nothing_heavy():
     code = "import sys; from fabric_llm.plan import checks; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert not set(HEAVY) & set(done.stdout.split())
 
@@ -358,31 +542,70 @@ def test_what_checks_imports_nothing_heavy():
 # ------------------------------------------------------------------------------- what was meant
 
 SLIPS = {  # what is typed -> what is meant
-    **{"learning_rat": "lr", "learing_rate": "lr", "lrr": "lr", "leraning_rate": "lr", "max_stpes": "max_step"},
-    **{"gradient_acumulation_steps": "gradient_accumulation_steps", "micro_batchsize": "micro_batch_size"},
+    **{
+        "learning_rat": "lr",
+        "learing_rate": "lr",
+        "lrr": "lr",
+        "leraning_rate": "lr",
+        "max_stpes": "max_step",
+    },
+    **{
+        "gradient_acumulation_steps": "gradient_accumulation_steps",
+        "micro_batchsize": "micro_batch_size",
+    },
     **{"per_device_train_batchsize": "micro_batch_size", "global_batchsize": "global_batch_size"},
-    **{"activaton_checkpointing": "activation_checkpointing", "gradient_checkpoiting": "activation_checkpointing"},
+    **{
+        "activaton_checkpointing": "activation_checkpointing",
+        "gradient_checkpoiting": "activation_checkpointing",
+    },
     **{"warm_up_steps": "warmup_steps", "wight_decay": "weight_decay", "precison": "precision"},
     **{"train_datadir": "train_data_dir", "model_nam": "model_name", "modelname": "model_name"},
-    **{"outputdir": "output_dir", "outptu_dir": "output_dir", "save_steps_interval": "save_step_interval"},
+    **{
+        "outputdir": "output_dir",
+        "outptu_dir": "output_dir",
+        "save_steps_interval": "save_step_interval",
+    },
     **{
         "eval_iter": "eval_iters",
         "keeplast": "keep_last",
         "context_lenght": "context_length",
         "seq_lenght": "context_length",
     },
-    **{"num_epoch": "number_epochs", "number_epoch": "number_epochs", "sharding_stategy": "sharding_strategy"},
-    **{"stategy": "strategy", "loger": "logger", "nproc_per_nod": "devices", "resum": "resume", "LR": "lr"},
+    **{
+        "num_epoch": "number_epochs",
+        "number_epoch": "number_epochs",
+        "sharding_stategy": "sharding_strategy",
+    },
+    **{
+        "stategy": "strategy",
+        "loger": "logger",
+        "nproc_per_nod": "devices",
+        "resum": "resume",
+        "LR": "lr",
+    },
 }
-WORDS_OF_OTHERS = {  # Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo Automodel and Megatron, LLM templates
-    **{"per_device_train_batch_size": "micro_batch_size", "num_train_epochs": "number_epochs", "max_steps": "max_step"},
-    **{"lr_scheduler_type": "lr_schedule", "save_total_limit": "keep_last", "logging_steps": "log_step_interval"},
+# Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo Automodel and Megatron, LLM templates
+WORDS_OF_OTHERS = {
+    **{
+        "per_device_train_batch_size": "micro_batch_size",
+        "num_train_epochs": "number_epochs",
+        "max_steps": "max_step",
+    },
+    **{
+        "lr_scheduler_type": "lr_schedule",
+        "save_total_limit": "keep_last",
+        "logging_steps": "log_step_interval",
+    },
     **{
         "train_micro_batch_size_per_gpu": "micro_batch_size",
         "max_norm": "grad_clip",
         "log_interval": "log_step_interval",
     },
-    **{"local_batch_size": "micro_batch_size", "seq_len": "context_length", "dump_folder": "output_dir"},
+    **{
+        "local_batch_size": "micro_batch_size",
+        "seq_len": "context_length",
+        "dump_folder": "output_dir",
+    },
     **{
         "base_model": "model_name",
         "sequence_len": "context_length",
@@ -392,19 +615,35 @@ WORDS_OF_OTHERS = {  # Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo
         "ckpt_every_steps": "save_step_interval",
         "train_iters": "max_step",
     },
-    **{"out_dir": "output_dir", "eval_interval": "eval_step_interval", "block_size": "context_length"},
-    **{"bf16": "precision", "deepspeed": "strategy", "warmup_ratio": "warmup_steps", "torch_compile": "compile"},
+    **{
+        "out_dir": "output_dir",
+        "eval_interval": "eval_step_interval",
+        "block_size": "context_length",
+    },
+    **{
+        "bf16": "precision",
+        "deepspeed": "strategy",
+        "warmup_ratio": "warmup_steps",
+        "torch_compile": "compile",
+    },
 }
-NOBODY_KNOWS = "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss polyak lb".split()
+NOBODY_KNOWS = (
+    "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss polyak lb"
+).split()
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What train.py says of one flag, without its name and "error: "."""
     names = [*SLIPS, *WORDS_OF_OTHERS, *NOBODY_KNOWS]
-    found = answers([("train", (f"--{name}", "1")) for name in names], tmp_path_factory.mktemp("told"))
+    found = answers(
+        [("train", (f"--{name}", "1")) for name in names], tmp_path_factory.mktemp("told")
+    )
     assert all(code == 2 and len(said.splitlines()) == 1 for code, said in found)
-    return {name: said.strip().removeprefix("train.py: error: ") for name, (_, said) in zip(names, found, strict=True)}
+    return {
+        name: said.strip().removeprefix("train.py: error: ")
+        for name, (_, said) in zip(names, found, strict=True)
+    }
 
 
 @pytest.mark.quick_cases(r"num_epoch")
@@ -429,11 +668,26 @@ def test_a_flag_of_another_script_isnt_suggested_by_this_one(tmp_path):
 
 
 ELSEWHERE = {  # what people paste from tutorials of other trainers -> what train.py says of it
-    **{"packing": "it is --packing of prepare_data.py", "sample_packing": "it is --packing of prepare_data.py"},
-    **{"val_set_size": "it is --validation_fraction of prepare_data.py", "tokenizer": "it is --tokenizer of prepare_data.py"},
-    **{"dataset_text_field": "it is --text_field of prepare_data.py", "text_field": "it is --text_field of prepare_data.py"},
-    **{"push_to_hub": "it is --push_to_hub of export_hf.py", "hub_model_id": "it is --push_to_hub of export_hf.py"},
-    **{"mfu": "it is --mfu of plan.py", "optim": "the optimizer is AdamW; docs/make_it_yours.md says how to take another"},
+    **{
+        "packing": "it is --packing of prepare_data.py",
+        "sample_packing": "it is --packing of prepare_data.py",
+    },
+    **{
+        "val_set_size": "it is --validation_fraction of prepare_data.py",
+        "tokenizer": "it is --tokenizer of prepare_data.py",
+    },
+    **{
+        "dataset_text_field": "it is --text_field of prepare_data.py",
+        "text_field": "it is --text_field of prepare_data.py",
+    },
+    **{
+        "push_to_hub": "it is --push_to_hub of export_hf.py",
+        "hub_model_id": "it is --push_to_hub of export_hf.py",
+    },
+    **{
+        "mfu": "it is --mfu of plan.py",
+        "optim": "the optimizer is AdamW; docs/make_it_yours.md says how to take another",
+    },
     **{"lora_r": "all parameters train, or those of --train_only: there are no adapters"},
     **{"trust_remote_code": "leave it out: code that comes with a model is never run"},
     **{"do_train": "leave it out: a run trains, and evaluates where --eval_iters isn't 0"},
@@ -443,16 +697,27 @@ ELSEWHERE = {  # what people paste from tutorials of other trainers -> what trai
 def test_a_flag_of_another_script_or_of_no_script_is_explained(tmp_path):
     found = answers([("train", (f"--{name}", "1")) for name in ELSEWHERE], tmp_path)
     for (name, words), (code, said) in zip(ELSEWHERE.items(), found, strict=True):
-        assert code == 2 and said == f"train.py: error: unknown flag --{name}. {words[0].upper()}{words[1:]}.\n"
+        assert (
+            code == 2
+            and said == f"train.py: error: unknown flag --{name}. {words[0].upper()}{words[1:]}.\n"
+        )
 
 
 def test_all_unknown_flags_are_told_at_once(tmp_path):
-    flags = "--lr 1e-4 --packing true --val_set_size=0.1 --optim adamw_torch --foo 2 --bf16 --push_to_hub org/name"
-    [(code, said), (_, nested)] = answers([("train", flags.split()), ("train", ("--optim.lr", "1", "--lr.max", "1"))], tmp_path)
+    flags = (
+        "--lr 1e-4 --packing true --val_set_size=0.1 --optim adamw_torch --foo 2 --bf16 "
+        "--push_to_hub org/name"
+    )
+    [(code, said), (_, nested)] = answers(
+        [("train", flags.split()), ("train", ("--optim.lr", "1", "--lr.max", "1"))], tmp_path
+    )
     assert code == 2 and said == (
-        "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), --val_set_size (it is "
-        "--validation_fraction of prepare_data.py), --optim (the optimizer is AdamW; docs/make_it_yours.md says how to take "
-        "another), --foo, --bf16 (did you mean --precision?), --push_to_hub (it is --push_to_hub of export_hf.py). See --help.\n"
+        "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), "
+        "--val_set_size (it is "
+        "--validation_fraction of prepare_data.py), --optim (the optimizer is AdamW; "
+        "docs/make_it_yours.md says how to take "
+        "another), --foo, --bf16 (did you mean --precision?), --push_to_hub (it is --push_to_hub "
+        "of export_hf.py). See --help.\n"
     )
     assert "NestedArg" not in nested
     assert "flags: --optim.lr (did you mean --lr?), --lr.max (did you mean --lr?). See" in nested
@@ -460,13 +725,29 @@ def test_all_unknown_flags_are_told_at_once(tmp_path):
 
 def test_none_of_a_tutorial_is_a_flag_that_isnt_given(tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text("model_name: m\ntrain_data_dir: d\nkeep_last: 3\ncheckpoint: None\noutput_dir: null\n")
-    flags = ["--model_name", "m", "--train_data_dir", "d", "--keep_last", "None", "--max_hours", "None"]
+    config.write_text(
+        "model_name: m\ntrain_data_dir: d\nkeep_last: 3\ncheckpoint: None\noutput_dir: null\n"
+    )
+    flags = [
+        "--model_name",
+        "m",
+        "--train_data_dir",
+        "d",
+        "--keep_last",
+        "None",
+        "--max_hours",
+        "None",
+    ]
     for words in ([*flags, "--checkpoint", "None"], [*flags, "--config", str(config)]):
         found = parse_train(words).flat()
         assert (found["checkpoint"], found["keep_last"], found["max_hours"]) == (None, None, None)
         assert found["output_dir"] == "checkpoints"
-    assert parse_train([*flags, "--backward_prefetch", "none", "--run_name", "none"]).flat()["run_name"] == "none"
+    assert (
+        parse_train([*flags, "--backward_prefetch", "none", "--run_name", "none"]).flat()[
+            "run_name"
+        ]
+        == "none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -485,7 +766,10 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
     placement = SimpleNamespace(devices=ranks, kind=kind)
     if starts:
         return start.require_cores(flags, placement)
-    with pytest.raises(ValueError, match=f"--devices {ranks}: so many .* {cores} CPU cores .*--devices {cores}, at most 8"):
+    with pytest.raises(
+        ValueError,
+        match=f"--devices {ranks}: so many .* {cores} CPU cores .*--devices {cores}, at most 8",
+    ):
         start.require_cores(flags, placement)
     assert "oversubscribe" not in flags.kept(), "the next machine is another one"
 
@@ -498,23 +782,41 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
             "--input a --input b --output c",
             "--input is given 2 times: give all its values behind one --input.",
         ),
-        ("prepare_data.py", "--input a --pattern *.md --pattern=*.txt --output c", "--pattern is given 2 times"),
+        (
+            "prepare_data.py",
+            "--input a --pattern *.md --pattern=*.txt --output c",
+            "--pattern is given 2 times",
+        ),
         ("train.py", "--config a.yaml --config b.yaml", "--config is given 2 times: take one file"),
     ],
 )
 def test_a_flag_of_several_values_that_is_given_again_is_refused(script, words, sentence, tmp_path):
-    done = subprocess.run([sys.executable, ROOT / script, *words.split()], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *words.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_what_is_trained_on_that_is_given_again_is_told(capsys):
     assert (
-        parse_train("--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5".split()).training.lr
+        parse_train(
+            (
+                "--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5"
+            ).split()
+        ).training.lr
         == 2e-3
     )
     assert capsys.readouterr().err == ""
     parse_train("--model_name m --train_data_dir d --train_data_dir e".split())
-    assert capsys.readouterr().err == "Warning: --train_data_dir is given 2 times: e counts, not d.\n"
+    assert (
+        capsys.readouterr().err == "Warning: --train_data_dir is given 2 times: e counts, not d.\n"
+    )
     parse_train("--model_name m --train_data_dir d --eval_data=a=b --eval_data c=d".split())
-    said = "Warning: --eval_data is given 2 times: c=d counts, not a=b. It takes all of them in one, with commas.\n"
+    said = (
+        "Warning: --eval_data is given 2 times: c=d counts, not a=b. It takes all of them in "
+        "one, with commas.\n"
+    )
     assert capsys.readouterr().err == said

@@ -1,4 +1,5 @@
-"""Numbers that a run rests on: parity with a plain loop, summed gradients, the part of weights that changes."""
+"""Numbers that a run rests on: parity with a plain loop, summed gradients, the part of weights that
+changes."""
 
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from fabric_llm.training.step import GradientSums, clip_gradients, sample_weight
 
 
 def plain_losses(model_name, data, steps, accumulation, micro_batch, lr, seed):
-    """Gradient accumulation over 4 micro-batches as in a tutorial, but for the loss: a mean over all their targets."""
+    """Gradient accumulation over 4 micro-batches as in a tutorial, but for the loss: a mean over
+    all their targets."""
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).train()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -50,18 +52,30 @@ def plain_losses(model_name, data, steps, accumulation, micro_batch, lr, seed):
 @pytest.mark.quick_cases(r"llama")
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
 def test_twenty_steps_with_accumulation_four_equal_a_plain_loop(toys, tmp_path, model):
-    expected = plain_losses(toys / model, toys / "ragged", 20, accumulation=4, micro_batch=2, lr=3e-3, seed=1)
+    expected = plain_losses(
+        toys / model, toys / "ragged", 20, accumulation=4, micro_batch=2, lr=3e-3, seed=1
+    )
     train_ranks(
         1,
         *toy_run(toys, tmp_path, model=model, data="ragged"),
-        *("--run_name", "run", "--precision", "32-true", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4),
+        *(
+            "--run_name",
+            "run",
+            "--precision",
+            "32-true",
+            "--micro_batch_size",
+            2,
+            "--gradient_accumulation_steps",
+            4,
+        ),
         *("--max_step", 20, "--lr", 3e-3, "--seed", 1, "--eval_iters", 0),
     )
     assert metrics(tmp_path / "run") == pytest.approx(expected, rel=1e-5, abs=0)
 
 
 def accumulated(toys, kind, micro_batches=64):
-    """(relative error of the accumulated gradient of a bf16 model against the float32 sum of the same gradients)."""
+    """(relative error of the accumulated gradient of a bf16 model against the float32 sum of the
+    same gradients)."""
     model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.bfloat16).train()
     rows = Batches(open_dataset(toys / "many").train, 0, 1, micro_batches).at(0)
     exact = [torch.zeros(p.shape) for p in model.parameters()]
@@ -98,14 +112,28 @@ def test_what_the_last_micro_batch_does_not_use_keeps_its_gradient():
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
-def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp_path, strategy, ranks):
-    flags = (*toy_run(toys, tmp_path, data="ragged"), "--max_step", 3, "--strategy", strategy, "--lr", 1e-3)
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+)
+def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(
+    toys, tmp_path, strategy, ranks
+):
+    flags = (
+        *toy_run(toys, tmp_path, data="ragged"),
+        "--max_step",
+        3,
+        "--strategy",
+        strategy,
+        "--lr",
+        1e-3,
+    )
     flags += ("--global_batch_size", 16, "--eval_iters", 0, "--bf16_updates", "master")
     train_ranks(ranks, *flags, "--run_name", "few", "--micro_batch_size", 16 // ranks)
     train_ranks(ranks, *flags, "--run_name", "many", "--micro_batch_size", 1)
     assert metrics(tmp_path / "many") == pytest.approx(metrics(tmp_path / "few"), rel=2e-3)
-    assert metrics(tmp_path / "many", "grad_norm") == pytest.approx(metrics(tmp_path / "few", "grad_norm"), rel=2e-2)
+    assert metrics(tmp_path / "many", "grad_norm") == pytest.approx(
+        metrics(tmp_path / "few", "grad_norm"), rel=2e-2
+    )
 
 
 @pytest.mark.longer
@@ -126,10 +154,23 @@ def test_the_part_of_weights_that_changes_is_the_same_on_any_ranks(toys, tmp_pat
         train_ranks(
             ranks,
             *toy_run(toys, tmp_path),
-            *("--run_name", strategy, "--strategy", strategy, "--global_batch_size", 4, "--max_step", 3, "--lr", 1e-5),
+            *(
+                "--run_name",
+                strategy,
+                "--strategy",
+                strategy,
+                "--global_batch_size",
+                4,
+                "--max_step",
+                3,
+                "--lr",
+                1e-5,
+            ),
             *("--bf16_updates", "nearest", "--eval_iters", 0),
         )
-        found[strategy] = [metrics(tmp_path / strategy, key) for key in ("updated_fraction", "update_ratio")]
+        found[strategy] = [
+            metrics(tmp_path / strategy, key) for key in ("updated_fraction", "update_ratio")
+        ]
     for fractions, ratios in found.values():
         assert fractions == pytest.approx(found["auto"][0], rel=0.05)
         assert ratios == pytest.approx(found["auto"][1], rel=0.2), "other weights are in the sample"
@@ -185,9 +226,18 @@ def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_a_batch_without_any_target_contributes_nothing(toys, tmp_path, strategy, ranks):
     """Not 0/0: no step is left out because of it."""
-    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[-100] * 4] * 7 + [[1, 2, 3, 4]]})
+    rows = Dataset.from_dict(
+        {"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[-100] * 4] * 7 + [[1, 2, 3, 4]]}
+    )
     DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "masked")
-    flags = ("--model_name", toys / "llama", "--train_data_dir", tmp_path / "masked", "--output_dir", tmp_path)
+    flags = (
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        tmp_path / "masked",
+        "--output_dir",
+        tmp_path,
+    )
     flags += ("--strategy", strategy, "--number_epochs", 1, "--precision", "32-true")
     train_ranks(ranks, *flags, "--run_name", "run")
     losses = metrics(tmp_path / "run")
@@ -212,7 +262,9 @@ def test_the_loss_counts_tokens_not_rows(toys, tmp_path):
     assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("look", [lambda p: clip_gradients([p], 0, None), lambda p: is_finite(p.grad)])
+@pytest.mark.parametrize(
+    "look", [lambda p: clip_gradients([p], 0, None), lambda p: is_finite(p.grad)]
+)
 def test_a_gradient_is_measured_without_a_copy_of_it(look):
     parameter = nn.Parameter(torch.ones(2**25))
     parameter.grad = torch.ones(2**25)
@@ -225,5 +277,9 @@ def test_a_gradient_is_measured_without_a_copy_of_it(look):
 
 def most_held():
     """Bytes, at once, since the kernel began to count."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) * 1024

@@ -12,7 +12,18 @@ from fabric_llm.data import order
 from fabric_llm.data.order import claimed_rows, permuted, rows_at
 from fabric_llm.verify import __main__ as verify
 
-SIZES = [1, 2, 3, 4, 5, 7, 44, 100, 1000, *(2**k + d for k in (3, 6, 8, 9, 12, 15) for d in (-1, 0, 1))]
+SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    44,
+    100,
+    1000,
+    *(2**k + d for k in (3, 6, 8, 9, 12, 15) for d in (-1, 0, 1)),
+]
 BILLION = 10**9
 
 
@@ -30,19 +41,45 @@ def test_a_place_does_not_depend_on_the_others():
 
 def test_the_order_is_fixed_for_ever():
     """No release of any library may change the data of a run that is under way."""
-    assert permuted(np.arange(10), 10, seed=1234, epoch=0).tolist() == [2, 4, 8, 5, 7, 0, 3, 1, 9, 6]
-    assert permuted(np.arange(10), 10, seed=1234, epoch=1).tolist() == [6, 0, 7, 4, 5, 3, 1, 9, 2, 8]
+    assert permuted(np.arange(10), 10, seed=1234, epoch=0).tolist() == [
+        2,
+        4,
+        8,
+        5,
+        7,
+        0,
+        3,
+        1,
+        9,
+        6,
+    ]
+    assert permuted(np.arange(10), 10, seed=1234, epoch=1).tolist() == [
+        6,
+        0,
+        7,
+        4,
+        5,
+        3,
+        1,
+        9,
+        2,
+        8,
+    ]
     far = permuted(np.array([0, 1, 2, BILLION - 1]), BILLION, seed=1234, epoch=0)
     assert far.tolist() == [111656419, 254237115, 792113187, 250832018]
 
 
 def test_positions_go_through_one_epoch_after_the_other():
     rows = rows_at(np.arange(30).reshape(3, 10), 10, 1234)
-    assert [row.tolist() for row in rows] == [permuted(np.arange(10), 10, 1234, epoch).tolist() for epoch in range(3)]
+    assert [row.tolist() for row in rows] == [
+        permuted(np.arange(10), 10, 1234, epoch).tolist() for epoch in range(3)
+    ]
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
-    orders = {tuple(permuted(np.arange(44), 44, seed, epoch)) for seed in range(20) for epoch in range(20)}
+    orders = {
+        tuple(permuted(np.arange(44), 44, seed, epoch)) for seed in range(20) for epoch in range(20)
+    }
     assert len(orders) == 400
 
 
@@ -55,7 +92,8 @@ def chi_square(counts):
 @pytest.mark.longer
 @pytest.mark.parametrize("rows", [4, 44, 64, 1000])
 def test_rows_are_spread_as_by_chance(rows):
-    """Over seeds: the row at the first place, and the distance from it to the row at the next one."""
+    """Over seeds: the row at the first place, and the distance from it to the row at the next
+    one."""
     orders = np.stack([permuted(np.arange(min(rows, 64)), rows, seed, 3) for seed in range(600)])
     assert abs(chi_square(np.bincount(orders[:, 0], minlength=rows))) < 5
     distances = (orders[:, 1] - orders[:, 0]) % rows
@@ -67,7 +105,10 @@ def test_rows_are_spread_as_by_chance(rows):
 def test_neighbours_are_not_neighbours():
     rows = permuted(np.arange(100_000), 100_000, 1, 0)
     assert np.mean(np.abs(np.diff(rows)) == 1) < 1e-4
-    assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02 and abs(np.corrcoef(rows, np.arange(100_000))[0, 1]) < 0.02
+    assert (
+        abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02
+        and abs(np.corrcoef(rows, np.arange(100_000))[0, 1]) < 0.02
+    )
 
 
 def test_a_billion_rows_need_no_table():
@@ -107,7 +148,12 @@ def test_an_order_that_nobody_knows_is_refused_and_found(toys, tmp_path, capsys,
     file.write_text(json.dumps(document))
     reseal(tmp_path / "run" / "step-00000009")
     with pytest.raises(AssertionError, match=r"SystemExit: 2"):
-        train_ranks(1, *flags, "--resume", "true", "--resume_override", "max_step", "--max_step", 12)
+        train_ranks(
+            1, *flags, "--resume", "true", "--resume_override", "max_step", "--max_step", 12
+        )
     with pytest.raises(SystemExit, match="66"):
         verify.main([str(tmp_path / "run"), "--no_export"])
-    assert f"rows are read in the order {name!r}; this version knows feistel" in capsys.readouterr().err
+    assert (
+        f"rows are read in the order {name!r}; this version knows feistel"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""Optimizers of one's own in bfloat16: the Lion of docs/make_it_yours.md learns as in float32, and what is said of updates is so."""
+"""Optimizers of one's own in bfloat16: the Lion of docs/make_it_yours.md learns as in float32, and
+what is said of updates is so."""
 
 import re
 import textwrap
@@ -51,7 +52,8 @@ def test_the_lion_of_the_docs_learns_in_bfloat16(monkeypatch):
         optimizer.step()
     exact = plain_lion(begin.double(), lambda weight: weight - goal, 300, 1e-3, 0.9, 0.99)
     gain = [
-        (begin.double() - goal).square().mean() - (w.double() - goal).square().mean() for w in (wrapped.module.weight, exact)
+        (begin.double() - goal).square().mean() - (w.double() - goal).square().mean()
+        for w in (wrapped.module.weight, exact)
     ]
     assert 0.97 < (gain[0] / gain[1]).item() < 1.03
 
@@ -64,7 +66,10 @@ def test_what_is_said_of_updates_is_measured(monkeypatch, updates):
     assert adamw.kept_updates(FLAGS, updates) == 0
     use(monkeypatch, of_the_docs("A flag"))
     assert 0.9 < adamw.kept_updates(FLAGS, updates) < 1.1
-    use(monkeypatch, "def make_optimizer(*args):\n    raise RuntimeError('made for one model alone')")
+    use(
+        monkeypatch,
+        "def make_optimizer(*args):\n    raise RuntimeError('made for one model alone')",
+    )
     assert adamw.kept_updates(FLAGS, updates) is None
 
 
@@ -113,15 +118,42 @@ def test_state_that_is_no_tensor_is_refused_after_the_first_step(toys, tmp_path)
     def make_optimizer(wrapped, decayed, training, updates):
         return Counted(wrapped.parameters(), lr=training.lr)
     """
-    words = [*toy_run(toys, tmp_path), "--max_step", 8, "--devices", 1, "--eval_iters", 0, "--log_step_interval", 1]
+    words = [
+        *toy_run(toys, tmp_path),
+        "--max_step",
+        8,
+        "--devices",
+        1,
+        "--eval_iters",
+        0,
+        "--log_step_interval",
+        1,
+    ]
     [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], code)
-    assert code == 2 and "the optimizer keeps 'count' as int, but checkpoints hold tensors alone" in error, error
+    assert (
+        code == 2
+        and "the optimizer keeps 'count' as int, but checkpoints hold tensors alone" in error
+    ), error
     assert "step 1/8" not in said
 
 
 def test_a_run_says_what_its_optimizer_loses(toys, tmp_path):
-    words = [*toy_run(toys, tmp_path), "--max_step", 8, "--devices", 1, "--eval_iters", 0, "--log_step_interval", 1]
+    words = [
+        *toy_run(toys, tmp_path),
+        "--max_step",
+        8,
+        "--devices",
+        1,
+        "--eval_iters",
+        0,
+        "--log_step_interval",
+        1,
+    ]
     words += ["--lr", 1e-7, "--global_batch_size", 4]
-    [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], of_the_docs("An optimizer"))
+    [(code, said, error)] = run_ranks(
+        1, trained, [str(word) for word in words], of_the_docs("An optimizer")
+    )
     assert code == 0, error
-    assert said.count("this optimizer keeps 0% of such updates") == 1 and "nothing is lost" not in said
+    assert (
+        said.count("this optimizer keeps 0% of such updates") == 1 and "nothing is lost" not in said
+    )

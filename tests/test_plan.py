@@ -1,4 +1,5 @@
-"""plan.py: what it says is right where that is known, what doesn't fit is told with what does, and mistakes in one sentence."""
+"""plan.py: what it says is right where that is known, what doesn't fit is told with what does, and
+mistakes in one sentence."""
 
 import json
 import subprocess
@@ -32,7 +33,11 @@ def assert_mistake(toys, capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
         run("--model_name", toys / "llama", *SHORT, *words.split())
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith(f"plan.py: error: {sentence}") and error.count("\n") == 1
+    assert (
+        stop.value.code == 2
+        and error.startswith(f"plan.py: error: {sentence}")
+        and error.count("\n") == 1
+    )
 
 
 def said(*words):
@@ -45,21 +50,36 @@ def captured(words, stream="stdout"):
     import contextlib
     import io
 
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
         assert plan.main(words) == 0
     return (output if stream == "stdout" else errors).getvalue()
 
 
 @pytest.fixture(scope="module")
 def small(toys):
-    return said("--model_name", toys / "llama", *SHORT, "--devices", 4, "--tokens", 4096, "--price_per_hour", 2)
+    return said(
+        "--model_name",
+        toys / "llama",
+        *SHORT,
+        "--devices",
+        4,
+        "--tokens",
+        4096,
+        "--price_per_hour",
+        2,
+    )
 
 
 def test_the_table_adds_up(small):
     parts = small["memory"]["parts"]
     assert sum(parts.values()) == small["memory"]["peak"] and small["fits"]
     assert parts["optimizer state"] == pytest.approx(2 * parts["parameters"], rel=0.01)
-    assert 4 * parts["parameters"] == pytest.approx(2 * small["parameters"], rel=0.05)  # a quarter each, padded
+    assert 4 * parts["parameters"] == pytest.approx(
+        2 * small["parameters"], rel=0.05
+    )  # a quarter each, padded
 
 
 def test_steps_tokens_hours_and_money(small):
@@ -70,57 +90,128 @@ def test_steps_tokens_hours_and_money(small):
 
 @pytest.mark.longer
 def test_what_does_not_fit_is_told_with_a_command_that_does(toys):
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "8", "--accelerator", "cpu"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--micro_batch_size",
+        "8",
+        "--accelerator",
+        "cpu",
+    ]
     whole = said(*words)["memory"]["peak"] / 2**30
     found = said(*words, "--device_memory", whole * 0.8)
     assert not found["fits"] and found["changes"][-1]["fits"]
     peaks = [found["memory"]["peak"], *(one["memory"]["peak"] for one in found["changes"])]
     assert peaks == sorted(peaks, reverse=True)
-    assert found["changes"][0]["change"].startswith("--micro_batch_size 4 --gradient_accumulation_steps 2")
+    assert found["changes"][0]["change"].startswith(
+        "--micro_batch_size 4 --gradient_accumulation_steps 2"
+    )
     [text] = run_ranks(1, captured, [*words, "--device_memory", str(whole * 0.8)])
     *_, command = text.splitlines()
-    assert command.startswith("Next: python train.py --model_name") and "device_memory" not in command
+    assert (
+        command.startswith("Next: python train.py --model_name") and "device_memory" not in command
+    )
 
 
 @pytest.mark.longer
 def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4", "--accelerator", "cpu"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--micro_batch_size",
+        "4",
+        "--accelerator",
+        "cpu",
+    ]
     room = said(*words)["memory"]["least"] / 0.79  # bytes: the model and its optimizer leave room
-    peaks = [one["memory"]["peak"] for one in said(*words, "--device_memory", room / 2**30)["changes"]]
-    found = said(*words, "--device_memory", peaks[0] / 0.9 / 2**30)["changes"]  # the first takes 90 %
+    peaks = [
+        one["memory"]["peak"] for one in said(*words, "--device_memory", room / 2**30)["changes"]
+    ]
+    found = said(*words, "--device_memory", peaks[0] / 0.9 / 2**30)[
+        "changes"
+    ]  # the first takes 90 %
     assert found[0]["used"] == pytest.approx(0.9) and found[-1]["used"] <= 0.8 and len(found) > 1
 
 
-@pytest.mark.parametrize(("used", "kept"), [([1.2, 0.9, 0.79, 0.5], 3), ([1.2, 0.9, 0.85], 2), ([1.3, 1.2, 1.1], 3)])
+@pytest.mark.parametrize(
+    ("used", "kept"), [([1.2, 0.9, 0.79, 0.5], 3), ([1.2, 0.9, 0.85], 2), ([1.3, 1.2, 1.1], 3)]
+)
 def test_changes_end_below_four_fifths_or_with_the_first_that_fits(toys, monkeypatch, used, kept):
     """used: after each change, the last after all others too."""
     outlooks = [
-        SimpleNamespace(used=part, fits=part <= 0.95, state_fits=True, memory=SimpleNamespace(peak=part))
+        SimpleNamespace(
+            used=part, fits=part <= 0.95, state_fits=True, memory=SimpleNamespace(peak=part)
+        )
         for part in (2.0, *used)
     ]
     looks = iter(outlooks[1:])
     monkeypatch.setattr(changes, "_attempt", lambda own, flags: next(looks, outlooks[-1]))
-    own, flags = parse_plan(["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4"])
-    assert [one for _, one in changes.until_it_fits(own, flags, outlooks[0])] == outlooks[1 : 1 + kept]
+    own, flags = parse_plan(
+        ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4"]
+    )
+    assert [one for _, one in changes.until_it_fits(own, flags, outlooks[0])] == outlooks[
+        1 : 1 + kept
+    ]
 
 
 def test_micro_batches_of_any_size_become_smaller(toys):
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "45", "--global_batch_size", "90"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--micro_batch_size",
+        "45",
+        "--global_batch_size",
+        "90",
+    ]
     _, flags = parse_plan(words)
-    sizes = [one["micro_batch_size"] for one in changes._of_activations(lambda: flags) if "micro_batch_size" in one]
+    sizes = [
+        one["micro_batch_size"]
+        for one in changes._of_activations(lambda: flags)
+        if "micro_batch_size" in one
+    ]
     assert sizes == [15, 5, 1]
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4", "--global_batch_size", "12"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--micro_batch_size",
+        "4",
+        "--global_batch_size",
+        "12",
+    ]
     _, flags = parse_plan(words)
     more = [one for one in changes._of_the_state(lambda: flags) if one.get("devices", 8) < 8]
-    assert all(one["global_batch_size"] == 12 for one in more), "smaller micro-batches keep the batch"
-    assert [one["devices"] for one in changes._of_the_state(lambda: flags) if "devices" in one] == [2, 3, 4, 6, 8]
+    assert all(one["global_batch_size"] == 12 for one in more), (
+        "smaller micro-batches keep the batch"
+    )
+    assert [one["devices"] for one in changes._of_the_state(lambda: flags) if "devices" in one] == [
+        2,
+        3,
+        4,
+        6,
+        8,
+    ]
 
 
 @pytest.mark.longer
 def test_auto_finds_the_shortest_step_below_four_fifths(toys):
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--global_batch_size", "8", "--accelerator", "cpu"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--global_batch_size",
+        "8",
+        "--accelerator",
+        "cpu",
+    ]
     roomy = said(*words, "--device_memory", 16, "--auto", "true")
-    assert "micro_batch_size 8" in roomy["chosen"] and "activation_checkpointing none" in roomy["chosen"]
+    assert (
+        "micro_batch_size 8" in roomy["chosen"]
+        and "activation_checkpointing none" in roomy["chosen"]
+    )
     [errors] = run_ranks(1, captured, [*words, "--device_memory", "16", "--auto", "true"], "stderr")
     assert errors.count(" s a step") == 4, "micro-batches of 1, 2, 4 and 8"
     peak = said(*words, "--micro_batch_size", 4)["memory"]["peak"] / 2**30
@@ -134,7 +225,17 @@ def test_auto_finds_the_shortest_step_below_four_fifths(toys):
 @pytest.mark.longer
 def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
     monkeypatch.setattr("fabric_llm.forecast.changes.MOST_TRIES", 3)
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--devices", "2", "--strategy", "ddp", "--auto", "true"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--devices",
+        "2",
+        "--strategy",
+        "ddp",
+        "--auto",
+        "true",
+    ]
     [text] = run_ranks(1, captured, [*words, "--device_memory", "0.001"])
     assert "nothing takes less than 80 %" in text
     [errors] = run_ranks(1, captured, [*words, "--device_memory", "0.001"], "stderr")
@@ -143,9 +244,19 @@ def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
 
 @pytest.mark.longer
 def test_more_devices_keep_the_batch(toys):
-    words = ("--model_name", toys / "llama", *SHORT, "--micro_batch_size", 4, "--global_batch_size", 8)
+    words = (
+        "--model_name",
+        toys / "llama",
+        *SHORT,
+        "--micro_batch_size",
+        4,
+        "--global_batch_size",
+        8,
+    )
     found = said(*words, "--device_memory", 1e-3)["changes"]
-    assert {one["tokens_a_step"] for one in found} == {8 * 128} and any("--devices 8" in one["change"] for one in found)
+    assert {one["tokens_a_step"] for one in found} == {8 * 128} and any(
+        "--devices 8" in one["change"] for one in found
+    )
 
 
 @pytest.mark.longer
@@ -154,12 +265,16 @@ def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
     assert text.endswith("\nNext: python train.py --accelerator cpu\n") and "MiB" in text
     [text] = run_ranks(1, captured, [])
     assert text.endswith("\nNext: python train.py\n")
-    [text] = run_ranks(1, captured, ["--model_name", str(toys / "llama"), *SHORT[:2], "--tokens", "1e4"])
+    [text] = run_ranks(
+        1, captured, ["--model_name", str(toys / "llama"), *SHORT[:2], "--tokens", "1e4"]
+    )
     assert text.endswith("--context_length 128 --max_step 79\n")
 
 
 def test_a_command_has_each_flag_once_as_it_was_given_last():
-    words = "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2".split()
+    words = (
+        "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2".split()
+    )
     assert plan.command(words) == "python train.py --micro_batch_size 2 --lr 1e-4"
 
 
@@ -177,7 +292,10 @@ def test_a_command_has_each_flag_once_as_it_was_given_last():
             "--context_parallel 2 --devices 2 --context_length 33",
             "--context_parallel 2: rows hold 33 tokens, which don't divide",
         ),
-        ("--context_parallel 2 --devices 2 --attention sdpa", "--context_parallel 2 exchanges heads around packed attention"),
+        (
+            "--context_parallel 2 --devices 2 --attention sdpa",
+            "--context_parallel 2 exchanges heads around packed attention",
+        ),
         ("--rope foo", "--rope takes theta:THETA"),
     ],
 )
@@ -189,7 +307,11 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
 def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
     words = ("--model_name", toys / "llama", "--price_per_hour", 2)
     found = said(*words)
-    assert found["memory"]["peak"] > 0 and found["seconds"]["step"] > 0 and found["assumed"].startswith("rows of ")
+    assert (
+        found["memory"]["peak"] > 0
+        and found["seconds"]["step"] > 0
+        and found["assumed"].startswith("rows of ")
+    )
     assert found["steps"] is found["hours"] is found["price"] is None
     [text] = run_ranks(1, captured, [*map(str, words)])
     assert "assumed: rows of " in text and "tokens/s, for --tokens or --max_step steps" in text
@@ -216,18 +338,26 @@ def test_a_mixture_says_its_rows_and_its_steps(toys, tmp_path):
     new, old = rows_of(tmp_path / "new", 800), rows_of(tmp_path / "old", 9000)
     words = ("--model_name", toys / "llama", "--global_batch_size", 100)
     replayed = said(*words, "--train_data_dir", new, "--replay", old)
-    assert replayed["tokens_a_step"] == 100 * 128 and replayed["steps"] == 10 and replayed["assumed"] == ""
+    assert (
+        replayed["tokens_a_step"] == 100 * 128
+        and replayed["steps"] == 10
+        and replayed["assumed"] == ""
+    )
     mixed = said(*words, "--data_mix", f"new={new}:0.5,old={old}:0.5")
     assert mixed["steps"] == 16 and mixed["hours"] > 0
     missing = said(*words, "--data_mix", f"new={new}:0.5,old={tmp_path / 'none'}:0.5")
     assert missing["steps"] is None and missing["tokens_a_step"] == 100 * 128
 
 
-@pytest.mark.parametrize(("given", "gib"), [("80", 80), ("80GiB", 80), ("1.5TiB", 1536), ("80GB", 80e9 / 2**30)])
+@pytest.mark.parametrize(
+    ("given", "gib"), [("80", 80), ("80GiB", 80), ("1.5TiB", 1536), ("80GB", 80e9 / 2**30)]
+)
 def test_device_memory_with_its_unit(given, gib):
     words = ["--model_name", "x", "--device_memory", given]
     assert parse_plan(words)[0].device_memory == pytest.approx(gib, rel=1e-5)
-    assert parse_plan([*words[:2], f"--device_memory={given}"])[0].device_memory == pytest.approx(gib, rel=1e-5)
+    assert parse_plan([*words[:2], f"--device_memory={given}"])[0].device_memory == pytest.approx(
+        gib, rel=1e-5
+    )
 
 
 def test_json_and_auto_alone_mean_true(toys):
@@ -250,7 +380,9 @@ def test_a_step_takes_the_time_to_tell_a_device_what_to_do(toys):
     found = said("--model_name", toys / "llama", *SHORT)
     seconds = found["seconds"]
     assert seconds["step"] == seconds["launch"] > 1e-3 > seconds["compute"]
-    twice = said("--model_name", toys / "llama", *SHORT, "--gradient_accumulation_steps", 2)["seconds"]
+    twice = said("--model_name", toys / "llama", *SHORT, "--gradient_accumulation_steps", 2)[
+        "seconds"
+    ]
     assert 1.5 < twice["launch"] / seconds["launch"] < 2
     [text] = run_ranks(1, captured, ["--model_name", str(toys / "llama"), *SHORT])
     assert "telling the device what to do" in text
@@ -259,8 +391,14 @@ def test_a_step_takes_the_time_to_tell_a_device_what_to_do(toys):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of git-lfs, not the file itself"),
-        (b"<!DOCTYPE html><html>", "is a web page, such as one that asks for a login, not the file itself"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "is a pointer of git-lfs, not the file itself",
+        ),
+        (
+            b"<!DOCTYPE html><html>",
+            "is a web page, such as one that asks for a login, not the file itself",
+        ),
     ],
 )
 def test_what_is_no_weights_is_refused(toys, tmp_path, capsys, content, sentence):
@@ -278,13 +416,23 @@ def test_quantized_weights_are_refused(toys, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit) as stop:
         run("--model_name", tmp_path, *SHORT)
-    assert stop.value.code == 2 and "are quantized (gptq), and only weights in 16 or 32" in capsys.readouterr().err
+    assert (
+        stop.value.code == 2
+        and "are quantized (gptq), and only weights in 16 or 32" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.longer
 def test_remedies_of_a_large_model_take_few_layers(monkeypatch):
     """Each is traced with nine layers, of 80."""
-    words = ["--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8", "--device_memory", "80GiB"]
+    words = [
+        "--model_name",
+        str(ROOT / "configs" / "models" / "llama3-70b"),
+        "--devices",
+        "8",
+        "--device_memory",
+        "80GiB",
+    ]
     [counts] = run_ranks(1, layers_traced, [*words, "--context_length", "8192", "--json"])
     assert counts and set(counts) == {4, 5}
 
@@ -292,7 +440,14 @@ def test_remedies_of_a_large_model_take_few_layers(monkeypatch):
 @pytest.mark.longer
 def test_more_nodes_help_where_the_state_leaves_no_room():
     """Before anything is recomputed, and also where the batch isn't given, which then grows."""
-    words = ["--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8", "--device_memory", "80GiB"]
+    words = [
+        "--model_name",
+        str(ROOT / "configs" / "models" / "llama3-70b"),
+        "--devices",
+        "8",
+        "--device_memory",
+        "80GiB",
+    ]
     found = said(*words, "--context_length", "8192")["changes"]
     assert found[0]["change"].startswith("--num_nodes 2") and found[-1]["used"] <= 0.8
 
@@ -314,7 +469,11 @@ def layers_traced(words):
 @pytest.mark.parametrize("left_out", ["model_type", "everything"])
 def test_a_configuration_without_what_it_needs(tmp_path, toys, capsys, left_out):
     config = json.loads((toys / "llama" / "config.json").read_text())
-    config = {} if left_out == "everything" else {name: value for name, value in config.items() if name != left_out}
+    config = (
+        {}
+        if left_out == "everything"
+        else {name: value for name, value in config.items() if name != left_out}
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit) as stop:
         run("--model_name", tmp_path, *SHORT)
@@ -322,7 +481,10 @@ def test_a_configuration_without_what_it_needs(tmp_path, toys, capsys, left_out)
 
 
 def test_names_of_accelerators_as_people_write_them():
-    assert accelerator("nvidia h100") == accelerator("H100") and accelerator("rtx4090").name == "RTX 4090"
+    assert (
+        accelerator("nvidia h100") == accelerator("H100")
+        and accelerator("rtx4090").name == "RTX 4090"
+    )
     assert all(accelerator(one.name) is one for one in KNOWN)
 
 
@@ -350,15 +512,21 @@ def test_what_a_device_calls_itself(name, memory, known):
 
 @pytest.mark.longer
 def test_the_speed_of_a_run(tmp_path, capsys):
-    """Twice the median of its steps but the first are twice as fast, and what was recomputed counts."""
+    """Twice the median of its steps but the first are twice as fast, and what was recomputed
+    counts."""
     words = ["--model_name", str(ROOT / "configs" / "demo_llama"), *SHORT, "--accelerator", "cpu"]
     (tmp_path / "arguments.yaml").write_text("activation_checkpointing: full\n")
     with pytest.raises(SystemExit) as stop:
         run(*words, "--like", tmp_path)
     assert stop.value.code == 2 and "has no speed of two logged steps." in capsys.readouterr().err
-    lines = [{"step": step, "model_tflops_per_device": speed} for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3))]
+    lines = [
+        {"step": step, "model_tflops_per_device": speed}
+        for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3))
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given, like = (said(*words, *more)["seconds"]["step"] for more in (("--mfu", 0.4), ("--like", tmp_path)))
+    given, like = (
+        said(*words, *more)["seconds"]["step"] for more in (("--mfu", 0.4), ("--like", tmp_path))
+    )
     assert given / like == pytest.approx(0.15 * 4 / 3 / (0.4 * 0.25))
     with pytest.raises(SystemExit):
         run(*words, "--like", tmp_path, "--mfu", 0.4)
@@ -367,14 +535,32 @@ def test_the_speed_of_a_run(tmp_path, capsys):
 
 @pytest.mark.longer
 def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
-    words = ["--model_name", toys / "llama", *SHORT, "--context_length", 4096, "--micro_batch_size", 4, "--loss", "full"]
+    words = [
+        "--model_name",
+        toys / "llama",
+        *SHORT,
+        "--context_length",
+        4096,
+        "--micro_batch_size",
+        4,
+        "--loss",
+        "full",
+    ]
     words += ["--strategy", "fsdp2", "--activation_checkpointing", "full"]
     plain, offloaded = said(*words), said(*words, "--cpu_offload", "true")
-    assert plain["memory"]["moment"] == offloaded["memory"]["moment"], "of so small a model activations are the peak"
+    assert plain["memory"]["moment"] == offloaded["memory"]["moment"], (
+        "of so small a model activations are the peak"
+    )
     gone = {trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER}
-    assert not gone & offloaded["memory"]["parts"].keys() and offloaded["host_bytes"]["offloaded"] > 0
+    assert (
+        not gone & offloaded["memory"]["parts"].keys() and offloaded["host_bytes"]["offloaded"] > 0
+    )
     rest = [
-        sum(size for name, size in one["memory"]["parts"].items() if "assumed" not in name and name not in gone)
+        sum(
+            size
+            for name, size in one["memory"]["parts"].items()
+            if "assumed" not in name and name not in gone
+        )
         for one in (plain, offloaded)
     ]
     assert rest[0] == rest[1]
@@ -394,14 +580,22 @@ def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
 def test_what_waits_on_the_host_is_planned_there(toys, tmp_path):
     """Not in the device's memory, however many layers there are; a CPU's is the same as before."""
     config = LlamaConfig.from_pretrained(toys / "llama")
-    words, found = ["--model_name", tmp_path, *SHORT, "--context_length", 8192, "--global_batch_size", 8], {}
+    words, found = (
+        ["--model_name", tmp_path, *SHORT, "--context_length", 8192, "--global_batch_size", 8],
+        {},
+    )
     for layers in (8, 16):
         config.num_hidden_layers = layers
         config.save_pretrained(tmp_path)
         for how in ("full", "offload"):
-            found[how, layers] = said(*words, "--micro_batch_size", 8, "--activation_checkpointing", how)
+            found[how, layers] = said(
+                *words, "--micro_batch_size", 8, "--activation_checkpointing", how
+            )
     inputs = 8 * 8192 * config.hidden_size * 2  # bytes of one layer
-    grows = {how: found[how, 16]["memory"]["peak"] - found[how, 8]["memory"]["peak"] for how in ("full", "offload")}
+    grows = {
+        how: found[how, 16]["memory"]["peak"] - found[how, 8]["memory"]["peak"]
+        for how in ("full", "offload")
+    }
     assert grows["full"] - grows["offload"] == pytest.approx(8 * inputs, rel=0.05)
     assert [found["offload", layers]["host_bytes"]["inputs of layers"] for layers in (8, 16)] == [
         8 * inputs,
@@ -426,8 +620,19 @@ def test_bytes_that_are_sent():
 
 @pytest.mark.longer
 def test_it_runs_from_the_shell(toys, tmp_path):
-    command = [sys.executable, ROOT / "plan.py", "--model_name", toys / "gpt2", "--context_length", 64, "--max_step", 3]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    command = [
+        sys.executable,
+        ROOT / "plan.py",
+        "--model_name",
+        toys / "gpt2",
+        "--context_length",
+        64,
+        "--max_step",
+        3,
+    ]
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
     assert done.returncode == 0 and "Next: python train.py --model_name" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 
@@ -439,13 +644,20 @@ def test_the_page_of_published_runs_has_them_all():
     for one in published.PUBLISHED:
         start = " | ".join([f"| {one.run}", one.source, one.counted, one.other or "", str(one.gib)])
         assert any(line.startswith(f"{start} |") for line in lines), start
-        assert any(line.startswith(f"| {one.run} | {one.source} | `{one.flags}`") for line in lines), one.flags
+        assert any(
+            line.startswith(f"| {one.run} | {one.source} | `{one.flags}`") for line in lines
+        ), one.flags
 
 
 @pytest.mark.longer
 def test_what_a_source_counts_is_what_is_compared(tmp_path):
-    flags = f"{published.MIXED} {published.EIGHT} {published.SELECTIVE} --compile false --context_length 64"
-    run = published.Published("here", "toy", "toy", 1e-3, "reserved", f"{flags} --micro_batch_size 8", published.HALF)
+    flags = (
+        f"{published.MIXED} {published.EIGHT} {published.SELECTIVE} --compile false "
+        f"--context_length 64"
+    )
+    run = published.Published(
+        "here", "toy", "toy", 1e-3, "reserved", f"{flags} --micro_batch_size 8", published.HALF
+    )
     [(reserved, active)] = run_ranks(1, predicted_twice, run, tmp_path)
     slack, context = active["parts"][published.SLACK], active["parts"][published.CONTEXT]
     assert active["plan"] == pytest.approx(reserved["plan"] - slack / 2**30)
@@ -455,11 +667,14 @@ def test_what_a_source_counts_is_what_is_compared(tmp_path):
 
 
 def predicted_twice(run, folder):
-    return published.predicted(run, folder), published.predicted(run._replace(counted="active"), folder)
+    return published.predicted(run, folder), published.predicted(
+        run._replace(counted="active"), folder
+    )
 
 
 def test_what_a_matrix_product_has_made_is_forgotten_with_it():
-    """A compiled layer keeps what products have made, and a later storage may have the address of one that is gone."""
+    """A compiled layer keeps what products have made, and a later storage may have the address of
+    one that is gone."""
     from fabric_llm.forecast.trace import Ledger
 
     with Ledger() as ledger:

@@ -1,4 +1,5 @@
-"""plan.py for any family: no traceback, and from a few layers of each kind what all layers would give."""
+"""plan.py for any family: no traceback, and from a few layers of each kind what all layers would
+give."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -19,12 +20,16 @@ REFUSED = {
     "ctrl": "does not support activation checkpointing",
     "gpt_neox_japanese": "does not support activation checkpointing",
     "openai-gpt": "does not support activation checkpointing",
-    "jetmoe": "can't be planned: its code depends on the tokens|does not support activation checkpointing",
+    "jetmoe": (
+        "can't be planned: its code depends on the tokens|does not support activation checkpointing"
+    ),
     "dbrx": "can't be planned: its code depends on the tokens",
     "longcat_flash": "can't be planned: its code depends on the tokens",
-    "xlstm": "can't be planned: its code can't run here",  # as a run of it can't, see docs/results/families.md
+    # as a run of it can't, see docs/results/families.md
+    "xlstm": "can't be planned: its code can't run here",
 }
-# Whose layers return several values, have an attention of their own, or name what they take otherwise.
+# Whose layers return several values, have an attention of their own, or name what they take
+# otherwise.
 QUICK = ["bamba", "bloom", "falcon", "gpt_neo", "openai-gpt", "xlstm"]
 OF_TOYS = dict(
     hidden_size=64,
@@ -36,7 +41,8 @@ OF_TOYS = dict(
 
 
 def looked(folder, *words, whole=False):
-    """The outlook of the model in `folder`, or the sentence that refuses it. whole: all layers are traced."""
+    """The outlook of the model in `folder`, or the sentence that refuses it. whole: all layers are
+    traced."""
     from arguments import parse_plan
     from fabric_llm.forecast import trace
     from fabric_llm.forecast.outlook import look
@@ -82,7 +88,9 @@ def in_both_precisions(folder):
 def test_experts_are_planned_in_float32(tmp_path):
     [(found, half)] = run_ranks(1, in_both_precisions, tmp_path)
     assert not isinstance(found, str), found
-    assert found.memory.parts["parameters"] == pytest.approx(2 * half.memory.parts["parameters"], rel=1e-3)
+    assert found.memory.parts["parameters"] == pytest.approx(
+        2 * half.memory.parts["parameters"], rel=1e-3
+    )
 
 
 @pytest.mark.every_eighth(0)
@@ -99,10 +107,14 @@ def deep(name):
     if name == "mixtral":
         return transformers.MixtralConfig(**OF_TOYS, num_hidden_layers=12, num_local_experts=4)
     if name == "gemma3":  # five of six layers have a window
-        return transformers.Gemma3TextConfig(**OF_TOYS, num_hidden_layers=44, head_dim=16, sliding_window=8)
+        return transformers.Gemma3TextConfig(
+            **OF_TOYS, num_hidden_layers=44, head_dim=16, sliding_window=8
+        )
     if name == "pictures":  # with layers that aren't run, before the others
         text = dict(OF_TOYS, num_hidden_layers=44, head_dim=16, sliding_window=8)
-        seeing = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=2)
+        seeing = dict(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=2
+        )
         return transformers.Gemma3Config(text_config=text, vision_config=seeing)
     family = {**families.COMMON, **families.FAMILIES[name], "num_hidden_layers": 14}
     if name == "jamba":  # attention in each second layer, experts in each third
@@ -118,7 +130,10 @@ def twice(name, folder, *words):
     return looked(folder, *words), looked(folder, *words, whole=True)
 
 
-FSDP, FSDP2 = ("--devices", 2), ("--devices", 4, "--strategy", "fsdp2", "--gradient_accumulation_steps", 2)
+FSDP, FSDP2 = (
+    ("--devices", 2),
+    ("--devices", 4, "--strategy", "fsdp2", "--gradient_accumulation_steps", 2),
+)
 DDP = ("--devices", 2, "--strategy", "ddp", "--ema_decay", 0.9, "--ema_device", "same")
 
 
@@ -131,11 +146,21 @@ DDP = ("--devices", 2, "--strategy", "ddp", "--ema_decay", 0.9, "--ema_device", 
         ("falcon_h1", HOW["compiled"]),
         *(
             pytest.param(name, (*how, *strategy), marks=pytest.mark.slow)
-            for name in ("llama", "mixtral", "gemma3", "pictures", "falcon_h1", "jamba", "deepseek_v3")
+            for name in (
+                "llama",
+                "mixtral",
+                "gemma3",
+                "pictures",
+                "falcon_h1",
+                "jamba",
+                "deepseek_v3",
+            )
             for how in HOW.values()
             for strategy in ((), FSDP, FSDP2)
         ),
-        pytest.param("llama", ("--activation_checkpointing", "every:3", *FSDP2), marks=pytest.mark.longer),
+        pytest.param(
+            "llama", ("--activation_checkpointing", "every:3", *FSDP2), marks=pytest.mark.longer
+        ),
     ],
 )
 def test_a_few_layers_say_what_all_say(tmp_path, name, words):
@@ -184,7 +209,8 @@ def planned_as_it_is(name, folder):
 @pytest.mark.every_eighth(3)
 @pytest.mark.parametrize("name", ODD)
 def test_what_no_family_has(tmp_path, name):
-    """Embeddings among the layers, positions in the scores, positions by length, and layers that see pictures."""
+    """Embeddings among the layers, positions in the scores, positions by length, and layers that
+    see pictures."""
     [found] = run_ranks(1, planned_as_it_is, name, tmp_path)
     assert all(one.memory.peak > 2**30 for one in found.values()), found
 

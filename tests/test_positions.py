@@ -1,4 +1,5 @@
-"""--rope: rotary positions for longer rows, in the run and in all that it saves, or one sentence."""
+"""--rope: rotary positions for longer rows, in the run and in all that it saves, or one
+sentence."""
 
 import json
 
@@ -35,7 +36,8 @@ def frequencies(model):
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_positions_that_transformers_gives_it(tmp_path, family, given):
-    """What is saved makes the same frequencies in plain transformers, other ones than before, and states the new length."""
+    """What is saved makes the same frequencies in plain transformers, other ones than before, and
+    states the new length."""
     before = toy_config(family)
     config, said = positions.scaled(before, given, 100)
     config.save_pretrained(tmp_path)
@@ -91,19 +93,34 @@ def test_what_is_scaled_already_is_not_scaled_again():
     with pytest.raises(ValueError, match=r"are scaled already \(llama3\); take theta:THETA"):
         positions.scaled(config, "yarn:2", 100)
     again, said = positions.scaled(config, "theta:1e6", 100)
-    assert again.rope_parameters["rope_theta"] == 1e6 and "llama3, factor 8, theta 1,000,000" in said
+    assert (
+        again.rope_parameters["rope_theta"] == 1e6 and "llama3, factor 8, theta 1,000,000" in said
+    )
 
 
-@pytest.mark.parametrize("given", ["yarn", "yarn:1", "yarn:many", "ntk:4", "theta:-1", "linear:1e99"])
+@pytest.mark.parametrize(
+    "given", ["yarn", "yarn:1", "yarn:many", "ntk:4", "theta:-1", "linear:1e99"]
+)
 def test_other_words_are_refused(given):
-    with pytest.raises(ValueError, match="--rope takes theta:THETA, such as theta:8e6, or yarn, linear, llama3 with a factor"):
+    with pytest.raises(
+        ValueError,
+        match="--rope takes theta:THETA, such as theta:8e6, or yarn, linear, llama3 with a factor",
+    ):
         positions.parse(given)
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp2", 2)])
 def test_checkpoint_resume_and_export_carry_them(toys, tmp_path, strategy, ranks):
-    flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--max_step", 4, "--save_step_interval", 2)
+    flags = (
+        *toy_run(toys, tmp_path),
+        "--run_name",
+        "run",
+        "--max_step",
+        4,
+        "--save_step_interval",
+        2,
+    )
     flags += ("--strategy", strategy, "--global_batch_size", 4)
     train_ranks(ranks, *flags, "--rope", "yarn:4")
     expected = metrics(tmp_path / "run")
@@ -116,7 +133,21 @@ def test_checkpoint_resume_and_export_carry_them(toys, tmp_path, strategy, ranks
     assert proof is not None
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["max_position_embeddings"] == 256
-    assert config["rope_parameters"]["rope_type"] == "yarn" and config["rope_parameters"]["factor"] == 4
-    [(code, said)] = run_ranks(1, refused, [str(word) for word in (*flags, "--rope", "theta:1e6", *go_on)], False)
+    assert (
+        config["rope_parameters"]["rope_type"] == "yarn"
+        and config["rope_parameters"]["factor"] == 4
+    )
+    [(code, said)] = run_ranks(
+        1, refused, [str(word) for word in (*flags, "--rope", "theta:1e6", *go_on)], False
+    )
     assert code == 2 and "rope yarn:4, not theta:1e6" in said
-    train_ranks(1, *toy_run(toys, tmp_path)[2:], "--model_name", tmp_path / "hf", "--rope", "theta:1e6", "--max_step", 1)
+    train_ranks(
+        1,
+        *toy_run(toys, tmp_path)[2:],
+        "--model_name",
+        tmp_path / "hf",
+        "--rope",
+        "theta:1e6",
+        "--max_step",
+        1,
+    )

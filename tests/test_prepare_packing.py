@@ -21,7 +21,13 @@ EOS = 0
 def packed(documents, context):
     tokens = np.concatenate(documents).astype(np.uint16)
     rows = []
-    done = pack(tokens, np.array([len(d) for d in documents]), context, EOS, lambda some: rows.append(some.copy()))
+    done = pack(
+        tokens,
+        np.array([len(d) for d in documents]),
+        context,
+        EOS,
+        lambda some: rows.append(some.copy()),
+    )
     return np.concatenate(rows), done
 
 
@@ -57,18 +63,33 @@ def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
         rows, done = packed(documents, context)
     finally:
         packing.WINDOW_DOCUMENTS = 2**20
-    alone = sum(length > context and length % context == 1 for length in lengths)  # EOS of a text that fills its rows
+    alone = sum(
+        length > context and length % context == 1 for length in lengths
+    )  # EOS of a text that fills its rows
     assert done["dropped_tokens"] == alone
-    assert rows.shape == (done["rows"], context) and done["padding_tokens"] == rows.size - sum(lengths) + alone
+    assert (
+        rows.shape == (done["rows"], context)
+        and done["padding_tokens"] == rows.size - sum(lengths) + alone
+    )
     assert done["documents_cut"] == sum(length > context for length in lengths)
-    place = {token: (row, at) for row, line in enumerate(rows.tolist()) for at, token in enumerate(line) if token != EOS}
+    place = {
+        token: (row, at)
+        for row, line in enumerate(rows.tolist())
+        for at, token in enumerate(line)
+        if token != EOS
+    }
     assert len(place) == sum(lengths) - len(lengths) == (rows != EOS).sum()
     assert (rows == EOS).sum() == len(lengths) - alone + done["padding_tokens"]
-    # What passes for padding is padding, and whatever isn't is predicted by the token before it, but for the first of a row.
+    # What passes for padding is padding, and whatever isn't is predicted by the token before it,
+    # but for the first of a row.
     assert ((rows[:, 1:] == EOS) & (rows[:, :-1] == EOS)).sum() == done["padding_tokens"]
     for document in documents:
         body = document[:-1]
-        cuts = [n for n in range(1, len(body)) if place[body[n]] != (place[body[n - 1]][0], place[body[n - 1]][1] + 1)]
+        cuts = [
+            n
+            for n in range(1, len(body))
+            if place[body[n]] != (place[body[n - 1]][0], place[body[n - 1]][1] + 1)
+        ]
         assert cuts == list(range(context, len(body), context))  # only whole rows are cut off
         row, at = place[body[-1]]
         end = rows[row, at + 1] if at + 1 < context else EOS
@@ -87,10 +108,14 @@ def test_best_fit_is_that_of_the_paper(lengths):
             used.remove(max(fitting))
         used.append(max(fitting, default=0) + lengths[item])
     assert count == len(used)
-    assert sorted(used) == sorted(sum(lengths[i] for i in np.flatnonzero(row == r)) for r in range(count))
+    assert sorted(used) == sorted(
+        sum(lengths[i] for i in np.flatnonzero(row == r)) for r in range(count)
+    )
     for r in range(count):
         inside = sorted((place[i], lengths[i]) for i in np.flatnonzero(row == r))
-        assert [start for start, _ in inside] == [sum(n for _, n in inside[:k]) for k in range(len(inside))]
+        assert [start for start, _ in inside] == [
+            sum(n for _, n in inside[:k]) for k in range(len(inside))
+        ]
 
 
 def test_usual_lengths_leave_less_than_one_percent():
@@ -115,13 +140,19 @@ def corpus(tmp_path):
     generator = np.random.default_rng(2)
     (tmp_path / "in").mkdir()
     for number in range(120):
-        words = generator.integers(97, 123, (int(generator.lognormal(2.5, 1)) + 1, 5)).astype(np.uint8)
-        (tmp_path / "in" / f"{number:03d}.txt").write_bytes(b" ".join(word.tobytes() for word in words))
+        words = generator.integers(97, 123, (int(generator.lognormal(2.5, 1)) + 1, 5)).astype(
+            np.uint8
+        )
+        (tmp_path / "in" / f"{number:03d}.txt").write_bytes(
+            b" ".join(word.tobytes() for word in words)
+        )
     return tmp_path / "in"
 
 
 def made(corpus, output, **changes):
-    given = dict(train_tokenizer=300, context_length=64, validation_fraction=0.1, packing="best_fit")
+    given = dict(
+        train_tokenizer=300, context_length=64, validation_fraction=0.1, packing="best_fit"
+    )
     return prepare(inputs=[corpus], output=output, **{**given, **changes})
 
 
@@ -131,7 +162,9 @@ def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
     loaded = datasets.load_from_disk(tmp_path / "out")
     for name, split in manifest["splits"].items():
         rows = np.array(loaded[name]["input_ids"])
-        padding = (rows[:, 1:] == manifest["eos_token_id"]) & (rows[:, :-1] == manifest["eos_token_id"])
+        padding = (rows[:, 1:] == manifest["eos_token_id"]) & (
+            rows[:, :-1] == manifest["eos_token_id"]
+        )
         assert rows.shape == (split["rows"], 64)
         assert split["tokens"] + split["padding_tokens"] - split["dropped_tokens"] == rows.size
         assert padding.sum() == split["padding_tokens"]
@@ -153,14 +186,19 @@ def test_an_end_that_nothing_predicts_is_dropped_and_counted(corpus, tmp_path, c
         labels = rows[np.arange(len(rows))]["labels"]
         assert (labels == -100).sum() == split["padding_tokens"]
         ends = (labels[:, 1:] == manifest["eos_token_id"]).sum()  # each is a target
-        assert ends == split["documents"] - split["dropped_tokens"] and (labels[:, 0] != manifest["eos_token_id"]).all()
+        assert (
+            ends == split["documents"] - split["dropped_tokens"]
+            and (labels[:, 0] != manifest["eos_token_id"]).all()
+        )
     assert manifest["splits"]["train"]["dropped_tokens"] > 0
     assert "of them without their end)" in summary(manifest).splitlines()[0]
 
 
 def test_lengths_that_leave_padding_are_said(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120)))
+    path.write_text(
+        "\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120))
+    )
     manifest = made(path, tmp_path / "out", train_tokenizer=257, context_length=80)
     assert f"{manifest['splits']['train']['row_use_percent']} % of them text" in summary(manifest)
     assert manifest["splits"]["train"]["row_use_percent"] < 80
@@ -172,7 +210,9 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
     eos = made(corpus, tmp_path / "out")["eos_token_id"]
     dataset = open_dataset(tmp_path / "out")
     numbers = np.arange(len(dataset.train))
-    [batch] = Batches(dataset.train, 0, len(numbers), 1, picked=numbers, document_end=eos if apart else None).at(0)
+    [batch] = Batches(
+        dataset.train, 0, len(numbers), 1, picked=numbers, document_end=eos if apart else None
+    ).at(0)
     ids, labels = batch["input_ids"], batch["labels"]
     padding = torch.zeros_like(ids, dtype=torch.bool)
     padding[:, 1:] = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)
@@ -189,11 +229,20 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
 
 def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
     made(corpus, tmp_path / "padded")
-    made(corpus, tmp_path / "plain", train_tokenizer=None, tokenizer=tmp_path / "padded" / "tokenizer", packing="concat")
+    made(
+        corpus,
+        tmp_path / "plain",
+        train_tokenizer=None,
+        tokenizer=tmp_path / "padded" / "tokenizer",
+        packing="concat",
+    )
     padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
     require_alike(padded, plain, masks_documents=True)
     for sources in ((padded, plain), (plain, padded)):
-        rows, numbers = together(sources).train, np.arange(sum(len(source.train) for source in sources))
+        rows, numbers = (
+            together(sources).train,
+            np.arange(sum(len(source.train) for source in sources)),
+        )
         eos = padded.manifest["eos_token_id"]
         [batch] = Batches(rows, 0, len(numbers), 1, picked=numbers, document_end=eos).at(0)
         first = 0
@@ -225,15 +274,31 @@ def test_short_documents_are_left_out_and_counted(corpus, tmp_path, packing):
         (corpus / f"again-{number}.txt").write_bytes((corpus / f"{number:03d}.txt").read_bytes())
     whole = made(corpus, tmp_path / "a", packing=packing)
     tokenizer = Tokenizer.from_file(str(tmp_path / "a" / "tokenizer" / "tokenizer.json"))
-    sizes = np.array([len(tokenizer.encode(path.read_text()).ids) + 1 for path in sorted(corpus.iterdir())])
+    sizes = np.array(
+        [len(tokenizer.encode(path.read_text()).ids) + 1 for path in sorted(corpus.iterdir())]
+    )
     assert sizes.sum() == sum(split["tokens"] for split in whole["splits"].values())
     shortest = int(np.median(sizes))
     long = made(corpus, tmp_path / "b", packing=packing, min_document_tokens=shortest)
-    kept = {name: sum(split[name] for split in long["splits"].values()) for name in ("documents", "tokens")}
-    assert kept == {"documents": (sizes >= shortest).sum(), "tokens": sizes[sizes >= shortest].sum()}
-    assert long["skipped"]["short"] == 123 - kept["documents"] and long["duplicates"] == {"documents": 0, "tokens": 0}
-    assert f"too short  {long['skipped']['short']} documents of fewer than {shortest} tokens" in summary(long)
-    once = made(corpus, tmp_path / "c", packing=packing, min_document_tokens=shortest, deduplicate="exact")
+    kept = {
+        name: sum(split[name] for split in long["splits"].values())
+        for name in ("documents", "tokens")
+    }
+    assert kept == {
+        "documents": (sizes >= shortest).sum(),
+        "tokens": sizes[sizes >= shortest].sum(),
+    }
+    assert long["skipped"]["short"] == 123 - kept["documents"] and long["duplicates"] == {
+        "documents": 0,
+        "tokens": 0,
+    }
+    assert (
+        f"too short  {long['skipped']['short']} documents of fewer than {shortest} tokens"
+        in summary(long)
+    )
+    once = made(
+        corpus, tmp_path / "c", packing=packing, min_document_tokens=shortest, deduplicate="exact"
+    )
     again = sum(split["documents"] for split in once["splits"].values())
     assert again + once["skipped"]["short"] + once["duplicates"]["documents"] == 123
     with pytest.raises(ValueError, match="123 with fewer than 1000000 tokens left out"):

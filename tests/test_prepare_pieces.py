@@ -28,8 +28,9 @@ from fabric_llm.prepare.prepare import prepare, work_folder
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 ROOT = Path(__file__).parents[1]
-# Imports take many times as long as what is tested: this process has made them, and starts a fresh copy of itself for each
-# line of its input, {"arguments", "environment", "errors"}. It prints the copy's number, and then its exit code.
+# Imports take many times as long as what is tested: this process has made them, and starts a fresh
+# copy of itself for each line of its input, {"arguments", "environment", "errors"}. It prints the
+# copy's number, and then its exit code.
 SERVER = """
 import json, os, sys, warnings
 import fabric_llm.prepare.prepare
@@ -81,10 +82,15 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(corpus):
-    """start(output, failpoint, **changes): begins a preparation; returns (its process, what waits for its end)."""
+    """start(output, failpoint, **changes): begins a preparation; returns (its process, what waits
+    for its end)."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
     def start(output, failpoint=None, **changes):
@@ -141,13 +147,18 @@ def arguments(corpus, output):
 
 def assert_same(one, other):
     names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
-    assert names == sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
+    assert names == sorted(
+        str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()
+    )
     manifests = [
-        json.loads((folder / "manifest.json").read_text()) | {"output": "", "made_by": {}, "sha256": ""}
+        json.loads((folder / "manifest.json").read_text())
+        | {"output": "", "made_by": {}, "sha256": ""}
         for folder in (one, other)
     ]
     assert manifests[0] == manifests[1]
-    same, differing, errors = filecmp.cmpfiles(one, other, [n for n in names if n != "manifest.json"], shallow=False)
+    same, differing, errors = filecmp.cmpfiles(
+        one, other, [n for n in names if n != "manifest.json"], shallow=False
+    )
     assert differing == errors == [] and len(same) == len(names) - 1
 
 
@@ -183,13 +194,19 @@ def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, 
 
 def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
     done = call(tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
-    assert done.returncode == 74 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 74
+        and "No space left on device" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     given = arguments(corpus, tmp_path / "out")
     with work_folder(tmp_path / "out"):
-        with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
+        with pytest.raises(
+            ValueError, match="out is being prepared by another process, in .*: wait for it"
+        ) as raised:
             prepare(**given)
     assert raised.value.code == 73
     assert work_folder_of(tmp_path / "out").name == ".out.preparing"
@@ -200,23 +217,37 @@ def test_work_with_another_tokenizer_is_thrown_away(call, undisturbed, tmp_path)
     assert call(tmp_path / "out", "prepare.rows:do=kill", **other).returncode == -signal.SIGKILL
     done = call(tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "The work of a former preparation with other inputs or flags was thrown away." in done.stderr
+    assert (
+        "The work of a former preparation with other inputs or flags was thrown away."
+        in done.stderr
+    )
     assert_same(tmp_path / "out", undisturbed)
 
 
 def test_pieces_of_other_flags_are_kept_where_these_do_not_matter(call, undisturbed, tmp_path):
     """A separator divides texts: pieces of JSON lines are the same."""
-    assert call(tmp_path / "out", "prepare.rows:do=kill", document_separator="none").returncode == -signal.SIGKILL
+    assert (
+        call(tmp_path / "out", "prepare.rows:do=kill", document_separator="none").returncode
+        == -signal.SIGKILL
+    )
     done = call(tmp_path / "out")
-    assert done.returncode == 0 and re.search(r"Going on: ([1-9]\d*) of (?!\1 )\d+ pieces are done", done.stderr), done.stderr
+    assert done.returncode == 0 and re.search(
+        r"Going on: ([1-9]\d*) of (?!\1 )\d+ pieces are done", done.stderr
+    ), done.stderr
     assert_same(tmp_path / "out", undisturbed)
 
 
-def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(call, corpus, undisturbed, tmp_path):
+def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(
+    call, corpus, undisturbed, tmp_path
+):
     shutil.copytree(corpus / "in", tmp_path / "in")
     (tmp_path / "in" / "e.jsonl").write_text('{"body": "a"}\n')
     failed = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
-    assert failed.returncode == 2 and "none of 1 records of" in failed.stderr and "the same command" not in failed.stderr
+    assert (
+        failed.returncode == 2
+        and "none of 1 records of" in failed.stderr
+        and "the same command" not in failed.stderr
+    )
     finished = len(list((tmp_path / ".out.preparing").rglob("piece-*.json")))
     (tmp_path / "in" / "e.jsonl").unlink()
     done = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
@@ -230,10 +261,16 @@ def test_another_end_of_texts_is_another_dataset(call, corpus, tmp_path, stays):
     shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
     backend.add_special_tokens(["</s>"])
-    wrong, right = (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos) for eos in ("</s>", "<|endoftext|>"))
+    wrong, right = (
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+        for eos in ("</s>", "<|endoftext|>")
+    )
     wrong.save_pretrained(tmp_path / "tokenizer")
     given = dict(tokenizer=str(tmp_path / "tokenizer"), context_length=2)
-    assert call(tmp_path / "out", "prepare.marked:count=3:do=kill", **given).returncode == -signal.SIGKILL
+    assert (
+        call(tmp_path / "out", "prepare.marked:count=3:do=kill", **given).returncode
+        == -signal.SIGKILL
+    )
     if stays == "tokenizer":
         right.save_pretrained(tmp_path / "tokenizer")
     done = call(tmp_path / "out", **given)
@@ -264,7 +301,10 @@ def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
 
 def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
     def times():
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("piece-*.json")}
+        return {
+            path.name: path.stat().st_mtime_ns
+            for path in (tmp_path / ".out.preparing").glob("piece-*.json")
+        }
 
     killed = call(tmp_path / "out", "prepare.rows:do=kill", context_length=16)
     before = times()

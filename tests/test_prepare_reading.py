@@ -23,7 +23,13 @@ from fabric_llm.prepare.documents import BLANK_LINES, Bad, Part, read_part, wher
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
-TEXTS = ["naïve Ünïcödé \U0001f600\r\n\tend", 'quoted "x", and a comma', "x", "two\nlines of text", " spaces "] * 4
+TEXTS = [
+    "naïve Ünïcödé \U0001f600\r\n\tend",
+    'quoted "x", and a comma',
+    "x",
+    "two\nlines of text",
+    " spaces ",
+] * 4
 
 
 def as_lines(texts):
@@ -55,7 +61,9 @@ MAKE = {
 PACK = {
     "": bytes,
     ".gz": gzip.compress,
-    ".zst": lambda data: zstandard.compress(data[:50]) + zstandard.compress(data[50:]),  # two frames
+    ".zst": lambda data: (
+        zstandard.compress(data[:50]) + zstandard.compress(data[50:])
+    ),  # two frames
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
 }
@@ -71,7 +79,9 @@ def read(path, text_field="text", **more):
     texts, bad = [], []
     for record in read_part(part, text_field):
         if isinstance(record, Bad):
-            bad.append(f"{where(part, record.number)} {record.message}".replace(f"{path.parent}/", ""))
+            bad.append(
+                f"{where(part, record.number)} {record.message}".replace(f"{path.parent}/", "")
+            )
         else:
             texts.append(record[1])
     return texts, bad
@@ -87,7 +97,8 @@ def write(path, data):
 
 
 @pytest.mark.parametrize(
-    "kind, packed", [(kind, packed) for kind in MAKE for packed in PACK if not packed or kind != ".parquet"]
+    "kind, packed",
+    [(kind, packed) for kind in MAKE for packed in PACK if not packed or kind != ".parquet"],
 )
 def test_every_kind_plain_and_compressed(tmp_path, kind, packed):
     path = write(tmp_path / f"a{kind}{packed}", PACK[packed](MAKE[kind](TEXTS)))
@@ -131,9 +142,13 @@ def test_blank_lines_divide_a_text(tmp_path, monkeypatch, block):
     assert (texts, bad) == (["one\nstill one", "two", "three", "  four é\n"], [])
 
 
-@pytest.mark.parametrize("given, escaped", [("\\n---\\n", "\n---\n"), ("<doc>", "<doc>"), ("a.c\\t\\\\", "a.c\t\\")])
+@pytest.mark.parametrize(
+    "given, escaped", [("\\n---\\n", "\n---\n"), ("<doc>", "<doc>"), ("a.c\\t\\\\", "a.c\t\\")]
+)
 @pytest.mark.parametrize("block", [3, 2**20])
-def test_a_separator_is_taken_literally_but_for_escapes(tmp_path, monkeypatch, given, escaped, block):
+def test_a_separator_is_taken_literally_but_for_escapes(
+    tmp_path, monkeypatch, given, escaped, block
+):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     path = write(tmp_path / "a.txt", escaped.join(["one", "axc", "é\n\nthree"]).encode())
     assert read(path, separator=inputs.separator(given)) == (["one", "axc", "é\n\nthree"], [])
@@ -141,7 +156,10 @@ def test_a_separator_is_taken_literally_but_for_escapes(tmp_path, monkeypatch, g
 
 def test_a_bad_document_of_a_text_is_named_by_its_place(tmp_path):
     path = write(tmp_path / "a.txt", b"one\n\ncaf\xe9\n\ntwo")
-    assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
+    assert read(path, separator=BLANK_LINES) == (
+        ["one", "two"],
+        ["a.txt byte 5 is not valid UTF-8"],
+    )
 
 
 def test_long_documents_are_encoded_in_sections_that_end_with_lines(tmp_path, monkeypatch):
@@ -167,9 +185,12 @@ def test_long_documents_are_encoded_in_sections_that_end_with_lines(tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "prepended", "stripped", "bytes"])
-@pytest.mark.parametrize("line", ["a line of words\n", "words without an end ", "  two  spaces \n\n"])
+@pytest.mark.parametrize(
+    "line", ["a line of words\n", "words without an end ", "  two  spaces \n\n"]
+)
 def test_sections_have_the_tokens_of_the_whole(monkeypatch, kind, line):
-    """Also where a tokenizer puts a space before a text, or takes one away, and where a section ends in a word."""
+    """Also where a tokenizer puts a space before a text, or takes one away, and where a section
+    ends in a word."""
     text = "".join(line.replace("e", "e" * (1 + number % 3)) for number in range(60))
     backend = Tokenizer(models.BPE())
     if kind == "metaspace":
@@ -178,9 +199,13 @@ def test_sections_have_the_tokens_of_the_whole(monkeypatch, kind, line):
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     else:
         first = [normalizers.Strip()] if kind == "stripped" else []
-        backend.normalizer = normalizers.Sequence([*first, normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+        backend.normalizer = normalizers.Sequence(
+            [*first, normalizers.Prepend("_"), normalizers.Replace(" ", "_")]
+        )
         backend.pre_tokenizer = pre_tokenizers.Split("_", "merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=90, show_progress=False, initial_alphabet=sorted({*text, "_", "\u2581"}))
+    trainer = trainers.BpeTrainer(
+        vocab_size=90, show_progress=False, initial_alphabet=sorted({*text, "_", "\u2581"})
+    )
     backend.train_from_iterator([text[:300]], trainer)
     whole = backend.encode(text, add_special_tokens=False).ids
     monkeypatch.setattr(documents, "SECTION_CHARACTERS", 150)
@@ -193,23 +218,36 @@ def test_other_encodings_without_a_mark_are_bad_also_in_ascii(tmp_path, encoding
     path = write(tmp_path / "a.txt", "plain words\nof ASCII".encode(encoding_of_file))
     texts, bad = read(path)
     assert not texts and len(bad) == 1 and "save it as UTF-8" in bad[0]
-    assert read(write(tmp_path / "b.txt", b"one \0 NUL in a text")) == (["one \0 NUL in a text"], [])
+    assert read(write(tmp_path / "b.txt", b"one \0 NUL in a text")) == (
+        ["one \0 NUL in a text"],
+        [],
+    )
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("given", ["\\n---\\n", "\n---\n", "---\\n", "\\n\\n\\n", "==="])
 def test_a_separator_holds_whatever_ends_the_lines(tmp_path, given, end):
     between = given.replace("\\n", "\n").replace("\n", end)
-    path = write(tmp_path / "a.txt", between.join(["one", "two", f"three{end}lines", "four"]).encode())
+    path = write(
+        tmp_path / "a.txt", between.join(["one", "two", f"three{end}lines", "four"]).encode()
+    )
     found, bad = read(path, separator=inputs.separator(given))
-    assert [text.replace("\r", "") for text in found] == ["one", "two", "three\nlines", "four"] and not bad
+    assert [text.replace("\r", "") for text in found] == [
+        "one",
+        "two",
+        "three\nlines",
+        "four",
+    ] and not bad
 
 
 def test_a_long_document_that_turns_out_to_be_bad_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
     monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
     path = write(tmp_path / "a.txt", b"one\n\n" + b"x " * 500 + b"\xff\n\ntwo")
-    assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
+    assert read(path, separator=BLANK_LINES) == (
+        ["one", "two"],
+        ["a.txt byte 5 is not valid UTF-8"],
+    )
 
 
 @pytest.mark.parametrize("block", [16, 64, 2**20])
@@ -218,9 +256,15 @@ def test_a_document_of_a_text_that_is_too_long_to_be_held(tmp_path, monkeypatch,
     monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
     monkeypatch.setattr(documents, "RECORD_BYTES", 2**10)
     said = "is longer than 0 MiB: divide it with --document_separator"
-    path = write(tmp_path / "a.txt", b"one\n\n" + b"x" * 3000 + b"\n\ntwo\n\n" + b"y" * 1024 + b"\n\n" + b"z" * 1025)
+    path = write(
+        tmp_path / "a.txt",
+        b"one\n\n" + b"x" * 3000 + b"\n\ntwo\n\n" + b"y" * 1024 + b"\n\n" + b"z" * 1025,
+    )
     texts, bad = read(path, separator=BLANK_LINES)
-    assert (texts, bad) == (["one", "two", "y" * 1024], [f"a.txt byte 5 {said}", f"a.txt byte 4038 {said}"])
+    assert (texts, bad) == (
+        ["one", "two", "y" * 1024],
+        [f"a.txt byte 5 {said}", f"a.txt byte 4038 {said}"],
+    )
     assert read(path) == ([], [f"a.txt {said}"])
 
 
@@ -273,7 +317,14 @@ def test_row_groups_of_a_large_table_are_pieces(tmp_path, monkeypatch):
 
 
 def test_bad_lines_are_named_and_the_others_read(tmp_path):
-    lines = [b'{"text": "a"}', b'{"text": ', b'{"text": "caf\xe9"}', b'{"body": "b"}', b'{"text": null}', b"[1]"]
+    lines = [
+        b'{"text": "a"}',
+        b'{"text": ',
+        b'{"text": "caf\xe9"}',
+        b'{"body": "b"}',
+        b'{"text": null}',
+        b"[1]",
+    ]
     texts, bad = read(write(tmp_path / "a.jsonl", b"\n".join([*lines, b'{"text": "z"}'])))
     assert texts == ["a", "z"]
     assert bad[0].startswith("a.jsonl:2 is not valid JSON: ")
@@ -313,7 +364,9 @@ def test_csv_without_the_column(tmp_path, head, said):
 
 @pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
 def test_of_a_truncated_archive_what_comes_before_its_end_is_read(tmp_path, packed):
-    texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 3000))) for n in range(300)]
+    texts = [
+        "".join(map(chr, np.random.default_rng(n).integers(97, 123, 3000))) for n in range(300)
+    ]
     in_blocks = {".zst": zstandard.compress, ".bz2": lambda data: bz2.compress(data, 1)}
     data = in_blocks.get(packed, PACK[packed])(as_lines(texts))
     found, bad = read(write(tmp_path / f"a.jsonl{packed}", data[: len(data) * 3 // 4]))
@@ -328,7 +381,10 @@ def test_all_streams_of_an_archive_are_read(tmp_path, packed, name, between):
     """As `xz -dc`, `bzip2 -dc` and `gzip -dc` give them, with padding."""
     texts = [f"text {number}" for number in range(300)]
     data = as_lines(texts) if name == "a.jsonl" else "\n\n".join(texts).encode()
-    streams = [PACK[packed](data[at : at + len(data) // 3 + 1]) for at in range(0, len(data), len(data) // 3 + 1)]
+    streams = [
+        PACK[packed](data[at : at + len(data) // 3 + 1])
+        for at in range(0, len(data), len(data) // 3 + 1)
+    ]
     path = write(tmp_path / f"{name}{packed}", between.join([*streams, b""]))
     assert len(streams) == 3 and read(path, separator=BLANK_LINES) == (texts, [])
 
@@ -342,7 +398,9 @@ def test_what_comes_behind_a_damaged_stream_is_said_to_be_missing(tmp_path, pack
     data = "\n\n".join(texts).encode() if name == "a.txt" else MAKE[name[1:]](texts)
     half = data.index(b"text 15") + 9
     damaged = PACK[packed](data[half:])
-    damaged = {"damaged": b"\x01" + damaged[1:], "other": b"no archive", "cut off": damaged[:2]}[second]
+    damaged = {"damaged": b"\x01" + damaged[1:], "other": b"no archive", "cut off": damaged[:2]}[
+        second
+    ]
     path = write(tmp_path / f"{name}{packed}", PACK[packed](data[:half]) + damaged)
     found, bad = read(path, separator=separator)
     assert found == texts[: len(found)] and len(found) in (15, 16)
@@ -381,7 +439,9 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("block", [1, 7, 100, 2**20])
-@pytest.mark.parametrize("around", [(b"[", b",", b"]"), (b"\xef\xbb\xbf \n[ ", b"\n\t,\r\n ", b" \n]\n ")])
+@pytest.mark.parametrize(
+    "around", [(b"[", b",", b"]"), (b"\xef\xbb\xbf \n[ ", b"\n\t,\r\n ", b" \n]\n ")]
+)
 def test_an_array_gives_the_documents_of_its_lines(tmp_path, monkeypatch, block, around):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     texts, bad = read(write(tmp_path / "a.jsonl", b"\n".join(RECORDS)))
@@ -389,15 +449,21 @@ def test_an_array_gives_the_documents_of_its_lines(tmp_path, monkeypatch, block,
     found, found_bad = read(write(tmp_path / "a.json", begin + between.join(RECORDS) + end))
     assert found == texts and len(texts) == 10 and "4,300 digits" in texts and "the last" in texts
     places = [int(line.split(":")[1].split(" ")[0]) for line in bad]
-    assert [line.split(" ")[:3] for line in found_bad] == [["a.json", "record", str(place)] for place in places]
-    assert [line.split(" ", 3)[3].split(":")[0] for line in found_bad] == [line.split(" ", 1)[1].split(":")[0] for line in bad]
+    assert [line.split(" ")[:3] for line in found_bad] == [
+        ["a.json", "record", str(place)] for place in places
+    ]
+    assert [line.split(" ", 3)[3].split(":")[0] for line in found_bad] == [
+        line.split(" ", 1)[1].split(":")[0] for line in bad
+    ]
 
 
 @pytest.mark.parametrize("behind", [b"x", b"{}", b'[{"text": "more"}]', b"\0"])
 def test_what_stands_behind_an_array_is_said(tmp_path, behind):
     path = write(tmp_path / "a.json", MAKE[".json"](TEXTS) + b"\n" * 3 + behind)
     texts, [bad] = read(path)
-    assert texts == TEXTS and bad.startswith(f"a.json record {len(TEXTS) + 1} comes after the end of an array, and is not read")
+    assert texts == TEXTS and bad.startswith(
+        f"a.json record {len(TEXTS) + 1} comes after the end of an array, and is not read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -420,13 +486,17 @@ def test_an_array_is_read_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(documents, "RECORD_BYTES", 5000)
     sizes, match = [], documents._element
-    monkeypatch.setattr(documents, "_element", lambda buffer, at: sizes.append(len(buffer)) or match(buffer, at))
+    monkeypatch.setattr(
+        documents, "_element", lambda buffer, at: sizes.append(len(buffer)) or match(buffer, at)
+    )
     texts = [f"{number} " + "x" * (number % 3000) for number in range(3000)]
     assert read(write(tmp_path / "a.json", MAKE[".json"](texts))) == (texts, [])
     assert max(sizes) < 12_000
     path = write(tmp_path / "b.json", MAKE[".json"](["a", "x" * 100_000, "z"]))
     texts, [bad] = read(path)
-    assert texts == ["a"] and bad.endswith("what comes after it is not read") and max(sizes) < 12_000
+    assert (
+        texts == ["a"] and bad.endswith("what comes after it is not read") and max(sizes) < 12_000
+    )
 
 
 def test_rows_of_tsv_with_a_single_quote_stay_rows(tmp_path):
@@ -467,9 +537,18 @@ def test_a_damaged_row_group_takes_no_other_with_it(tmp_path):
 
 @pytest.mark.parametrize("cut", [40, 50, 60])
 def test_a_broken_json_array(tmp_path, cut):
-    texts, bad = read(write(tmp_path / "a.json", json.dumps([{"text": f"text {n}"} for n in range(5)]).encode()[:cut]))
+    texts, bad = read(
+        write(
+            tmp_path / "a.json",
+            json.dumps([{"text": f"text {n}"} for n in range(5)]).encode()[:cut],
+        )
+    )
     assert texts == [f"text {n}" for n in range(len(texts))] and 0 < len(texts) < 5
-    assert len(bad) == 1 and "is not valid JSON" in bad[0] and bad[0].endswith("what comes after it is not read")
+    assert (
+        len(bad) == 1
+        and "is not valid JSON" in bad[0]
+        and bad[0].endswith("what comes after it is not read")
+    )
 
 
 # ------------------------------------------------------------------------------- the whole
@@ -478,7 +557,9 @@ def test_a_broken_json_array(tmp_path, cut):
 @pytest.fixture
 def make(tmp_path):
     def make(*paths, **changes):
-        given = dict(train_tokenizer=300, context_length=8, validation_fraction=0.3, output=tmp_path / "o")
+        given = dict(
+            train_tokenizer=300, context_length=8, validation_fraction=0.3, output=tmp_path / "o"
+        )
         return prepare(inputs=list(paths), **{**given, **changes})
 
     return make
@@ -495,20 +576,32 @@ def test_a_folder_of_every_kind(tmp_path, make):
         write(folder / name, b"\xff")
     manifest = make(folder)
     kinds = len(MAKE) - 2
-    assert sum(split["documents"] for split in manifest["splits"].values()) == (2 * kinds + 1) * len(TEXTS) + 2
+    assert (
+        sum(split["documents"] for split in manifest["splits"].values())
+        == (2 * kinds + 1) * len(TEXTS) + 2
+    )
     assert manifest["skipped"]["files_by_suffix"] == {".pdf": 2, ".png": 1, "without a suffix": 1}
-    assert "not read   2 .pdf, 1 without a suffix, 1 .png; choose with --pattern" in summary(manifest)
+    assert "not read   2 .pdf, 1 without a suffix, 1 .png; choose with --pattern" in summary(
+        manifest
+    )
 
 
 def test_a_single_text_file_is_split_at_blank_lines_and_the_summary_says_so(tmp_path, make):
-    path = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
+    path = write(
+        tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode()
+    )
     manifest = make(path)
     assert sum(split["documents"] for split in manifest["splits"].values()) == 20
-    assert f"note       {path} is split at blank lines; choose with --document_separator" in summary(manifest)
+    assert (
+        f"note       {path} is split at blank lines; choose with --document_separator"
+        in summary(manifest)
+    )
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(tmp_path, make, monkeypatch, name):
+def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(
+    tmp_path, make, monkeypatch, name
+):
     monkeypatch.setattr(corpus, "LONG_TEXT_BYTES", 100)
     content = b"one line and\nthe next\n" * 1000
     path = write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
@@ -518,7 +611,9 @@ def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(tmp_path, mak
 
 def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, monkeypatch):
     monkeypatch.setattr(corpus, "LONG_TEXT_BYTES", 300)
-    large = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
+    large = write(
+        tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode()
+    )
     small = write(tmp_path / "b.txt", b"one\n\nand the same")
     manifest = make(large, small)
     assert sum(split["documents"] for split in manifest["splits"].values()) == 21
@@ -541,7 +636,9 @@ def test_a_glob_that_the_shell_has_not_expanded(tmp_path, make):
 @pytest.mark.parametrize("name", ["a.zip", "a.pdf", "a.docx", "a.bin", "a.tar.gz", "a.unknown"])
 def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
     path = write(tmp_path / name, b"PK\x03\x04\xff\xfe")
-    with pytest.raises(ValueError, match=rf"input .*{name} is neither text in UTF-8 nor of a kind that is read"):
+    with pytest.raises(
+        ValueError, match=rf"input .*{name} is neither text in UTF-8 nor of a kind that is read"
+    ):
         make(path)
     with pytest.raises(ValueError, match="neither text in UTF-8"):
         inputs.find_sources([str(path)], pattern=["*"], output=tmp_path / "o")
@@ -550,11 +647,16 @@ def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
 def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     bad = write(tmp_path / "bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n')
-    with pytest.raises(ValueError, match=r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"):
+    with pytest.raises(
+        ValueError,
+        match=r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field",
+    ):
         make(good, bad)
 
 
-def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(tmp_path, make, monkeypatch):
+def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(
+    tmp_path, make, monkeypatch
+):
     monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     lines = as_lines(TEXTS).replace(b'"text"', b'"body"')
@@ -575,14 +677,18 @@ def test_a_folder_of_web_pages_is_told_as_that(tmp_path, make):
     ):
         make(tmp_path / "in")
     write(tmp_path / "in" / "d.jsonl", GOOD)
-    assert "2 .html, 1 .wet; choose with --pattern, or name what is meant with --input; the text of" in (
-        summary(make(tmp_path / "in"))
+    assert (
+        "2 .html, 1 .wet; choose with --pattern, or name what is meant with --input; the text of"
+        in (summary(make(tmp_path / "in")))
     )
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.wet.gz"])
 def test_web_pages_are_not_taken_for_text(tmp_path, make, name):
-    with pytest.raises(ValueError, match=rf"{name} holds web pages: extract their text first, into \.jsonl or \.txt"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} holds web pages: extract their text first, into \.jsonl or \.txt",
+    ):
         make(write(tmp_path / name, b"<p>text"))
 
 
@@ -592,11 +698,19 @@ def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch
     long = b'{"text": "' + b"long " * 300 + b'"}\n'
     path = write(tmp_path / "a.jsonl", as_lines(TEXTS) + 5 * long + as_lines(TEXTS))
     manifest = make(path)
-    assert manifest["skipped"]["bad"] == 5 and "is longer than" in manifest["skipped"]["bad_records"][0]
+    assert (
+        manifest["skipped"]["bad"] == 5
+        and "is longer than" in manifest["skipped"]["bad_records"][0]
+    )
     assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * len(TEXTS)
-    monkeypatch.setattr(encoding, "MANY_RECORDS", 3)  # but much of a file that is bad throughout is a mistake
+    monkeypatch.setattr(
+        encoding, "MANY_RECORDS", 3
+    )  # but much of a file that is bad throughout is a mistake
     bad = as_lines(TEXTS * 9).replace(b'"text"', b'"body"')
-    with pytest.raises(ValueError, match=r"none of \d+ records of .*a\.jsonl can be read, such as .*a\.jsonl:1 has no field"):
+    with pytest.raises(
+        ValueError,
+        match=r"none of \d+ records of .*a\.jsonl can be read, such as .*a\.jsonl:1 has no field",
+    ):
         make(write(tmp_path / "a.jsonl", bad + as_lines(TEXTS)), output=tmp_path / "p")
 
 
@@ -604,8 +718,12 @@ def test_bad_records_are_counted_and_named(tmp_path, make):
     lines = b'{"text": \n{"text": 5}\n{"body": ""}\n' + as_lines(TEXTS)
     path = write(tmp_path / "a.jsonl", lines)
     manifest = make(path)
-    assert manifest["skipped"]["bad"] == 3 and "0 empty documents, 3 bad records" in summary(manifest)
-    assert [line.split(" ")[0] for line in manifest["skipped"]["bad_records"]] == [f"{path}:{n}" for n in (1, 2, 3)]
+    assert manifest["skipped"]["bad"] == 3 and "0 empty documents, 3 bad records" in summary(
+        manifest
+    )
+    assert [line.split(" ")[0] for line in manifest["skipped"]["bad_records"]] == [
+        f"{path}:{n}" for n in (1, 2, 3)
+    ]
     assert f"           {path}:2 holds int" in summary(manifest)
     with pytest.raises(ValueError, match=r"a\.jsonl:1 is not valid JSON"):
         make(path, output=tmp_path / "p", on_error="stop")
@@ -631,12 +749,20 @@ def test_what_is_no_file_is_named_as_what_it_is(tmp_path, make):
 def test_a_mistyped_input_is_answered_without_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "corpus" / "part1.jsonl", GOOD)
-    for given, meant in (("corpsu", "corpus"), ("corpsu/", "corpus"), ("corpus/part.jsonl", "corpus/part1.jsonl")):
-        with pytest.raises(ValueError, match=rf"input {given} is neither .*\. Did you mean '{meant}'\?"):
+    for given, meant in (
+        ("corpsu", "corpus"),
+        ("corpsu/", "corpus"),
+        ("corpus/part.jsonl", "corpus/part1.jsonl"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"input {given} is neither .*\. Did you mean '{meant}'\?"
+        ):
             inputs.find_sources([given], pattern=["*"], output=tmp_path / "o")
     with pytest.raises(ValueError, match="input corpus/books is neither a file or folder here nor"):
         inputs.find_sources(["corpus/books"], pattern=["*"], output=tmp_path / "o")
-    inputs.find_sources(["wikitext"], pattern=["*"], output=tmp_path / "o")  # which only the hub can say
+    inputs.find_sources(
+        ["wikitext"], pattern=["*"], output=tmp_path / "o"
+    )  # which only the hub can say
     inputs.find_sources(["org/name"], pattern=["*"], output=tmp_path / "o")
 
 
@@ -645,18 +771,30 @@ LONG = "k" * 10_000_000
 GOOD = as_lines(TEXTS)
 HOSTILE = {
     "key": lambda folder: write(folder / "a.jsonl", GOOD + json.dumps({NASTY: 1}).encode()),
-    "long keys": lambda folder: write(folder / "a.jsonl", GOOD + 2 * (json.dumps({LONG: 1}).encode() + b"\n")),
-    "many keys": lambda folder: write(folder / "a.jsonl", GOOD + json.dumps(dict.fromkeys(map(str, range(99_999)))).encode()),
+    "long keys": lambda folder: write(
+        folder / "a.jsonl", GOOD + 2 * (json.dumps({LONG: 1}).encode() + b"\n")
+    ),
+    "many keys": lambda folder: write(
+        folder / "a.jsonl", GOOD + json.dumps(dict.fromkeys(map(str, range(99_999)))).encode()
+    ),
     "broken": lambda folder: write(folder / "a.json", b'[{"text": "one"}, \x1b[31m' + b"x" * 10**6),
     "file": lambda folder: write(folder / f"{NASTY.replace('/', '')}.jsonl", GOOD + b"{bad\n"),
     "file not in UTF-8": lambda folder: write(folder / "a\udcff\x1b[31m.jsonl", GOOD + b"{bad\n"),
-    "suffix": lambda folder: write(folder / "a.jsonl", GOOD) and write(folder / "b.\x1b[31m\nforged", b""),
-    "hidden": lambda folder: write(folder / "a.jsonl", GOOD) and write(folder / ".\x1b[31m\nforged", b""),
+    "suffix": lambda folder: (
+        write(folder / "a.jsonl", GOOD) and write(folder / "b.\x1b[31m\nforged", b"")
+    ),
+    "hidden": lambda folder: (
+        write(folder / "a.jsonl", GOOD) and write(folder / ".\x1b[31m\nforged", b"")
+    ),
     "large text": lambda folder: write(folder / "\x1b[31m\nforged.txt", b"one\n\ntwo\n\n" * 20),
-    "columns": lambda folder: pq.write_table(pa.table({NASTY: ["a"], LONG: ["a"]}), folder / "a.parquet"),
+    "columns": lambda folder: pq.write_table(
+        pa.table({NASTY: ["a"], LONG: ["a"]}), folder / "a.parquet"
+    ),
     "csv": lambda folder: write(folder / "a.csv", f'"{NASTY}",{LONG}\n1,2\n'.encode()),
     "csv without an end": lambda folder: write(folder / "a.csv", b'"a\x1b[31m"b,c\n1,2\n'),
-    "dataset": lambda folder: Dataset.from_dict({NASTY: ["a"]}).save_to_disk(folder / "a") or folder / "a",
+    "dataset": lambda folder: (
+        Dataset.from_dict({NASTY: ["a"]}).save_to_disk(folder / "a") or folder / "a"
+    ),
 }
 
 
@@ -664,17 +802,21 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("on_error", ["skip", "stop"])
 def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
-    """Neither the terminal nor the manifest: names of files, keys and columns are escaped and cut."""
+    """Neither the terminal nor the manifest: names of files, keys and columns are escaped and
+    cut."""
     (tmp_path / "in").mkdir()
     HOSTILE[kind](tmp_path / "in")
     words = (
-        f"--input {tmp_path}/in{'/a' * (kind == 'dataset')} --output {tmp_path}/out --train_tokenizer 258 --context_length 8"
+        f"--input {tmp_path}/in{'/a' * (kind == 'dataset')} --output {tmp_path}/out "
+        f"--train_tokenizer 258 --context_length 8"
     )
     code = 0
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            prepare_data.main([*words.split(), "--validation_fraction", "0.3", "--on_error", on_error])
+            prepare_data.main(
+                [*words.split(), "--validation_fraction", "0.3", "--on_error", on_error]
+            )
         except SystemExit as ended:
             code = ended.code
     out, err = capfd.readouterr()
@@ -682,24 +824,39 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
     lines = [line for line in said.split("\n") if line]
     assert all(line.isprintable() for line in lines) and len(said) < 12_000
     assert not any(line.startswith(("forged", "prepare_data.py: error: forged")) for line in lines)
-    assert code == 2 and len(err.split("\n")) == 2 or (tmp_path / "out" / "manifest.json").stat().st_size < 20_000
+    assert (
+        code == 2
+        and len(err.split("\n")) == 2
+        or (tmp_path / "out" / "manifest.json").stat().st_size < 20_000
+    )
 
 
 @pytest.mark.parametrize("given", ["", "x" * 1001])
 def test_separators_that_are_none(tmp_path, make, given):
-    with pytest.raises(ValueError, match="document_separator must have 1 to 1000 bytes, or be none"):
+    with pytest.raises(
+        ValueError, match="document_separator must have 1 to 1000 bytes, or be none"
+    ):
         make(write(tmp_path / "a.txt", b"x"), document_separator=given)
 
 
 def test_a_separator_that_is_not_utf8_is_named(tmp_path, make):
-    with pytest.raises(ValueError, match=r"document_separator 'a\\udce9' isn't UTF-8, as texts are"):
+    with pytest.raises(
+        ValueError, match=r"document_separator 'a\\udce9' isn't UTF-8, as texts are"
+    ):
         make(write(tmp_path / "a.txt", b"x"), document_separator="a\udce9")
 
 
 @pytest.mark.parametrize(
     ("names", "noted"),
     [
-        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], 2),
+        (
+            [
+                "data/train-00000-of-00001.jsonl",
+                "data/test-00000-of-00001.jsonl",
+                "data/validation-00000-of-00001.jsonl",
+            ],
+            2,
+        ),
         (["train/a.jsonl", "test/a.jsonl"], 1),
         (["training.jsonl", "test.jsonl"], 0),
         (["train.md", "test.md"], 0),  # text, of which a name says nothing
@@ -711,7 +868,9 @@ def test_files_that_are_named_as_splits_are_noted(tmp_path, names, noted):
         path = tmp_path / "downloaded" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"text": name}) + "\n")
-    found = inputs.find_sources([tmp_path / "downloaded"], pattern=inputs.DEFAULT_PATTERNS, output=tmp_path / "out")
+    found = inputs.find_sources(
+        [tmp_path / "downloaded"], pattern=inputs.DEFAULT_PATTERNS, output=tmp_path / "out"
+    )
     corpus.plan(found, None)
     notes = [note for note in found.notes if "named as a split to measure with" in note]
     assert len(notes) == bool(noted) and (noted < 2 or " and 1 more is named" in notes[0])

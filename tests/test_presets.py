@@ -57,9 +57,15 @@ def test_a_preset_is_the_recipe(name, monkeypatch):
     plan = command(name, "plan")
     tokens = flags.training.global_batch_size * int(plan[plan.index("--context_length") + 1])
     assert tokens >= 2**18 and flags.training.lr == 2e-5 and flags.training.warmup_steps == 100
-    assert flags.save.save_step_interval and flags.evaluation.eval_step_interval and flags.save.keep_last
+    assert (
+        flags.save.save_step_interval
+        and flags.evaluation.eval_step_interval
+        and flags.save.keep_last
+    )
     assert "replay" in flags.data.data_mix
-    assert flags.model.model_name in file_of(name).read_text().partition("\nmodel_name")[0], "whose sizes are planned"
+    assert flags.model.model_name in file_of(name).read_text().partition("\nmodel_name")[0], (
+        "whose sizes are planned"
+    )
 
 
 @pytest.mark.quick_cases(r"gpt2")
@@ -69,10 +75,15 @@ def test_a_preset_fits_the_machine_that_it_names(name, monkeypatch):
     plan = said(*command(name, "plan"))
     assert plan["parameters"] / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
     assert plan["fits"] and plan["used"] < 0.8, "with room to spare"
-    [line] = re.findall(rf"^\| \[{re.escape(name)}\.yaml\].*", (ROOT / "docs" / "presets.md").read_text(), re.M)
+    [line] = re.findall(
+        rf"^\| \[{re.escape(name)}\.yaml\].*", (ROOT / "docs" / "presets.md").read_text(), re.M
+    )
     peak, used, rate = (float(cell.strip(" %").replace(",", "")) for cell in line.split("|")[-4:-1])
-    # What a compiled layer is planned to keep differs from start to start by a tensor or two a layer.
-    assert [peak, used] == pytest.approx([plan["memory"]["peak"] / 2**30, 100 * plan["used"]], rel=0.1)
+    # What a compiled layer is planned to keep differs from start to start by a tensor or two a
+    # layer.
+    assert [peak, used] == pytest.approx(
+        [plan["memory"]["peak"] / 2**30, 100 * plan["used"]], rel=0.1
+    )
     assert rate == pytest.approx(plan["tokens_a_step"] / plan["seconds"]["step"], rel=0.001)
 
 
@@ -100,8 +111,22 @@ def write_toy(name, folder):
 def test_a_preset_trains_at_toy_size(name, tmp_path, packed):
     given = yaml.safe_load(file_of(name).read_text())
     ranks = 2 if "strategy" in given else 1
-    words = ("--config", file_of(name), "--model_name", write_toy(name, tmp_path / "model"), "--train_data_dir", packed)
-    words += ("--max_step", 2, "--global_batch_size", 2 * given["micro_batch_size"] * ranks, "--eval_iters", 1)
+    words = (
+        "--config",
+        file_of(name),
+        "--model_name",
+        write_toy(name, tmp_path / "model"),
+        "--train_data_dir",
+        packed,
+    )
+    words += (
+        "--max_step",
+        2,
+        "--global_batch_size",
+        2 * given["micro_batch_size"] * ranks,
+        "--eval_iters",
+        1,
+    )
     train_ranks(ranks, *words, "--output_dir", tmp_path, "--run_name", "run")
     kept = yaml.safe_load((tmp_path / "run" / "arguments.yaml").read_text())
     given["lr"] = float(given["lr"])  # YAML reads 2e-5 as a word

@@ -1,4 +1,5 @@
-"""--profile: a trace of the steps that were asked for, of rank 0, and its largest costs; and nothing else changes."""
+"""--profile: a trace of the steps that were asked for, of rank 0, and its largest costs; and
+nothing else changes."""
 
 import json
 import re
@@ -6,12 +7,25 @@ import re
 import pytest
 from ranks import Job, metrics, toy_run
 
-STEPS = ("--global_batch_size", 4, "--max_step", 6, "--eval_iters", 1, "--eval_step_interval", 2, "--run_name", "run")
+STEPS = (
+    "--global_batch_size",
+    4,
+    "--max_step",
+    6,
+    "--eval_iters",
+    1,
+    "--eval_step_interval",
+    2,
+    "--run_name",
+    "run",
+)
 
 
 def run(toys, output, ranks, *more):
     """(output of each rank) of a run that ends well."""
-    job = Job(ranks, *toy_run(toys, output), *STEPS, *more, "--strategy", "fsdp" if ranks > 1 else "auto")
+    job = Job(
+        ranks, *toy_run(toys, output), *STEPS, *more, "--strategy", "fsdp" if ranks > 1 else "auto"
+    )
     assert job.wait() == [0] * ranks, job.output
     return job.output
 
@@ -30,7 +44,10 @@ def test_steps_are_traced_by_rank_0_alone(toys, tmp_path, ranks):
     names = names_in(trace)
     assert sum("Optimizer.step" in name for name in names) == 2
     assert any("aten::" in name for name in names)
-    [said] = re.findall(r"Profile of steps 2 to 3, .* s: \S+steps-2-3.json. Its largest costs:\n((?:  .*\n)*)", output[0])
+    [said] = re.findall(
+        r"Profile of steps 2 to 3, .* s: \S+steps-2-3.json. Its largest costs:\n((?:  .*\n)*)",
+        output[0],
+    )
     costs = [float(line.split("%")[0]) for line in said.splitlines()]
     assert len(costs) == 5 and costs == sorted(costs, reverse=True) and costs[0] > 0
     assert all("Profile of" not in one for one in output[1:])
@@ -45,7 +62,8 @@ def test_a_run_that_ends_first_writes_what_it_has(toys, tmp_path):
 
 @pytest.mark.longer
 def test_a_resumed_run_does_not_record_again(toys, tmp_path):
-    """Neither from its arguments.yaml, nor where a restart loop repeats the command: those steps are done."""
+    """Neither from its arguments.yaml, nor where a restart loop repeats the command: those steps
+    are done."""
     run(toys, tmp_path, 1, "--profile", "2:2")
     assert "profile" not in (tmp_path / "run" / "arguments.yaml").read_text()
     longer = ("--resume", "true", "--max_step", 8, "--resume_override", "max_step")
@@ -59,5 +77,8 @@ def test_a_resumed_run_does_not_record_again(toys, tmp_path):
 def test_what_cannot_be_written_is_a_warning(toys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("a file")
-    assert "Warning: the profile of steps 2 to 3 couldn't be written" in run(toys, tmp_path, 1, "--profile", "2:3")[0]
+    assert (
+        "Warning: the profile of steps 2 to 3 couldn't be written"
+        in run(toys, tmp_path, 1, "--profile", "2:3")[0]
+    )
     assert metrics(tmp_path / "run", "step")[-1] == 6

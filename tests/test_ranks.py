@@ -21,7 +21,10 @@ def told(function, *args):
 
 
 def faults_of(ranks):
-    return told(first_fault, Fault(f"rank {rank()}", SAVE_FAILED, retryable=False) if rank() in ranks else None)
+    return told(
+        first_fault,
+        Fault(f"rank {rank()}", SAVE_FAILED, retryable=False) if rank() in ranks else None,
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -29,7 +32,9 @@ def test_first_fault(world_size):
     assert run_ranks(world_size, faults_of, []) == [None] * world_size
     first = world_size // 2
     expected = (f"rank {first}", SAVE_FAILED, False, "None")
-    assert run_ranks(world_size, faults_of, list(range(first, world_size))) == [expected] * world_size
+    assert (
+        run_ranks(world_size, faults_of, list(range(first, world_size))) == [expected] * world_size
+    )
 
 
 def act(error):
@@ -60,4 +65,6 @@ def test_from_rank_zero(world_size, error, sentence, code):
         return
     retryable = code == SAVE_FAILED
     cause = "None" if isinstance(error, Fault) else repr(error)
-    assert found == [(sentence, code, retryable, cause if i == 0 else "None") for i in range(world_size)]
+    assert found == [
+        (sentence, code, retryable, cause if i == 0 else "None") for i in range(world_size)
+    ]

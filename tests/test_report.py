@@ -1,4 +1,5 @@
-"""`python -m fabric_llm.report`: what the page says of runs of every kind, and that it opens in a browser without a network."""
+"""`python -m fabric_llm.report`: what the page says of runs of every kind, and that it opens in a
+browser without a network."""
 
 import html.parser
 import json
@@ -21,7 +22,10 @@ from fabric_llm.report import figures, page, reading
 
 pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
 ROOT = Path(__file__).parent.parent
-HOSTILE = "</script><script>alert(1)</script><img src=http://127.0.0.1/x onerror=alert(2)>'\"&\u2028<b>%{x}"
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=http://127.0.0.1/x "
+    "onerror=alert(2)>'\"&\u2028<b>%{x}"
+)
 LARGEST_BYTES = 8_000_000
 
 
@@ -82,7 +86,12 @@ class Page(html.parser.HTMLParser):
 
 
 def training(step, **more):
-    numbers = {"loss": 9.0 / step, "lr": 1e-3 / step, "grad_norm": 1.0 + step % 3, "tokens": 2048 * step}
+    numbers = {
+        "loss": 9.0 / step,
+        "lr": 1e-3 / step,
+        "grad_norm": 1.0 + step % 3,
+        "tokens": 2048 * step,
+    }
     numbers |= {"tokens_per_second": 4000.0, "peak_memory_gib": 0.5, "updated_fraction": 1.0}
     return {"step": step, **numbers, "data_seconds": 0.01, "wait_seconds": 0.02, **more}
 
@@ -91,9 +100,20 @@ def made(folder, lines, *, flags=None, status=None, events=(), samples=()):
     """A run directory, written by hand."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    kept = {"model_name": "m", "train_data_dir": "d", "lr": 1e-3, "global_batch_size": 8, "context_length": 256}
+    kept = {
+        "model_name": "m",
+        "train_data_dir": "d",
+        "lr": 1e-3,
+        "global_batch_size": 8,
+        "context_length": 256,
+    }
     (folder / "arguments.yaml").write_text(json.dumps({**kept, **(flags or {})}))
-    said = {"code": 0, "reason": "done", "step": lines[-1]["step"] if lines else None, "last_durable_step": None}
+    said = {
+        "code": 0,
+        "reason": "done",
+        "step": lines[-1]["step"] if lines else None,
+        "last_durable_step": None,
+    }
     (folder / "STATUS.json").write_text(json.dumps({**said, **(status or {})}))
     for name, many in (("events", events), ("samples", samples)):
         if many:
@@ -109,7 +129,13 @@ def report(*folders, output=None, code=0, more=()):
 
 EVALUATIONS = [
     {"step": 0, "tokens": 0, "eval_loss": 3.0}
-    | {"eval": {"general": {"loss": 2.0}, "code": {"loss": 4.0, "bits_per_byte": 1.5}, "copy": {"loss": 1.0}}},
+    | {
+        "eval": {
+            "general": {"loss": 2.0},
+            "code": {"loss": 4.0, "bits_per_byte": 1.5},
+            "copy": {"loss": 1.0},
+        }
+    },
     {"step": 20, "tokens": 40960, "eval_loss": 2.5}
     | {
         "eval": {
@@ -121,12 +147,22 @@ EVALUATIONS = [
 ]
 
 
-# ------------------------------------------------------------------------------- what is shown of which run
+# ----------------------------------------------------------------------- what is shown of which run
 
 
 @pytest.mark.longer
 def test_a_real_run_that_was_resumed(toys, tmp_path):
-    flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--global_batch_size", 4, "--eval_iters", 1, "--lr", 1e-2)
+    flags = (
+        *toy_run(toys, tmp_path),
+        "--run_name",
+        "run",
+        "--global_batch_size",
+        4,
+        "--eval_iters",
+        1,
+        "--lr",
+        1e-2,
+    )
     flags += ("--max_step", 4, "--save_step_interval", 2)
     train_ranks(1, *flags)
     run = tmp_path / "run"
@@ -141,7 +177,9 @@ def test_a_real_run_that_was_resumed(toys, tmp_path):
     assert [line["set"] for line in shown.lines("eval_loss")] == ["validation"]
     kinds = [event["kind"] for event in shown.events()]
     assert kinds == ["started", "saved", "resumed", "saved", "done", "saved", "done"]
-    assert [mark["x0"] for mark in shown.data["marks"]] == [2], "an upright line where it was resumed"
+    assert [mark["x0"] for mark in shown.data["marks"]] == [2], (
+        "an upright line where it was resumed"
+    )
     assert "LlamaForCausalLM" in shown.text and "4 of 4" in shown.text
 
 
@@ -151,10 +189,46 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     sources = {name: {"path": str(path), "weight": 0.5} for name, path in paths.items()}
     stages = [{"from": 0.5, "weights": {"new": 0.25, "old": 0.75}}]
     (tmp_path / "mix.yaml").write_text(json.dumps({"sources": sources, "stages": stages}))
-    flags = ("--model_name", toys / "gpt2-no-dropout", "--data_mix", tmp_path / "mix.yaml", "--output_dir", tmp_path)
-    flags += ("--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 1, "--lr", 1e-4)
-    flags += ("--max_step", 16, "--save_step_interval", 4, "--eval_step_interval", 4, "--eval_iters", 1)
-    flags += ("--spike_threshold", 6, "--spike_action", "rewind", "--ema_decay", 0.9, "--log_step_interval", 10)
+    flags = (
+        "--model_name",
+        toys / "gpt2-no-dropout",
+        "--data_mix",
+        tmp_path / "mix.yaml",
+        "--output_dir",
+        tmp_path,
+    )
+    flags += (
+        "--run_name",
+        "run",
+        "--devices",
+        1,
+        "--global_batch_size",
+        4,
+        "--micro_batch_size",
+        1,
+        "--lr",
+        1e-4,
+    )
+    flags += (
+        "--max_step",
+        16,
+        "--save_step_interval",
+        4,
+        "--eval_step_interval",
+        4,
+        "--eval_iters",
+        1,
+    )
+    flags += (
+        "--spike_threshold",
+        6,
+        "--spike_action",
+        "rewind",
+        "--ema_decay",
+        0.9,
+        "--log_step_interval",
+        10,
+    )
     spike = {0: range(4 * 13, 4 * 14)}  # step 14
     assert run_ranks(1, train_with_faults, list(map(str, flags)), spike, 100.0) == [0]
     shown = report(tmp_path / "run")
@@ -162,7 +236,11 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     assert kept["x"] == [1, 4, 8, 10, 12, 16]
     read = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])["sources"]
     assert sum(one["tokens"] for one in read.values()) == 4 * 18 * CONTEXT
-    assert "step 16 of 16" in shown.text and "with pauses" in shown.text and "Faint lines" in shown.text
+    assert (
+        "step 16 of 16" in shown.text
+        and "with pauses" in shown.text
+        and "Faint lines" in shown.text
+    )
     sets = [line["set"] for line in shown.lines("eval_loss")]
     assert sets == ["all sets, weighted", "new", "old", reading.AVERAGE]
     assert re.search(r"best \d\.\d+ at step 1[0-6]; before step 10 it had other shares", shown.text)
@@ -176,26 +254,54 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
 def test_evaluations_with_sets_budgets_and_a_copy_probe(tmp_path):
     lines = [EVALUATIONS[0], *(training(step) for step in range(1, 21)), EVALUATIONS[1]]
     shown = report(made(tmp_path / "run", lines))
-    assert [one["set"] for one in shown.lines("eval_loss")] == ["all sets, weighted", "code", "general"]
+    assert [one["set"] for one in shown.lines("eval_loss")] == [
+        "all sets, weighted",
+        "code",
+        "general",
+    ]
     assert [one["y"] for one in shown.lines("eval_loss")] == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
     forgetting = {one["set"]: one["y"] for one in shown.lines("forgetting")}
     assert forgetting == {"general": [0.1], "budget of general": [0.05]}, "only code has no budget"
     [copy] = shown.lines("copy")
     assert copy["y"] == [1.0, 0.5] and shown.lines("eval_bits_per_byte")[0]["y"] == [1.5, 1.1]
-    assert ("span", {"class": "stopped"}) in shown.tags and ("dd", {"class": "figure long"}) in shown.tags
+    assert ("span", {"class": "stopped"}) in shown.tags and (
+        "dd",
+        {"class": "figure long"},
+    ) in shown.tags
     assert "general is 0.1000 nats above" in shown.text
-    dashes = {(one["set"], one["dash"]) for name in ("eval_loss", "forgetting", "copy") for one in shown.lines(name)}
-    assert len({name for name, _ in dashes}) == len(dashes) == 5, "a set has one dash in all figures"
+    dashes = {
+        (one["set"], one["dash"])
+        for name in ("eval_loss", "forgetting", "copy")
+        for one in shown.lines(name)
+    }
+    assert len({name for name, _ in dashes}) == len(dashes) == 5, (
+        "a set has one dash in all figures"
+    )
 
 
 def test_a_probe_of_retrieval_is_drawn_by_the_length_of_the_text(tmp_path):
-    said = {"loss": 4.0, "accuracy": 0.6, "accuracy_of_64": 0.75, "accuracy_of_2048": 0.5, "accuracy_of_64_at_10": 0.1}
+    said = {
+        "loss": 4.0,
+        "accuracy": 0.6,
+        "accuracy_of_64": 0.75,
+        "accuracy_of_2048": 0.5,
+        "accuracy_of_64_at_10": 0.1,
+    }
     lines = [
-        {"step": n, "tokens": n, "eval_loss": 3.0, "eval": {"validation": {"loss": 3.0}, "retrieval": said}} for n in (0, 1)
+        {
+            "step": n,
+            "tokens": n,
+            "eval_loss": 3.0,
+            "eval": {"validation": {"loss": 3.0}, "retrieval": said},
+        }
+        for n in (0, 1)
     ]
     shown = report(made(tmp_path / "run", [lines[0], training(1), lines[1]]))
     found = {one["set"]: one["y"] for one in shown.lines("retrieval")}
-    assert found == {"retrieval from 64 tokens": [0.75] * 2, "retrieval from 2,048 tokens": [0.5] * 2}
+    assert found == {
+        "retrieval from 64 tokens": [0.75] * 2,
+        "retrieval from 2,048 tokens": [0.5] * 2,
+    }
     assert [one["set"] for one in shown.lines("copy")] == ["retrieval"], "its loss"
 
 
@@ -221,7 +327,14 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     happened = [
         {"event": "started", "step": 0, "time": "2026-01-01T00:00:00+00:00", **begins},
         *({"event": "saved", "step": step} for step in (2, 4, 6)),
-        {"event": "resumed", "step": 6, "time": "2026-01-02T00:00:00+00:00", **begins, "devices": 8, "nodes": 2},
+        {
+            "event": "resumed",
+            "step": 6,
+            "time": "2026-01-02T00:00:00+00:00",
+            **begins,
+            "devices": 8,
+            "nodes": 2,
+        },
         {"event": "ended", "step": 8, "code": 75, "reason": "stopped on request"},
         {"event": "resumed", "step": None, **begins, "devices": 8, "nodes": 2},
         {"event": "ended", "step": 9, "code": 76, "reason": "loss nan"},
@@ -231,32 +344,56 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     lines = [training(step) for step in range(1, 10)]
     lines[4]["loss"] = None
     lines += [{"step": 5, "verdict": "skip", "reason": "loss nan", "position": 1234}]
-    lines += [{"step": 7, "verdict": "forgetting", "reason": "general"}, {"step": 8, "verdict": "other", "reason": "?"}]
+    lines += [
+        {"step": 7, "verdict": "forgetting", "reason": "general"},
+        {"step": 8, "verdict": "other", "reason": "?"},
+    ]
     run = made(tmp_path / "run", lines, events=happened, status={"code": 76, "reason": "loss nan"})
     read = reading.read_run(run)
     found = reading.timeline(read)
     assert [(one.kind, one.step) for one in found] == [
-        *(("started", 0), ("saved", 2), ("saved", 4), ("skipped", 5), ("saved", 6), ("killed", 6), ("resumed", 6)),
+        *(
+            ("started", 0),
+            ("saved", 2),
+            ("saved", 4),
+            ("skipped", 5),
+            ("saved", 6),
+            ("killed", 6),
+            ("resumed", 6),
+        ),
         *(("forgetting", 7), ("stopped", 8), ("resumed", 8), ("spike", 8), ("failed", 9)),
     ]
     shown = report(run)
-    assert "8 cuda devices of 2 machines; fsdp; from m" in shown.text and "at sequence 1,234" in shown.text
+    assert (
+        "8 cuda devices of 2 machines; fsdp; from m" in shown.text
+        and "at sequence 1,234" in shown.text
+    )
     assert "How it ended Failed Loss nan (exit code 76) No checkpoint." in shown.text
     assert shown.lines("loss")[0]["y"][4] is None, "a step that was skipped is a gap"
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_runs_that_are_not_over_not_whole_or_hardly_there(tmp_path, number):
-    run = made(tmp_path / "run", [training(1), training(2)], status={"code": None, "reason": "running"})
+    run = made(
+        tmp_path / "run", [training(1), training(2)], status={"code": None, "reason": "running"}
+    )
     file = run / "metrics.jsonl"
     if number == 0:  # going, killed in a line, no validation
         file.write_text(file.read_text() + '{"step": 3, "lo')
         shown = report(run)
-        assert "Running, or killed" in shown.text and "cut off" in shown.text and "no validation" in shown.text
+        assert (
+            "Running, or killed" in shown.text
+            and "cut off" in shown.text
+            and "no validation" in shown.text
+        )
         assert shown.lines("loss")[0]["x"] == [1, 2]
     elif number == 1:  # lines that are none
         broken = '{}\n[]\n{"step": "x"}\n\n{"step": 4, "tokens": 1.5}\n' + "[" * 3000 + "\n"
-        file.write_text(broken + file.read_text() + '{"step": 9, "loss": "x", "eval": 3, "sources": [], "lr": true}\n')
+        file.write_text(
+            broken
+            + file.read_text()
+            + '{"step": 9, "loss": "x", "eval": 3, "sources": [], "lr": true}\n'
+        )
         shown = report(run)
         assert "line 1 can't be read." in shown.text
         assert shown.lines("loss")[0]["y"] == [9.0, 4.5]
@@ -275,7 +412,16 @@ def test_text_from_runs_is_text(tmp_path):
     lines = [training(1, **{HOSTILE: 1.0}, sources={HOSTILE: {"tokens": 1, "epochs": 1}})]
     lines += [{"step": 1, "eval_loss": 1.0, "eval": {HOSTILE: {"loss": 1.0}, "b": {"loss": 2.0}}}]
     lines += [{"step": 1, "verdict": "warn", "reason": HOSTILE}]
-    happened = [{"event": "started", "step": 0, "devices": 1, "model": HOSTILE, "from": HOSTILE, "kind": HOSTILE}]
+    happened = [
+        {
+            "event": "started",
+            "step": 0,
+            "devices": 1,
+            "model": HOSTILE,
+            "from": HOSTILE,
+            "kind": HOSTILE,
+        }
+    ]
     flags = {"model_name": HOSTILE, "data_mix": HOSTILE, HOSTILE: HOSTILE}
     status = {"code": 1, "reason": HOSTILE}
     runs = [
@@ -285,35 +431,57 @@ def test_text_from_runs_is_text(tmp_path):
     for shown in (report(runs[0]), report(*runs)):
         tags = [tag for tag, _ in shown.tags]
         assert tags.count("script") == 3 and not {"img", "b", "iframe"} & set(tags)
-        assert not [name for _, attributes in shown.tags for name in attributes if name.startswith("on")]
+        assert not [
+            name for _, attributes in shown.tags for name in attributes if name.startswith("on")
+        ]
         assert HOSTILE.split("\u2028")[0] in shown.text
         assert any(one["set"].endswith(HOSTILE) for one in shown.lines("eval_loss"))
 
 
 def test_runs_beside_each_other(tmp_path):
     lines = [training(step) for step in range(1, 5)]
-    one = made(tmp_path / "x" / "same", [EVALUATIONS[0], *lines], flags={"lr": 1e-3, "compile": "auto"})
-    other = made(tmp_path / "y" / "same", lines, flags={"lr": 2e-3, "compile": "auto", "new_flag": None})
+    one = made(
+        tmp_path / "x" / "same", [EVALUATIONS[0], *lines], flags={"lr": 1e-3, "compile": "auto"}
+    )
+    other = made(
+        tmp_path / "y" / "same", lines, flags={"lr": 2e-3, "compile": "auto", "new_flag": None}
+    )
     shown = report(one, other, one, output=tmp_path / "both.html")
-    assert [line["set"] for line in shown.lines("loss")] == ["x/same", "y/same"], "each once, and told apart"
-    assert shown.lines("loss")[0]["x"] == [2048, 4096, 6144, 8192], "over tokens, of which a step may have more"
+    assert [line["set"] for line in shown.lines("loss")] == ["x/same", "y/same"], (
+        "each once, and told apart"
+    )
+    assert shown.lines("loss")[0]["x"] == [2048, 4096, 6144, 8192], (
+        "over tokens, of which a step may have more"
+    )
     differing = shown.text.split("Flags Flag x/same y/same")[1]
     assert "same Validation loss 3 best 3 at step 0 Tokens 8,192 step 4" in shown.text
     assert "same Validation loss \N{EN DASH} no validation Tokens 8,192 step 4" in shown.text
     assert differing.startswith(" lr 0.001 0.002 new_flag \N{EN DASH} null All flags")
     assert not (one / "report.html").exists()
     third = made(tmp_path / "z", lines, flags={"lr": 1e-3, "compile": "auto"})
-    assert "All flags are equal" in report(third, shutil.copytree(third, tmp_path / "z2"), output=tmp_path / "e.html").text
+    assert (
+        "All flags are equal"
+        in report(third, shutil.copytree(third, tmp_path / "z2"), output=tmp_path / "e.html").text
+    )
 
 
 def test_samples_are_shown_by_steps_and_the_later_ones_of_a_step(tmp_path):
     many = [
-        {"step": step, "prompt": prompt, "text": f"{prompt} at {step}{nth}", "tokens": 4, "how": "greedy"}
+        {
+            "step": step,
+            "prompt": prompt,
+            "text": f"{prompt} at {step}{nth}",
+            "tokens": 4,
+            "how": "greedy",
+        }
         for step, nth in ((0, ""), (2, " old"), (2, ""))
         for prompt in ("one", "two")
     ]
     text = report(made(tmp_path / "run", [training(2)], samples=[*many, {"step": 3}])).text
-    assert re.search(r"step 0 one one at 0 step 0 two two at 0 step 2 one one at 2 step 2 two two at 2 [^s]", text)
+    assert re.search(
+        r"step 0 one one at 0 step 0 two two at 0 step 2 one one at 2 step 2 two two at 2 [^s]",
+        text,
+    )
 
 
 # ------------------------------------------------------------------------------- large logs
@@ -336,7 +504,11 @@ def test_what_is_thinned_out_keeps_its_ends_extremes_and_gaps():
 def test_a_trend_is_an_exponential_mean():
     series = reading.Series(np.arange(200), np.r_[np.nan, np.ones(99), np.zeros(100)])
     means = figures.trend(series).values
-    assert math.isnan(means[0]) and means[1:100] == pytest.approx(1) and means[101] == pytest.approx(0.5, abs=0.01)
+    assert (
+        math.isnan(means[0])
+        and means[1:100] == pytest.approx(1)
+        and means[101] == pytest.approx(0.5, abs=0.01)
+    )
 
 
 @pytest.mark.longer
@@ -352,7 +524,12 @@ def test_a_page_of_half_a_million_lines_stays_small(tmp_path):
     shown = report(run)
     assert (run / "report.html").stat().st_size < LARGEST_BYTES
     raw, trend = shown.lines("loss")
-    assert not raw["is_trend"] and max(raw["y"]) > 90 and 314_159 in raw["x"] and len(raw["x"]) <= figures.MOST_POINTS
+    assert (
+        not raw["is_trend"]
+        and max(raw["y"]) > 90
+        and 314_159 in raw["x"]
+        and len(raw["x"]) <= figures.MOST_POINTS
+    )
     assert max(trend["y"]) < 10 and trend["x"][-1] == 500_000
 
 
@@ -382,21 +559,30 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             command.main([str(word) for word in argv])
         said = capsys.readouterr().err
-        assert len(said.splitlines()) == 1 and said.startswith("fabric_llm.report: error: ") and words in said, said
+        assert (
+            len(said.splitlines()) == 1
+            and said.startswith("fabric_llm.report: error: ")
+            and words in said
+        ), said
     code = (
-        f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import main; sys.exit(main([{str(run)!r}]))"
+        f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import "
+        f"main; sys.exit(main([{str(run)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "needs plotly: pip install plotly" in done.stderr
     assert not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize(("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--auto")])
+@pytest.mark.parametrize(
+    ("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--auto")]
+)
 def test_help_imports_no_torch(command, flag):
     words = [sys.executable, "-X", "importtime", *command.split(), "--help"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0 and flag in said.stdout
-    assert not {"torch", "plotly", "numpy"} & {line.split("|")[-1].strip() for line in said.stderr.splitlines()}
+    assert not {"torch", "plotly", "numpy"} & {
+        line.split("|")[-1].strip() for line in said.stderr.splitlines()
+    }
 
 
 def test_data_cannot_end_its_element():
@@ -436,14 +622,23 @@ document.body.setAttribute("data-seen", shown);
 
 
 def browser():
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+    return next(
+        filter(
+            None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))
+        ),
+        None,
+    )
 
 
 def opened(file, tmp_path, width=1280):
-    """What a page does in a real browser: its console's errors, and what PROBE and SEEN have seen."""
+    """What a page does in a real browser: its console's errors, and what PROBE and SEEN have
+    seen."""
     content = file.read_text()
     content = re.sub(
-        r'<meta http-equiv="Content-Security-Policy"[^>]*>', r"\g<0>" + PROBE.replace("\\", r"\\"), content, count=1
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>',
+        r"\g<0>" + PROBE.replace("\\", r"\\"),
+        content,
+        count=1,
     )
     copy = tmp_path / f"{file.stem}-{width}.html"
     copy.write_text(content.replace("</body>", SEEN + "</body>"))
@@ -472,13 +667,21 @@ def opened(file, tmp_path, width=1280):
 @pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
 def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
     said = {"how": "greedy", "tokens": 1, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
-    lines = [EVALUATIONS[0], *(training(step, **{HOSTILE: 1.0}) for step in range(1, 300)), EVALUATIONS[1]]
+    lines = [
+        EVALUATIONS[0],
+        *(training(step, **{HOSTILE: 1.0}) for step in range(1, 300)),
+        EVALUATIONS[1],
+    ]
     lines += [{"step": 7, "verdict": "skip", "reason": HOSTILE}]
-    runs = [made(tmp_path / name, lines, samples=[said], flags={"x": HOSTILE}) for name in ("a", "b")]
+    runs = [
+        made(tmp_path / name, lines, samples=[said], flags={"x": HOSTILE}) for name in ("a", "b")
+    ]
     shown = report(*runs)
     console, seen = opened(runs[0] / "report.html", tmp_path)
     assert console == [] and seen["problems"] == [] and seen["asked"] == [] and not seen["wide"]
-    assert seen["before"] == sum(len(chart["traces"]) for chart in shown.data["charts"]), "each line"
+    assert seen["before"] == sum(len(chart["traces"]) for chart in shown.data["charts"]), (
+        "each line"
+    )
     assert seen["axis"] == "Tokens"
 
 
@@ -486,9 +689,16 @@ def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
 @pytest.mark.longer
 @pytest.mark.parametrize("width", [500, 1400])  # a window can't be narrower
 def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
-    lines = [EVALUATIONS[0], *(training(step, grad_norm=1.2 + step % 3 / 10) for step in range(1, 21)), EVALUATIONS[1]]
+    lines = [
+        EVALUATIONS[0],
+        *(training(step, grad_norm=1.2 + step % 3 / 10) for step in range(1, 21)),
+        EVALUATIONS[1],
+    ]
     status = {"code": 76, "reason": "a long sentence about a run that has ended badly; " * 3}
-    runs = [made(tmp_path / f"a-run-with-a-name-{name}", lines, status=status) for name in ("a", "b", "c")]
+    runs = [
+        made(tmp_path / f"a-run-with-a-name-{name}", lines, status=status)
+        for name in ("a", "b", "c")
+    ]
     for compared in (runs[:1], runs):
         report(*compared)
         _, seen = opened(runs[0] / "report.html", tmp_path, width)
@@ -496,15 +706,37 @@ def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
         assert any(label.endswith("budget of general") for label in seen["labels"])
 
 
-# ------------------------------------------------------------------------------- what was undone, constants, titles
+# --------------------------------------------------------------- what was undone, constants, titles
 
 
 def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
     flags = toy_run(toys, tmp_path, model="gpt2-no-dropout")
-    flags += ("--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 4, "--eval_iters", 0)
-    flags += ("--max_step", 12, "--save_step_interval", 4, "--log_step_interval", 1, "--lr_decay", "false")
+    flags += (
+        "--run_name",
+        "run",
+        "--devices",
+        1,
+        "--global_batch_size",
+        4,
+        "--micro_batch_size",
+        4,
+        "--eval_iters",
+        0,
+    )
+    flags += (
+        "--max_step",
+        12,
+        "--save_step_interval",
+        4,
+        "--log_step_interval",
+        1,
+        "--lr_decay",
+        "false",
+    )
     flags += ("--spike_threshold", 6, "--spike_action", "rewind")
-    assert run_ranks(1, train_with_faults, list(map(str, flags)), {0: [10]}, 100.0) == [0]  # step 11 goes back to 8
+    assert run_ranks(1, train_with_faults, list(map(str, flags)), {0: [10]}, 100.0) == [
+        0
+    ]  # step 11 goes back to 8
     shown = report(tmp_path / "run")
     [kept] = shown.lines("loss")
     assert kept["x"] == list(range(1, 13))
@@ -518,14 +750,23 @@ def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
 
 def test_what_was_undone_at_several_times_is_several_lines(tmp_path):
     run = made(tmp_path / "run", [training(step) for step in range(1, 9)])
-    times = [{"step": 2, "undone": 2}, training(3), training(4), {"step": 6, "undone": 1}, training(7)]
-    (run / "metrics.undone.jsonl").write_text("".join(json.dumps(line) + "\n" for line in times) + '{"step": 7, "lo')
+    times = [
+        {"step": 2, "undone": 2},
+        training(3),
+        training(4),
+        {"step": 6, "undone": 1},
+        training(7),
+    ]
+    (run / "metrics.undone.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in times) + '{"step": 7, "lo'
+    )
     [loss] = [chart for chart in report(run).data["charts"] if chart["name"] == "loss"]
     assert [trace["x"] for trace in loss["undone"]] == [[3, 4], [7]]
 
 
 def test_a_constant_is_drawn_at_its_value(tmp_path):
-    """Of equal numbers plotly makes an axis from one less to one more, on which a rate of 2e-5 looks like 0."""
+    """Of equal numbers plotly makes an axis from one less to one more, on which a rate of 2e-5
+    looks like 0."""
     shown = report(made(tmp_path / "run", [{**training(step), "lr": 2e-5} for step in range(1, 9)]))
     axes = {chart["name"]: chart["layout"]["yaxis"] for chart in shown.data["charts"]}
     assert axes["lr"] == {"rangemode": "tozero"} and "rangemode" not in axes["loss"]

@@ -56,7 +56,9 @@ def drawn(seed):
         "--forgetting_budget",
         f"replay:{draw.choice([0.1, 0.25, 0.4])}",
     ]
-    flags += ["--keep_last", draw.choice([1, 1, 2, 3]), "--keep_best", draw.randint(0, 1)] * (draw.random() < 0.8)
+    flags += ["--keep_last", draw.choice([1, 1, 2, 3]), "--keep_best", draw.randint(0, 1)] * (
+        draw.random() < 0.8
+    )
     flags += ["--spike_threshold", 8, "--spike_window", draw.randint(3, 10)]
     flags += ["--spike_action", draw.choice(["rewind", "rewind", "skip", "warn"])]
     flags += ["--ema_decay", 0.9, "--ema_every", draw.randint(1, 3)] * (draw.random() < 0.3)
@@ -66,7 +68,9 @@ def drawn(seed):
     for _ in range(draw.randint(1, 3)):
         name, most = draw.choice(POINTS)
         is_a_place = name in ("between_steps", "forward", "evaluate")
-        cuts.append(f"{name}:count={draw.randint(1, most)}:do={draw.choice(['kill', 'term']) if is_a_place else 'kill'}")
+        cuts.append(
+            f"{name}:count={draw.randint(1, most)}:do={draw.choice(['kill', 'term']) if is_a_place else 'kill'}"
+        )
     return flags, spikes, cuts
 
 
@@ -144,7 +148,9 @@ def prove(base, folder, seed, ranks=1):  # noqa: F811
     if ends[0][0] == 0:
         assert ours.name == theirs.name, said
         mine, others = tensors(ours), tensors(theirs)
-        assert mine.keys() == others.keys() and all(torch.equal(mine[key], others[key]) for key in mine), said
+        assert mine.keys() == others.keys() and all(
+            torch.equal(mine[key], others[key]) for key in mine
+        ), said
         assert verify.main([str(cut), "--no_export"]) == 0, said
     check_status(cut)
 

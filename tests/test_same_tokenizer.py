@@ -1,4 +1,5 @@
-"""The tokens of a dataset are those that the model's tokenizer makes, and its documents end as the model's texts do."""
+"""The tokens of a dataset are those that the model's tokenizer makes, and its documents end as the
+model's texts do."""
 
 import json
 from copy import deepcopy
@@ -22,7 +23,12 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
     corpus.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     base = train_byte_level_bpe(texts, vocab_size=280)
     config = LlamaConfig(
-        vocab_size=len(base), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+        vocab_size=len(base),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=8,
     )
     lowercase, ending = deepcopy(base), deepcopy(base)
     lowercase.backend_tokenizer.normalizer = Lowercase()
@@ -31,11 +37,22 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
         config.eos_token_id = base.eos_token_id
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-        flags = ["--input", corpus, "--tokenizer", tmp_path / name, "--output", tmp_path / f"{name}-data"]
-        prepare_data.main([str(flag) for flag in (*flags, "--context_length", 8, "--validation_fraction", 0.3)])
+        flags = [
+            "--input",
+            corpus,
+            "--tokenizer",
+            tmp_path / name,
+            "--output",
+            tmp_path / f"{name}-data",
+        ]
+        prepare_data.main(
+            [str(flag) for flag in (*flags, "--context_length", 8, "--validation_fraction", 0.3)]
+        )
 
     def said(model, data):
-        job = Job(1, *run_of(tmp_path / model, tmp_path / f"{data}-data", tmp_path, f"{model}-{data}"))
+        job = Job(
+            1, *run_of(tmp_path / model, tmp_path / f"{data}-data", tmp_path, f"{model}-{data}")
+        )
         return job.wait(), job.output[0]
 
     assert said("base", "base")[0] == [0]
@@ -44,4 +61,7 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
     code, words = said("base", "ending")
     assert code == [2] and "end with token 7, and texts of" in words
     code, words = said("ending", "ending")
-    assert code == [0] and f"{base.eos_token_id} ends a text: what is generated won't stop there" in words
+    assert (
+        code == [0]
+        and f"{base.eos_token_id} ends a text: what is generated won't stop there" in words
+    )

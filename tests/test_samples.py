@@ -1,4 +1,5 @@
-"""--sample_prompts and events.jsonl: what a run writes down for its report, which changes nothing else."""
+"""--sample_prompts and events.jsonl: what a run writes down for its report, which changes nothing
+else."""
 
 import json
 import shutil
@@ -20,7 +21,18 @@ from fabric_llm.plan import run_directory
 from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
 
-FLAGS = ("--global_batch_size", 4, "--max_step", 4, "--save_step_interval", 2, "--eval_iters", 1, "--lr", 1e-2)
+FLAGS = (
+    "--global_batch_size",
+    4,
+    "--max_step",
+    4,
+    "--save_step_interval",
+    2,
+    "--eval_iters",
+    1,
+    "--lr",
+    1e-2,
+)
 TOKENS = 5
 
 
@@ -32,13 +44,17 @@ def data(tmp_path_factory):
     words = {"end": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="end"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(folder / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(
+        folder / "tokenizer"
+    )
     (folder.parent / "prompts.txt").write_text("w1 w2 w3\n\nw7\n")
     return folder
 
 
 def flags(toys, data, output, *more):
-    return [str(w) for w in instead(toy_run(toys, output), ("--train_data_dir", data, *FLAGS, *more))]
+    return [
+        str(w) for w in instead(toy_run(toys, output), ("--train_data_dir", data, *FLAGS, *more))
+    ]
 
 
 def sampled(data):
@@ -51,11 +67,16 @@ def lines(file):
 
 def greedy(checkpoint, prompt):
     """What plain transformers makes of a prompt."""
-    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(checkpoint),
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+    )
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         for _ in range(TOKENS):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            ids = torch.cat(
+                [ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1
+            )
     return continuation(tokenizer, tokenizer(prompt)["input_ids"], ids[0].tolist())
 
 
@@ -64,17 +85,26 @@ def greedy(checkpoint, prompt):
     ("strategy", "ranks", "kind"),
     [("auto", 1, "full"), ("fsdp", 2, "full"), ("fsdp2", 2, "sharded"), ("ddp", 2, "full")],
 )
-def test_samples_are_those_of_plain_transformers_and_change_nothing(toys, data, tmp_path, strategy, ranks, kind):
+def test_samples_are_those_of_plain_transformers_and_change_nothing(
+    toys, data, tmp_path, strategy, ranks, kind
+):
     common = ("--strategy", strategy, "--state_dict_type", kind, "--precision", "32-true")
     train_ranks(ranks, *flags(toys, data, tmp_path, *common, "--run_name", "plain"))
-    train_ranks(ranks, *flags(toys, data, tmp_path, *common, *sampled(data), "--run_name", "sampled"))
+    train_ranks(
+        ranks, *flags(toys, data, tmp_path, *common, *sampled(data), "--run_name", "sampled")
+    )
     assert metrics(tmp_path / "plain") == metrics(tmp_path / "sampled")
     assert metrics(tmp_path / "plain", "eval_loss") == metrics(tmp_path / "sampled", "eval_loss")
     found = lines(tmp_path / "sampled" / "samples.jsonl")
-    assert [(one["step"], one["prompt"]) for one in found] == [(s, p) for s in (0, 2, 4) for p in ("w1 w2 w3", "w7")]
+    assert [(one["step"], one["prompt"]) for one in found] == [
+        (s, p) for s in (0, 2, 4) for p in ("w1 w2 w3", "w7")
+    ]
     assert {(one["how"], one["tokens"]) for one in found} == {("greedy", TOKENS)}
     if kind == "full":
-        weights = [load_file(tmp_path / name / "step-00000004" / "model.safetensors") for name in ("plain", "sampled")]
+        weights = [
+            load_file(tmp_path / name / "step-00000004" / "model.safetensors")
+            for name in ("plain", "sampled")
+        ]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
         for one in found:
             if one["step"]:
@@ -89,15 +119,25 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
     before = lines(run / "samples.jsonl")
     shutil.rmtree(run / "step-00000004")
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text() + '{"time": "2026-')
-    train_ranks(2, *flags(toys, data, tmp_path, *sampled(data), "--run_name", "run", "--resume", "true"))
+    train_ranks(
+        2, *flags(toys, data, tmp_path, *sampled(data), "--run_name", "run", "--resume", "true")
+    )
     after = lines(run / "samples.jsonl")
     assert [one["step"] for one in after] == [0, 0, 2, 2, 4, 4] and after[:4] == before[:4]
     found = run_directory.read_events(run)
     said = [(one["event"], one["step"]) for one in found]
     once = [("saved", 4), ("ended", 4)]
     assert said == [("started", 0), ("saved", 2), *once, ("resumed", 2), *once]
-    assert found[0]["devices"] == 1 and found[4]["devices"] == 2 and found[4]["from"].endswith("step-00000002")
-    assert found[0]["model"] == "LlamaForCausalLM" and found[0]["parameters"] > 1000 and found[0]["random"] is False
+    assert (
+        found[0]["devices"] == 1
+        and found[4]["devices"] == 2
+        and found[4]["from"].endswith("step-00000002")
+    )
+    assert (
+        found[0]["model"] == "LlamaForCausalLM"
+        and found[0]["parameters"] > 1000
+        and found[0]["random"] is False
+    )
     assert found[-1]["code"] == 0
     assert verify_run(run, exports=False).findings == []
 
@@ -109,7 +149,11 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
         ("p.txt", b"\n \n", "holds 0 prompts; it takes 1 to 64"),
         ("p.txt", b"\xff\xfe\x00", "isn't UTF-8"),
         ("p.txt", b"w1\n" * 2**19, "larger than 1 MiB"),
-        ("p.txt", "\n".join(f"w{i}" for i in range(65)).encode(), "holds 65 prompts; it takes 1 to 64"),
+        (
+            "p.txt",
+            "\n".join(f"w{i}" for i in range(65)).encode(),
+            "holds 65 prompts; it takes 1 to 64",
+        ),
         ("p.jsonl", b'{"prompt": "a"}\nw1\n', "line 2 isn't a JSON object"),
         ("p.jsonl", b'{"prompt": 3}', "line 1 isn't a JSON object"),
         ("p.jsonl", b"[" * 5000, "line 1 isn't a JSON object"),
@@ -124,7 +168,12 @@ def test_a_bad_file_is_one_sentence(toys, data, tmp_path, capsys, name, content,
     with pytest.raises(SystemExit) as ended:
         train.main(flags(toys, data, tmp_path / "runs", "--sample_prompts", file))
     said = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and len(said) == 1 and words in said[0] and "--sample_prompts" in said[0]
+    assert (
+        ended.value.code == 2
+        and len(said) == 1
+        and words in said[0]
+        and "--sample_prompts" in said[0]
+    )
 
 
 def test_no_tokenizer_is_one_sentence(toys, data, tmp_path, capsys):

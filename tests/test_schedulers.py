@@ -1,4 +1,5 @@
-"""configs/kubernetes and configs/skypilot: what their schedulers would read, and what becomes of a run's exit code there."""
+"""configs/kubernetes and configs/skypilot: what their schedulers would read, and what becomes of a
+run's exit code there."""
 
 import json
 import os
@@ -41,10 +42,15 @@ def test_the_manifest_is_a_jobset():
 
 
 def test_the_task_is_one_of_skypilot():
-    assert mistakes(TASK, "skypilot_task.json") == [] and mistakes(TASK["resources"], "skypilot_resources.json") == []
+    assert (
+        mistakes(TASK, "skypilot_task.json") == []
+        and mistakes(TASK["resources"], "skypilot_resources.json") == []
+    )
     assert mistakes({**TASK, "num_node": 2}, "skypilot_task.json") != []
     recovery = {"recover_on_exit_codes": [71, 300]}
-    assert mistakes({**TASK["resources"], "job_recovery": recovery}, "skypilot_resources.json") != []
+    assert (
+        mistakes({**TASK["resources"], "job_recovery": recovery}, "skypilot_resources.json") != []
+    )
 
 
 def test_each_exit_code_is_restarted_or_not_in_both():
@@ -54,7 +60,8 @@ def test_each_exit_code_is_restarted_or_not_in_both():
     assert rule["onExitCodes"]["values"] == sorted(CODES - set(RETRYABLE))
     assert rule["onExitCodes"]["containerName"] == CONTAINER["name"]
     assert TASK["resources"]["job_recovery"] == {"recover_on_exit_codes": list(RETRYABLE)}
-    # Any other end of a pod, also that of its machine, ends the job for its back-off, on which JobSet starts all pods anew.
+    # Any other end of a pod, also that of its machine, ends the job for its back-off, on which
+    # JobSet starts all pods anew.
     assert JOB["backoffLimit"] == 0 and JOBSET["spec"]["failurePolicy"]["maxRestarts"] == 100
     [end] = JOBSET["spec"]["failurePolicy"]["rules"]
     assert (end["action"], end["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
@@ -64,7 +71,9 @@ def test_the_pods_find_each_other_and_are_as_many_as_torchrun_waits_for():
     words = dict(word.removeprefix("--").split("=", 1) for word in CONTAINER["args"] if "=" in word)
     assert JOB["parallelism"] == JOB["completions"] == int(words["nnodes"])
     name, job = JOBSET["metadata"]["name"], JOBSET["spec"]["replicatedJobs"][0]["name"]
-    assert words["rdzv_endpoint"] == f"{name}-{job}-0-0.{name}:29400", "<jobset>-<job>-<job index>-<pod index>.<subdomain>"
+    assert words["rdzv_endpoint"] == f"{name}-{job}-0-0.{name}:29400", (
+        "<jobset>-<job>-<job index>-<pod index>.<subdomain>"
+    )
     assert int(words["nproc_per_node"]) == CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert CONTAINER["args"][2] == f"checkpoints/{words['run_name']}" and words["resume"] == "auto"
     kept = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPT.read_text())[1])
@@ -103,15 +112,32 @@ def test_the_code_is_that_of_the_run(tmp_path, before, after, torchrun, code):
     if before == after and before:
         (run / "STATUS.json").write_text(after)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", SCRIPT, run], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", SCRIPT, run], env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (code, "")
 
 
 def start(toys, folder, *more):
     """The container's command on a machine of two CPUs."""
-    toy = [str(word) for word in (*toy_run(toys, folder / "checkpoints"), "--save_step_interval", 20, "--eval_iters", 0, *more)]
-    words = [w for w in CONTAINER["args"] if not w.startswith(("--config", "--train_data_dir", "--rdzv"))]
-    words = [{"--nnodes=2": "--nnodes=1", "--nproc_per_node=8": "--nproc_per_node=2"}.get(w, w) for w in words]
+    toy = [
+        str(word)
+        for word in (
+            *toy_run(toys, folder / "checkpoints"),
+            "--save_step_interval",
+            20,
+            "--eval_iters",
+            0,
+            *more,
+        )
+    ]
+    words = [
+        w for w in CONTAINER["args"] if not w.startswith(("--config", "--train_data_dir", "--rdzv"))
+    ]
+    words = [
+        {"--nnodes=2": "--nnodes=1", "--nproc_per_node=8": "--nproc_per_node=2"}.get(w, w)
+        for w in words
+    ]
     words = [{words[1]: str(SCRIPT), "train.py": str(ROOT / "train.py")}.get(w, w) for w in words]
     words = [words[0], *words[1:4], "--standalone", *words[4:], *toy]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -126,15 +152,22 @@ def test_a_pod_that_is_preempted_saves_and_the_next_one_goes_on(toys, tmp_path):
     pod = start(toys, tmp_path, *endless)
     deadline = time.monotonic() + 120
     while not (run / "step-00000020").is_dir():
-        assert time.monotonic() < deadline and pod.poll() is None, (tmp_path / "log").read_text()[-3000:]
+        assert time.monotonic() < deadline and pod.poll() is None, (tmp_path / "log").read_text()[
+            -3000:
+        ]
         time.sleep(0.2)
     pod.send_signal(signal.SIGTERM)
     assert pod.wait(60) == 75, (tmp_path / "log").read_text()[-3000:]
     saved = max(int(path.name[5:]) for path in run.glob("step-*"))
-    assert metrics(run, "step")[-1] == saved and json.loads((run / "STATUS.json").read_text())["code"] == 75
+    assert (
+        metrics(run, "step")[-1] == saved
+        and json.loads((run / "STATUS.json").read_text())["code"] == 75
+    )
     more = ("--max_step", saved + 5, "--keep_last", 2, "--resume_override", "max_step")
     assert start(toys, tmp_path, *more).wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert metrics(run, "step")[-1] == saved + 5 and "resumed from" in (tmp_path / "log").read_text()
+    assert (
+        metrics(run, "step")[-1] == saved + 5 and "resumed from" in (tmp_path / "log").read_text()
+    )
 
 
 @pytest.mark.longer

@@ -1,8 +1,9 @@
-"""Malicious artefacts: nothing in them is executed, nothing outside is touched, nothing hangs, nobody is asked.
+"""Malicious artefacts: nothing in them is executed, nothing outside is touched, nothing hangs,
+nobody is asked.
 
-Each attack puts one bad thing into a copy of a good model, dataset and run, and gives the command line of a user who
-doesn't know. What it may end with is an exit code of docs/faults.md and one sentence; 0 where the bad thing is never
-opened.
+Each attack puts one bad thing into a copy of a good model, dataset and run, and gives the command
+line of a user who doesn't know. What it may end with is an exit code of docs/faults.md and one
+sentence; 0 where the bad thing is never opened.
 """
 
 import builtins
@@ -59,7 +60,11 @@ class Scene:
 
     def __init__(self, folder):
         self.work, self.outside = folder / "work", folder / "outside"
-        self.model, self.data, self.runs = self.work / "model", self.work / "data", self.work / "runs"
+        self.model, self.data, self.runs = (
+            self.work / "model",
+            self.work / "data",
+            self.work / "runs",
+        )
         self.run, self.sharded = self.runs / "run", self.runs / "sharded"
         self.canary = self.outside / "canary"
         self.pickle = pickle.dumps(Payload(self.canary))
@@ -69,8 +74,24 @@ class Scene:
         torch.save(Payload(self.canary), path)
 
     def train(self, *flags, name="new"):
-        base = ("--model_name", self.model, "--train_data_dir", self.data, "--output_dir", self.runs)
-        base += ("--precision", "32-true", "--global_batch_size", 4, "--max_step", 3, "--eval_iters", 0)
+        base = (
+            "--model_name",
+            self.model,
+            "--train_data_dir",
+            self.data,
+            "--output_dir",
+            self.runs,
+        )
+        base += (
+            "--precision",
+            "32-true",
+            "--global_batch_size",
+            4,
+            "--max_step",
+            3,
+            "--eval_iters",
+            0,
+        )
         return ("train", *base, *(("--run_name", name) if name is not None else ()), *flags)
 
     def resume(self, *flags, name="run"):
@@ -80,7 +101,14 @@ class Scene:
         return ("export_hf", source or self.run, "--output", self.work / "exported", *flags)
 
     def prepare(self, *flags, tokenizer=None):
-        base = ("--tokenizer", tokenizer or self.model, "--context_length", 8, "--validation_fraction", 0.5)
+        base = (
+            "--tokenizer",
+            tokenizer or self.model,
+            "--context_length",
+            8,
+            "--validation_fraction",
+            0.5,
+        )
         return ("prepare_data", *base, "--output", self.work / "prepared", *flags)
 
 
@@ -106,7 +134,12 @@ def seal(folder, **changes):
 def seal_data(folder, **changes):
     """The same for a dataset, as one of prepare_data.py."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    document = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": 0}
+    document = {
+        "packed": True,
+        "context_length": CONTEXT,
+        "max_token_id": VOCABULARY - 1,
+        "eos_token_id": 0,
+    }
     document = {**document, "written": files.describe(folder, files.files_in(folder)), **changes}
     (folder / "manifest.json").write_bytes(files.encode(document))
 
@@ -130,7 +163,7 @@ def attack(*expected):
     return register
 
 
-# ------------------------------------------------------------------------------- pickles in a model directory
+# --------------------------------------------------------------------- pickles in a model directory
 
 
 @attack(77, "pytorch_model.bin", "pickle")
@@ -211,7 +244,7 @@ def pickle_called_config_json(scene):
     return scene.train()
 
 
-# ------------------------------------------------------------------------------- pickles in a checkpoint
+# -------------------------------------------------------------------------- pickles in a checkpoint
 
 
 @attack(77, "pytorch_model.bin", "refused")
@@ -341,7 +374,7 @@ def pickled_weights_part_in_a_checkpoint_as_a_model(scene):
     return scene.train("--model_name", step(scene.sharded))
 
 
-# ------------------------------------------------------------------------------- pickles and code in a dataset
+# -------------------------------------------------------------------- pickles and code in a dataset
 
 
 @attack(2, "train", "can't be read")
@@ -467,8 +500,16 @@ def code_for_an_unknown_model(scene):
 
 @attack(0)
 def code_for_a_known_model(scene):
-    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.E", None]}
-    edit(scene.model / "config.json", auto_map=auto_map, custom_pipelines={"evil": {"impl": "evil.Evil"}})
+    auto_map = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.E", None],
+    }
+    edit(
+        scene.model / "config.json",
+        auto_map=auto_map,
+        custom_pipelines={"evil": {"impl": "evil.Evil"}},
+    )
     for name in ("evil.py", "modeling_evil.py", "configuration_evil.py", "modeling_llama.py"):
         (scene.model / name).write_text(scene.code)
     return scene.train()
@@ -476,7 +517,11 @@ def code_for_a_known_model(scene):
 
 @attack(77, "step-00000002", "never run")
 def code_for_the_model_of_a_checkpoint(scene):
-    edit(step(scene.run) / "config.json", model_type="evil", auto_map={"AutoConfig": "evil--repo.Evil"})
+    edit(
+        step(scene.run) / "config.json",
+        model_type="evil",
+        auto_map={"AutoConfig": "evil--repo.Evil"},
+    )
     seal(step(scene.run))
     return scene.resume()
 
@@ -490,7 +535,11 @@ def code_in_a_checkpoint(scene):
 
 @attack(77, "step-00000002", "never run")
 def code_for_the_model_of_an_exported_checkpoint(scene):
-    edit(step(scene.run) / "config.json", model_type="evil", auto_map={"AutoConfig": "evil--repo.Evil"})
+    edit(
+        step(scene.run) / "config.json",
+        model_type="evil",
+        auto_map={"AutoConfig": "evil--repo.Evil"},
+    )
     seal(step(scene.run))
     return scene.export()
 
@@ -506,7 +555,11 @@ def code_for_the_tokenizer_of_a_known_model(scene):
 @attack(77, "tokenizer", "never run")
 def code_for_the_tokenizer_of_a_dataset(scene):
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-    edit(scene.data / "tokenizer" / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+    edit(
+        scene.data / "tokenizer" / "tokenizer_config.json",
+        tokenizer_class="EvilTokenizer",
+        auto_map=auto_map,
+    )
     (scene.data / "tokenizer" / "evil.py").write_text(scene.code)
     seal_data(scene.data)
     return scene.train()
@@ -533,7 +586,11 @@ def code_for_generation(scene):
 
 @attack(0)
 def attention_from_the_hub(scene):
-    changes = {"_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel", "use_kernels": True}
+    changes = {
+        "_attn_implementation": "evil/kernel",
+        "attn_implementation": "evil/kernel",
+        "use_kernels": True,
+    }
     edit(scene.model / "config.json", **changes)
     return scene.train()
 
@@ -547,13 +604,20 @@ def experts_from_the_hub(scene):
 
 @attack(2, "quant")
 def quantizer_that_is_not_there(scene):
-    edit(scene.model / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    edit(
+        scene.model / "config.json",
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
+    )
     return scene.train()
 
 
 @attack(2, "adapter")
 def adapter_of_another_model(scene):
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(scene.outside), "auto_mapping": {"x": "evil"}}
+    adapter = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(scene.outside),
+        "auto_mapping": {"x": "evil"},
+    }
     (scene.model / "adapter_config.json").write_text(json.dumps(adapter))
     scene.zipped(scene.model / "adapter_model.bin")
     return scene.train()
@@ -561,7 +625,10 @@ def adapter_of_another_model(scene):
 
 @attack(0)
 def code_in_templates(scene):
-    call = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    call = (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ "
+        "cycler.__init__.__globals__.os.system('touch %s') }}"
+    )
     (scene.model / "chat_template.jinja").write_text(call % scene.canary)
     processor = {"auto_map": {"AutoProcessor": "evil.Evil"}, "processor_class": "Evil"}
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -572,7 +639,9 @@ def code_in_templates(scene):
 
 @attack(77, "canary", "refused")
 def template_with_the_name_of_another_file(scene):
-    name = os.path.relpath(scene.canary, scene.runs / "new" / "step-00000003" / "additional_chat_templates")
+    name = os.path.relpath(
+        scene.canary, scene.runs / "new" / "step-00000003" / "additional_chat_templates"
+    )
     templates = [{"name": "default", "template": "x"}, {"name": name, "template": "x"}]
     edit(scene.model / "tokenizer_config.json", chat_template=templates)
     return scene.train()
@@ -590,7 +659,7 @@ def configuration_that_replaces_a_method(scene):
     return scene.train()
 
 
-# ------------------------------------------------------------------------------- names and links that lead outside
+# ---------------------------------------------------------------- names and links that lead outside
 
 
 @attack(2, "--run_name")
@@ -674,7 +743,10 @@ def dataset_reads_a_file_above(scene):
 @attack(77, "secret.arrow")
 def dataset_to_prepare_reads_a_file_above(scene):
     for split in ("train", "validation"):
-        edit(scene.data / split / "state.json", _data_files=[{"filename": "../../../outside/secret.arrow"}])
+        edit(
+            scene.data / split / "state.json",
+            _data_files=[{"filename": "../../../outside/secret.arrow"}],
+        )
     return scene.prepare("--input", scene.data)
 
 
@@ -804,7 +876,7 @@ def leftover_of_a_preparation_that_is_a_link(scene):
     return scene.prepare("--input", scene.work / "text.jsonl")
 
 
-# ------------------------------------------------------------------------------- pipes, which block whoever opens them
+# ------------------------------------------------------------ pipes, which block whoever opens them
 
 
 @attack(2, "model.safetensors.index.json")
@@ -985,7 +1057,9 @@ def model_of_a_billion_experts(scene):
 
 @attack(2, "configuration", "67108864 experts (16384 in each of 4096 layers); at most 262144")
 def model_of_a_thousand_experts_in_thousands_of_layers(scene):
-    return model_that_declares(scene, "deepseek_v2", n_routed_experts=2**14, num_hidden_layers=2**12)
+    return model_that_declares(
+        scene, "deepseek_v2", n_routed_experts=2**14, num_hidden_layers=2**12
+    )
 
 
 @attack(2, "configuration", "1000000 entries (eos_token_id); at most 32768")
@@ -995,7 +1069,9 @@ def model_of_a_million_ends(scene):
 
 @attack(2, "configuration", "100000 entries (text_config.layer_types)")
 def model_of_layers_within(scene):
-    return model_that_declares(scene, "gemma3", text_config={"layer_types": ["full_attention"] * 100_000})
+    return model_that_declares(
+        scene, "gemma3", text_config={"layer_types": ["full_attention"] * 100_000}
+    )
 
 
 @attack(2, "generation_config.json", "1000000 entries (eos_token_id)")
@@ -1013,7 +1089,9 @@ def tokenizer_of_a_billion_tokens(scene):
 @attack(2, "tokenizer", "1000000000 labels")
 def tokenizer_beside_a_configuration(scene):
     """Which says what the tokenizer is, where that doesn't itself."""
-    (scene.data / "tokenizer" / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 10**9}))
+    (scene.data / "tokenizer" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_labels": 10**9})
+    )
     (scene.data / "tokenizer" / "tokenizer_config.json").unlink()
     seal_data(scene.data)
     return scene.train()
@@ -1108,7 +1186,10 @@ def evaluation_in_words(scene):
 
 @attack(66, "progress.json")
 def losses_of_words(scene):
-    edit(step(scene.run) / "trainer" / "progress.json", guard={"losses": ["x"] * 50, "skipped": None, "rewinds": {}})
+    edit(
+        step(scene.run) / "trainer" / "progress.json",
+        guard={"losses": ["x"] * 50, "skipped": None, "rewinds": {}},
+    )
     seal(step(scene.run))
     return scene.resume("--checkpoint", step(scene.run), "--spike_threshold", 3)
 
@@ -1124,7 +1205,10 @@ def manifest_with_sizes_in_words(scene):
 @attack(2, "manifest.json")
 def dataset_with_sizes_in_words(scene):
     written = json.loads((scene.data / "manifest.json").read_text())["written"]
-    seal_data(scene.data, written={name: {**entry, "bytes": str(entry["bytes"])} for name, entry in written.items()})
+    seal_data(
+        scene.data,
+        written={name: {**entry, "bytes": str(entry["bytes"])} for name, entry in written.items()},
+    )
     return scene.train()
 
 
@@ -1189,7 +1273,16 @@ def probe_of_positions_that_are_not_there(scene):
 
 @attack(0)
 def metrics_of_nonsense(scene):
-    lines = ['"x"', "[1]", "7", '{"step": "x"}', '{"step": [1]}', DEEP, "\udcff", '{"step": 1, "evil": 2}']
+    lines = [
+        '"x"',
+        "[1]",
+        "7",
+        '{"step": "x"}',
+        '{"step": [1]}',
+        DEEP,
+        "\udcff",
+        '{"step": 1, "evil": 2}',
+    ]
     (scene.run / "metrics.jsonl").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     return scene.resume("--logger", "csv")
 
@@ -1219,7 +1312,9 @@ def base(toys, tmp_path_factory):
     (scene.outside / "secret.txt").write_text("secret\n")
     (scene.outside / "folder" / "file").write_bytes(bytes(100))
     shutil.copyfile(scene.model / "model.safetensors", scene.outside / "weights.safetensors")
-    shutil.copyfile(scene.data / "train" / "data-00000-of-00001.arrow", scene.outside / "secret.arrow")
+    shutil.copyfile(
+        scene.data / "train" / "data-00000-of-00001.arrow", scene.outside / "secret.arrow"
+    )
     shutil.copytree(scene.data / "train", scene.outside / "split")
     return scene.work.parent
 
@@ -1227,7 +1322,9 @@ def base(toys, tmp_path_factory):
 def snapshot(folder):
     """Name -> content of everything below a folder."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.is_file() and path.read_bytes()
         for path in sorted(folder.rglob("*"))
     }
 
@@ -1273,19 +1370,39 @@ def test_attack(base, tmp_path, name):
         assert all(word in sentence for word in words), sentence
 
 
-def laughs(form, names="seed lr min_lr beta1 beta2 grad_clip max_step num_workers weight_decay".split()):
-    """Nine lines that stand for 9**8 values. form: of what refers to the line before, with a `*`."""
+def laughs(
+    form, names="seed lr min_lr beta1 beta2 grad_clip max_step num_workers weight_decay".split()
+):
+    """Nine lines that stand for 9**8 values. form: of what refers to the line before, with a
+    `*`."""
     lines = [f"{names[0]}: &a0 {{x: 1}}"]
-    return "\n".join([*lines, *(f"{n}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}" for k, n in enumerate(names[1:], 1))])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"{n}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}"
+                for k, n in enumerate(names[1:], 1)
+            ),
+        ]
+    )
 
 
 MERGES, ALIASES = laughs("{<<: [%s]}"), laughs("[%s]")
 BOMBS = {  # what a YAML file says -> words of the sentence
-    "aliases": (ALIASES, "can't be read as YAML: 'a0' in line 1 is an alias, or what one stands for."),
+    "aliases": (
+        ALIASES,
+        "can't be read as YAML: 'a0' in line 1 is an alias, or what one stands for.",
+    ),
     "merges": (MERGES, "'a0' in line 1 is an alias"),
     "alias": ("lr: *lr", "'lr' in line 1 is an alias"),
-    "merge": ("lr: 1\n<<: {seed: 1}", "could not determine a constructor for the tag 'tag:yaml.org,2002:merge'"),
-    "tag": ("lr: !!python/name:os.system 1", "could not determine a constructor for the tag 'tag:yaml.org,2002:python"),
+    "merge": (
+        "lr: 1\n<<: {seed: 1}",
+        "could not determine a constructor for the tag 'tag:yaml.org,2002:merge'",
+    ),
+    "tag": (
+        "lr: !!python/name:os.system 1",
+        "could not determine a constructor for the tag 'tag:yaml.org,2002:python",
+    ),
     "deep": ("lr: " + "[" * 20_000, "maximum recursion depth exceeded"),
     "large": ("# " + "x" * 10**7, "has more than 64 KiB, the most that is read as YAML."),
     "number": ("lr: " + "9" * 10_000, "line 1 has a number of 10,000 characters."),
@@ -1295,7 +1412,10 @@ BOMBS = {  # what a YAML file says -> words of the sentence
 IN_A_CONFIG = {  # what only the flags of a --config make of it
     "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "'lr' in evil.yaml is a text of"),
     "in a choice": (f"strategy: {json.dumps(MERGES)}", "'strategy' in evil.yaml is a text of"),
-    "beside a choice": (f"activation_checkpointing: {json.dumps(MERGES)}", "in evil.yaml is a text of"),
+    "beside a choice": (
+        f"activation_checkpointing: {json.dumps(MERGES)}",
+        "in evil.yaml is a text of",
+    ),
     "in a mixture": (
         f"model_name: m\ndata_mix: {json.dumps('{a: &a [*a]}')}",
         "--data_mix: it can't be read as YAML: 'a' in line 1",
@@ -1303,18 +1423,36 @@ IN_A_CONFIG = {  # what only the flags of a --config make of it
     "escapes": ('"\\e[31mlr\\r": 1', "unknown key '\\x1b[31mlr\\r' in evil.yaml."),
 }
 MIXTURES = {  # the value of --data_mix -> words of the sentence
-    "digits": ("a=data:" + "9" * 50_000, "the mixture has 50,007 characters; at most 32,768 are read."),
-    "fewer digits": ("a=data:" + "9" * 20_000, "the weight of source 'a' must be a number of 0 or more, not '999"),
+    "digits": (
+        "a=data:" + "9" * 50_000,
+        "the mixture has 50,007 characters; at most 32,768 are read.",
+    ),
+    "fewer digits": (
+        "a=data:" + "9" * 20_000,
+        "the weight of source 'a' must be a number of 0 or more, not '999",
+    ),
     "sources": (
         ",".join(f"s{k}=d:1" for k in range(2_000)),
         "--data_mix: sources 's0' and 's1' are both 'd'; give one of them more weight.",
     ),
-    "escapes": ('{sources: {a: {path: "\\e[31mp\\nx", weight: 1}}}', "No dataset at '\\x1b[31mp\\nx'. Make one with"),
+    "escapes": (
+        '{sources: {a: {path: "\\e[31mp\\nx", weight: 1}}}',
+        "No dataset at '\\x1b[31mp\\nx'. Make one with",
+    ),
 }
 HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sentence
-    **{f"config: {name}": ("train --config evil.yaml", *bomb) for name, bomb in (BOMBS | IN_A_CONFIG).items()},
-    **{f"mixture: {name}": ("train --model_name m --data_mix evil.yaml", *bomb) for name, bomb in BOMBS.items()},
-    **{f"--data_mix: {name}": ("train --model_name m --data_mix", *mix) for name, mix in MIXTURES.items()},
+    **{
+        f"config: {name}": ("train --config evil.yaml", *bomb)
+        for name, bomb in (BOMBS | IN_A_CONFIG).items()
+    },
+    **{
+        f"mixture: {name}": ("train --model_name m --data_mix evil.yaml", *bomb)
+        for name, bomb in BOMBS.items()
+    },
+    **{
+        f"--data_mix: {name}": ("train --model_name m --data_mix", *mix)
+        for name, mix in MIXTURES.items()
+    },
     "resume": ("train --resume true --run_name run", *BOMBS["merges"]),
     "branch": ("train --resume true --checkpoint checkpoints/run/step-00000001", *BOMBS["merges"]),
     "prepare_data": ("prepare_data --config evil.yaml", *BOMBS["merges"]),
@@ -1331,7 +1469,11 @@ sys.exit(importlib.import_module(program).main(words))
 
 
 def nested(levels):
-    return {"type": "Lowercase"} if levels == 0 else {"type": "Sequence", "normalizers": [nested(levels - 1)]}
+    return (
+        {"type": "Lowercase"}
+        if levels == 0
+        else {"type": "Sequence", "normalizers": [nested(levels - 1)]}
+    )
 
 
 HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the sentence
@@ -1341,14 +1483,20 @@ HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the se
             "a number that float32 can't (rope_parameters.factor: 1e+300).",
         ),
         "an integer": ({"hidden_size": 10**400}, "a number that float32 can't (hidden_size: 1000"),
-        "layers": ({"num_hidden_layers": 10**9}, "it declares 1000000000 layers (num_hidden_layers); at most 4096"),
+        "layers": (
+            {"num_hidden_layers": 10**9},
+            "it declares 1000000000 layers (num_hidden_layers); at most 4096",
+        ),
     },
     "tokenizer.json": {
         "a number": (
             {"model": {"vocab": {"a": 2**32 - 6}}},
             "has a token with the number 4294967290; at most 16,777,216",
         ),
-        "an added number": ({"added_tokens": [{"id": 2**32 - 6}]}, "has a token with the number 4294967290"),
+        "an added number": (
+            {"added_tokens": [{"id": 2**32 - 6}]},
+            "has a token with the number 4294967290",
+        ),
         "deep": ("[" * 100_000, "is nested too deeply to be read."),
     },
 }
@@ -1361,7 +1509,8 @@ MODELS = [
 
 
 def refused_at_once(folder, *flags):
-    """What a command says on stderr, that ends with 2 and writes nothing, within two seconds of a processor and a GiB."""
+    """What a command says on stderr, that ends with 2 and writes nothing, within two seconds of a
+    processor and a GiB."""
     left = snapshot(folder)
     done = subprocess.run(
         [sys.executable, "-c", ONE_COMMAND],
@@ -1373,7 +1522,9 @@ def refused_at_once(folder, *flags):
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stderr[-2000:])
-    assert " error: " in done.stderr and len(done.stderr) < 500 and done.stderr.endswith("\n"), done.stderr[:2000]
+    assert " error: " in done.stderr and len(done.stderr) < 500 and done.stderr.endswith("\n"), (
+        done.stderr[:2000]
+    )
     assert done.stderr[:-1].isprintable(), "one line, without what a terminal obeys"
     assert snapshot(folder) == left
     return done.stderr
@@ -1388,7 +1539,9 @@ def test_hostile_text_is_refused_at_once(tmp_path, name):
     (checkpoint / "MANIFEST.json").write_text("{}")
     for file in (tmp_path / "evil.yaml", checkpoint.parent / "arguments.yaml"):
         file.write_text(text)
-    said = refused_at_once(tmp_path, *command.split(), *([text] if command.endswith("--data_mix") else []))
+    said = refused_at_once(
+        tmp_path, *command.split(), *([text] if command.endswith("--data_mix") else [])
+    )
     assert words in said, said
 
 
@@ -1415,7 +1568,10 @@ def test_a_hostile_model_or_tokenizer_is_refused_at_once(tmp_path, program, file
 def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, tmp_path):
     scene = copy_of(base, tmp_path)
     pattern = {"Regex": "(1|1 |2|2 )*(([0-9 ]+)+)+$x"}
-    edit(scene.model / "tokenizer.json", normalizer={"type": "Replace", "pattern": pattern, "content": ""})
+    edit(
+        scene.model / "tokenizer.json",
+        normalizer={"type": "Replace", "pattern": pattern, "content": ""},
+    )
     (scene.work / "long.txt").write_text("1 2 3 4 5 6 7 8 9 10\n\n" * 50)
     words = [str(word) for word in scene.prepare("--input", scene.work / "long.txt")]
     done = subprocess.run(
@@ -1425,7 +1581,10 @@ def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, 
         timeout=120,
     )
     assert done.returncode == 2 and done.stdout == "", done.stderr
-    said = "prepare_data.py: error: the tokenizer fails on a text: Onig: Regex search error: retry-limit-in-match over"
+    said = (
+        "prepare_data.py: error: the tokenizer fails on a text: Onig: Regex search error: "
+        "retry-limit-in-match over"
+    )
     assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1, done.stderr
 
 
@@ -1459,7 +1618,10 @@ def test_what_takes_too_much_is_interrupted(monkeypatch):
     ):
         with pytest.raises(folders.TooMuch, match=sentence), folders.limited():
             build()
-        assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+        assert limits == (
+            resource.getrlimit(resource.RLIMIT_AS),
+            signal.getsignal(signal.SIGVTALRM),
+        )
     with pytest.raises(ZeroDivisionError), folders.limited():  # which whoever builds it sees
         1 / 0
 
@@ -1470,7 +1632,9 @@ def copy_of(base, folder):
     return Scene(folder)
 
 
-@pytest.mark.parametrize("name", ["pickle_called_optimizer_part", "pickle_called_weights_part", "position_without_end"])
+@pytest.mark.parametrize(
+    "name", ["pickle_called_optimizer_part", "pickle_called_weights_part", "position_without_end"]
+)
 def test_two_ranks_end_alike(base, tmp_path, name):
     """None waits for another that has found something wrong."""
     attack, expected, *words = ATTACKS[name]
@@ -1481,12 +1645,16 @@ def test_two_ranks_end_alike(base, tmp_path, name):
 
 
 def test_names_of_code_are_not_passed_on(base, tmp_path):
-    """What is trained from a model with code of its own, which wasn't run, doesn't ask others to run it."""
+    """What is trained from a model with code of its own, which wasn't run, doesn't ask others to
+    run it."""
     scene = copy_of(base, tmp_path)
     for file in ("config.json", "tokenizer_config.json"):
         edit(
             scene.model / file,
-            auto_map={"AutoModelForCausalLM": "evil/repo--modeling.Evil", "AutoTokenizer": ["x", None]},
+            auto_map={
+                "AutoModelForCausalLM": "evil/repo--modeling.Evil",
+                "AutoTokenizer": ["x", None],
+            },
         )
     for command in (scene.train(), scene.export(scene.runs / "new")):
         [(code, said, _)] = run_ranks(1, end_of, *command)
@@ -1512,8 +1680,11 @@ def test_the_payloads_would_work(tmp_path):
 
 
 def test_an_input_is_noticed(tmp_path):
-    """The guard against questions sees one that is asked, even where the asker swallows the error."""
-    (tmp_path / "asker.py").write_text("def main(argv):\n    try:\n        input('y?')\n    except Exception:\n        pass\n")
+    """The guard against questions sees one that is asked, even where the asker swallows the
+    error."""
+    (tmp_path / "asker.py").write_text(
+        "def main(argv):\n    try:\n        input('y?')\n    except Exception:\n        pass\n"
+    )
     assert run_ranks(1, ask, str(tmp_path)) == [(0, "", ["y?"])]
 
 

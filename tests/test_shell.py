@@ -1,4 +1,5 @@
-"""Between a command and the shell: home folders, quotes, the environment, and the list of commands."""
+"""Between a command and the shell: home folders, quotes, the environment, and the list of
+commands."""
 
 import ast
 import json
@@ -88,9 +89,15 @@ def test_a_tilde_is_the_home_folder_wherever_it_stands(program, tmp_path, monkey
     monkeypatch.setenv("HOME", str(tmp_path / "at home"))
     config = tmp_path / "at home" / "mine.yaml"
     config.parent.mkdir()
-    flags = {name: one for name, one in flags_of(program).items() if one.path and name not in ("replay", "data_mix")}
+    flags = {
+        name: one
+        for name, one in flags_of(program).items()
+        if one.path and name not in ("replay", "data_mix")
+    }
     is_list = {name for name, one in flags.items() if one.kinds == [list[str]]}
-    config.write_text("".join(f"{name}: {['~/x y'] if name in is_list else '~/x y'}\n" for name in flags))
+    config.write_text(
+        "".join(f"{name}: {['~/x y'] if name in is_list else '~/x y'}\n" for name in flags)
+    )
     needed = PROGRAMS[program][2]
     for words in (
         [word for name in flags for word in (f"--{name}", "~/x y")],
@@ -98,21 +105,29 @@ def test_a_tilde_is_the_home_folder_wherever_it_stands(program, tmp_path, monkey
         ["--config=~/mine.yaml"],
     ):
         found = parsed(program, words)
-        given = needed if words == ["--config=~/mine.yaml"] else []  # by the command line, which wins
+        given = (
+            needed if words == ["--config=~/mine.yaml"] else []
+        )  # by the command line, which wins
         for name in [name for name in flags if f"--{name}" not in given]:
-            assert found[name] == ([f"{config.parent}/x y"] if name in is_list else f"{config.parent}/x y"), words
+            assert found[name] == (
+                [f"{config.parent}/x y"] if name in is_list else f"{config.parent}/x y"
+            ), words
 
 
 def test_a_tilde_in_a_mixture_and_in_eval_data(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mix.yaml").write_text("sources: {a: {path: ~/one, weight: 1}, b: {path: '~/two', weight: 1}}\n")
+    (tmp_path / "mix.yaml").write_text(
+        "sources: {a: {path: ~/one, weight: 1}, b: {path: '~/two', weight: 1}}\n"
+    )
     for given in ("a=~/one:1,b=~/two:1", "~/mix.yaml"):
         mix = parse_train(["--model_name", "m", f"--data_mix={given}"]).data.data_mix
         assert [source.path for source in mixture_text.parse(mix).sources] == [
             f"{tmp_path}/one",
             f"{tmp_path}/two",
         ]
-    replayed = parse_train(["--model_name", "m", "--train_data_dir", "~/one", "--replay=~/two"]).data.data_mix
+    replayed = parse_train(
+        ["--model_name", "m", "--train_data_dir", "~/one", "--replay=~/two"]
+    ).data.data_mix
     assert [source.path for source in mixture_text.parse(replayed).sources] == [
         f"{tmp_path}/one",
         f"{tmp_path}/two",
@@ -123,7 +138,9 @@ def test_a_tilde_in_a_mixture_and_in_eval_data(tmp_path, monkeypatch):
 def test_a_run_is_resumed_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "out" / "run").mkdir(parents=True)
-    (tmp_path / "out" / "run" / "arguments.yaml").write_text("model_name: m\ntrain_data_dir: d\nlr: 0.5\n")
+    (tmp_path / "out" / "run" / "arguments.yaml").write_text(
+        "model_name: m\ntrain_data_dir: d\nlr: 0.5\n"
+    )
     found = parse_train(["--resume", "true", "--output_dir=~/out", "--run_name", "run"])
     assert found.training.lr == 0.5 and found.checkpoint.output_dir == str(tmp_path / "out")
     assert parse_verify(["~/out/run"]).run == str(tmp_path / "out" / "run")
@@ -148,7 +165,10 @@ def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monk
     prepare_data.main([*flags, "--output=~/größe - 1"])
     following = shlex.split(re.search("Next: (.*)", capsys.readouterr().out)[1])
     folder = tmp_path / "home" / "größe - 1"
-    assert following[-2:] == ["--train_data_dir", str(folder)] and (folder / "dataset_dict.json").is_file()
+    assert (
+        following[-2:] == ["--train_data_dir", str(folder)]
+        and (folder / "dataset_dict.json").is_file()
+    )
     assert not (tmp_path / "~").exists()
     made_by = shlex.split(json.loads((folder / "manifest.json").read_text())["made_by"]["command"])
     assert parse_prepare(made_by[2:]).output == str(folder)
@@ -179,22 +199,39 @@ def test_a_printed_command_gives_back_what_it_was_made_from(name, tmp_path):
     said = command("python", "export_hf.py", Path(name, "run"), output=name)
     found = parse_export(shlex.split(said)[2:])
     assert Path(found.checkpoint) == Path(name, "run") and found.output == name
-    printed = subprocess.run(["bash", "-c", f"printf '%s\\n' {said}"], capture_output=True, text=True, cwd=tmp_path)
+    printed = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {said}"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert printed.stdout.splitlines() == shlex.split(said), "as a shell reads it"
-    run = parse_train(shlex.split(command(model_name=name, train_data_dir="d", run_name=name, resume="true")))
+    run = parse_train(
+        shlex.split(command(model_name=name, train_data_dir="d", run_name=name, resume="true"))
+    )
     assert (run.model.model_name, run.checkpoint.run_name) == (name, name)
-    planned = shlex.split(plan.command(["--json", "true", f"--run_name={name}", "--model_name", "m", "--train_data_dir=d"]))
+    planned = shlex.split(
+        plan.command(
+            ["--json", "true", f"--run_name={name}", "--model_name", "m", "--train_data_dir=d"]
+        )
+    )
     assert parse_train(planned[2:]).checkpoint.run_name == name
 
 
 def test_no_command_is_put_together_without_quotes():
-    """In the source: after a script's name in an f-string there is no value that `command` hasn't quoted."""
+    """In the source: after a script's name in an f-string there is no value that `command` hasn't
+    quoted."""
     found = []
-    for path in [path for path in SOURCES if re.search(r"f.*python (\w+\.py|-m fabric_llm)", path.read_text())]:
+    for path in [
+        path
+        for path in SOURCES
+        if re.search(r"f.*python (\w+\.py|-m fabric_llm)", path.read_text())
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                words = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
-                if re.search(r"python (\w+\.py|-m fabric_llm\.\w+)\b[^.;]*\{\}", words) and "PROGRAM" not in ast.unparse(node):
+                words = "".join(
+                    part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+                )
+                if re.search(
+                    r"python (\w+\.py|-m fabric_llm\.\w+)\b[^.;]*\{\}", words
+                ) and "PROGRAM" not in ast.unparse(node):
                     found.append(f"{path.name}: {words}")
     assert found == []
 
@@ -203,17 +240,28 @@ def test_no_command_is_put_together_without_quotes():
 
 
 def started(words, folder, *options):
-    return subprocess.run([sys.executable, *options, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *options, *words], cwd=folder, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.quick_cases(r"train|average")
 @pytest.mark.parametrize("name", [*SCRIPTS, *MODULES])
 def test_a_command_outside_of_its_environment_says_so(name):
     """-S leaves all installed packages out."""
-    words = [name, "--input", "x", "--output", "y"] if name in SCRIPTS else ["-m", f"fabric_llm.{name}", "x"]
+    words = (
+        [name, "--input", "x", "--output", "y"]
+        if name in SCRIPTS
+        else ["-m", f"fabric_llm.{name}", "x"]
+    )
     done = started(words, ROOT, "-S")
-    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"the package yaml isn't installed for {sys.executable}: activate the environment" in done.stderr
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, (
+        done.stderr
+    )
+    assert (
+        f"the package yaml isn't installed for {sys.executable}: activate the environment"
+        in done.stderr
+    )
 
 
 WITHOUT = """
@@ -230,7 +278,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-TOYS = "--model_name {toys}/llama --train_data_dir {toys}/data --max_step 1 --output_dir {tmp}".split()
+TOYS = (
+    "--model_name {toys}/llama --train_data_dir {toys}/data --max_step 1 --output_dir {tmp}".split()
+)
 
 
 @pytest.mark.quick_cases(r"words0|words4")
@@ -266,21 +316,39 @@ def test_a_missing_package_is_named(package, words, toys, tmp_path):
 @pytest.mark.parametrize("version", ["(3, 8, 1)", "(3, 10, 9)"])
 def test_an_old_python_is_told_in_one_sentence(version):
     for name in [*SCRIPTS, *(f"fabric_llm.{name}" for name in MODULES)]:
-        run = f"run_path({name!r}, run_name='__main__')" if name in SCRIPTS else f"run_module({name!r}, run_name='__main__')"
-        done = started(["-c", f"import runpy, sys; sys.version_info = {version}; runpy.{run}"], ROOT)
+        run = (
+            f"run_path({name!r}, run_name='__main__')"
+            if name in SCRIPTS
+            else f"run_module({name!r}, run_name='__main__')"
+        )
+        done = started(
+            ["-c", f"import runpy, sys; sys.version_info = {version}; runpy.{run}"], ROOT
+        )
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert "fabric_llm needs Python 3.11 or newer, which" in done.stderr and "README.md" in done.stderr
+        assert (
+            "fabric_llm needs Python 3.11 or newer, which" in done.stderr
+            and "README.md" in done.stderr
+        )
 
 
 def test_an_old_python_can_read_what_asks_for_its_version():
-    """What runs before fabric_llm/__init__.py: the scripts down to their first import of the package, and arguments.py."""
+    """What runs before fabric_llm/__init__.py: the scripts down to their first import of the
+    package, and arguments.py."""
     for path in (*ROOT.glob("*.py"), PACKAGE / "__init__.py"):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
         for node in tree.body:
-            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            if isinstance(node, ast.ImportFrom) and node.module.startswith(("fabric_llm", "arguments")):
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+                else []
+            )
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(
+                ("fabric_llm", "arguments")
+            ):
                 break
-            assert not {"cache", "pairwise", "batched", "tomllib", "Self", "StrEnum"} & set(names), path
+            assert not {"cache", "pairwise", "batched", "tomllib", "Self", "StrEnum"} & set(
+                names
+            ), path
 
 
 # ------------------------------------------------------------------------------- what there is
@@ -289,10 +357,16 @@ def test_an_old_python_can_read_what_asks_for_its_version():
 def test_all_commands_are_listed(capsys):
     listing.main([])
     said = capsys.readouterr().out
-    startable = [path for path in PACKAGE.rglob("*.py") if 'if __name__ == "__main__"' in path.read_text()]
-    names = {path.parent.name if path.stem == "__main__" else path.stem for path in startable} - {"fabric_llm"}
+    startable = [
+        path for path in PACKAGE.rglob("*.py") if 'if __name__ == "__main__"' in path.read_text()
+    ]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in startable} - {
+        "fabric_llm"
+    }
     assert set(listing.commands()) == names == set(MODULES)
-    assert all(f"python -m fabric_llm.{name} " in said for name in names) and all(script in said for script in SCRIPTS)
+    assert all(f"python -m fabric_llm.{name} " in said for name in names) and all(
+        script in said for script in SCRIPTS
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +377,12 @@ def test_a_command_behind_the_package_is_a_mistake(word, meant, capsys):
     with pytest.raises(SystemExit) as exit:
         listing.main([word])
     said = capsys.readouterr().err
-    assert exit.value.code == 2 and len(said.splitlines()) == 1 and repr(word) in said and meant in said
+    assert (
+        exit.value.code == 2
+        and len(said.splitlines()) == 1
+        and repr(word) in said
+        and meant in said
+    )
 
 
 def test_lightning_is_a_version_without_known_holes():
@@ -316,4 +395,7 @@ def test_lightning_is_a_version_without_known_holes():
 def test_the_readme_activates_the_environment_before_it_says_python():
     for page in (ROOT / "README.md", ROOT / "docs" / "es" / "README.md"):
         first = re.findall(r"^(.*\bpython \S+\.py.*)$", page.read_text(), re.M)[0]
-        assert "source .venv/bin/activate" in first and os.path.basename(first.split()[-1]) == "train.py"
+        assert (
+            "source .venv/bin/activate" in first
+            and os.path.basename(first.split()[-1]) == "train.py"
+        )

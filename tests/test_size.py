@@ -1,7 +1,9 @@
-"""At real size, half a GiB of float32 weights, each command holds what the design says it needs, and little more.
+"""At real size, half a GiB of float32 weights, each command holds what the design says it needs,
+and little more.
 
-Measured is anonymous memory, summed over the processes of a command: what a file backs, as safetensors are mapped, isn't counted.
-A command that passes its bound is killed at once. Rows go on from each other's runs: one that is asked for runs those it needs.
+Measured is anonymous memory, summed over the processes of a command: what a file backs, as
+safetensors are mapped, isn't counted. A command that passes its bound is killed at once. Rows go on
+from each other's runs: one that is asked for runs those it needs.
 """
 
 import os
@@ -22,24 +24,39 @@ pytestmark = pytest.mark.size
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 MODEL = LlamaConfig(
-    **{"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 5},
+    **{
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 5,
+    },
     **{"vocab_size": 32768, "max_position_embeddings": 64, "tie_word_embeddings": False},
     **{"bos_token_id": 0, "eos_token_id": 0},
 )
 W = 4 * 131_345_408  # bytes of its weights
 E = 4 * 32768 * 1024 / W  # the embeddings, its largest tensor, as a part of them
 U = 2 * E  # the outermost unit, embeddings and head, which FSDP gathers as one
-STEP = 4 + E  # of one process: weights, gradients, two moments, and a second micro-batch's gradient before it is added
-SLACK = E * W  # of each process, on top of what the table says: one tensor in another form, activations, smaller things
+STEP = (
+    4 + E
+    # of one process: weights, gradients, two moments, and a second micro-batch's gradient before it
+    # is added
+)
+SLACK = (
+    E * W
+    # of each process, on top of what the table says: one tensor in another form, activations,
+    # smaller things
+)
 TRAIN = (
-    "train.py --model_name model --train_data_dir data --output_dir runs --precision 32-true --global_batch_size 2 "
+    "train.py --model_name model --train_data_dir data --output_dir runs --precision 32-true "
+    "--global_batch_size 2 "
     "--eval_iters 2 --eval_batch_size 1 --eval_step_interval 1"
 )
 RESUME = "--resume true --resume_override max_step"
 
 
 class Row(NamedTuple):
-    """A command, and what it holds besides what its processes import: multiples of the weights, in all processes together."""
+    """A command, and what it holds besides what its processes import: multiples of the weights, in
+    all processes together."""
 
     command: str
     processes: int
@@ -50,38 +67,55 @@ class Row(NamedTuple):
 
 ROWS = {
     "start_evaluate_sample_and_save_in_background_on_one": Row(
-        f"{TRAIN} --run_name one --max_step 2 --save_step_interval 1 --async_save true --sample_prompts prompts.txt "
+        f"{TRAIN} --run_name one --max_step 2 --save_step_interval 1 --async_save true "
+        f"--sample_prompts prompts.txt "
         "--sample_tokens 2",
         *(1, STEP + 3),  # and copies of all but the gradients
     ),
     "start_and_save_shards_in_background_with_fsdp2": Row(
-        f"{TRAIN} --devices 2 --strategy fsdp2 --run_name two --max_step 2 --save_step_interval 1 --async_save true "
+        f"{TRAIN} --devices 2 --strategy fsdp2 --run_name two --max_step 2 --save_step_interval 1 "
+        f"--async_save true "
         "--state_dict_type sharded",
-        *(2, 4 + 3 + 2 * 3 * U),  # each rank gathers the outermost unit: weights, gradient, one of them on its way
+        *(
+            2,
+            4 + 3 + 2 * 3 * U,
+        ),  # each rank gathers the outermost unit: weights, gradient, one of them on its way
     ),
     "resume_from_shards_and_save_full_with_fsdp": Row(
         f"{TRAIN} --devices 2 --strategy fsdp --run_name two --max_step 3 {RESUME}",
-        # FSDP1 loads moments in three forms (those that are there, as read, flat), and the outermost unit's whole on each rank.
+        # FSDP1 loads moments in three forms (those that are there, as read, flat), and the
+        # outermost unit's whole on each rank.
         *(2, 1 + 3 * 2 + 2 * U, ("start_and_save_shards_in_background_with_fsdp2",)),
     ),
     "resume_from_one_on_two_with_ddp": Row(
         f"{TRAIN} --devices 2 --strategy ddp --run_name one --max_step 3 {RESUME}",
-        # DDP's gradients are in buckets; beside them each rank makes those of embeddings and head before they get there. In the
-        # save both write their parts at once, and safetensors.save makes two copies of a file, of which four hold the moments.
-        *(2, 2 * (4 + max(2 * E, 2 * 2 / 4)), ("start_evaluate_sample_and_save_in_background_on_one",)),
+        # DDP's gradients are in buckets; beside them each rank makes those of embeddings and head
+        # before they get there. In the save both write their parts at once, and safetensors.save
+        # makes two copies of a file, of which four hold the moments.
+        *(
+            2,
+            2 * (4 + max(2 * E, 2 * 2 / 4)),
+            ("start_evaluate_sample_and_save_in_background_on_one",),
+        ),
     ),
     "resume_from_two_on_one": Row(
         f"{TRAIN} --run_name two --max_step 4 {RESUME}",
         *(1, STEP, ("resume_from_shards_and_save_full_with_fsdp",)),
     ),
     "rewind_twice": Row(
-        f"{TRAIN} --run_name rewinds --max_step 6 --save_step_interval 1 --keep_last 1 --lr 0.3 --spike_threshold 1 "
+        f"{TRAIN} --run_name rewinds --max_step 6 --save_step_interval 1 --keep_last 1 --lr 0.3 "
+        f"--spike_threshold 1 "
         "--spike_window 2 --spike_action rewind --max_skipped_steps 2",
         *(1, STEP, (), 76),
     ),
     "export_full": Row(
         # Of files, from files: nothing is held.
-        *("export_hf.py runs/one --output hf/one", 1, 0, ("start_evaluate_sample_and_save_in_background_on_one",))
+        *(
+            "export_hf.py runs/one --output hf/one",
+            1,
+            0,
+            ("start_evaluate_sample_and_save_in_background_on_one",),
+        )
     ),
     "export_shards": Row(
         "export_hf.py runs/two/step-00000002 --output hf/two",
@@ -89,15 +123,22 @@ ROWS = {
     ),
     "average": Row(
         "-m fabric_llm.average runs/two --last 2 --output hf/average",
-        *(1, 4 * E, ("resume_from_two_on_one",)),  # a unit of a part, its sum in float64, and that rounded
+        *(
+            1,
+            4 * E,
+            ("resume_from_two_on_one",),
+        ),  # a unit of a part, its sum in float64, and that rounded
     ),
     "verify": Row("-m fabric_llm.verify runs/two", 1, 2 * E, ("resume_from_two_on_one",)),
-    "extend_vocab": Row("-m fabric_llm.extend_vocab model --input new --tokens 50 --output hf/extended", 1, E),
+    "extend_vocab": Row(
+        "-m fabric_llm.extend_vocab model --input new --tokens 50 --output hf/extended", 1, E
+    ),
 }
 
 
 def run(command: str, folder: Path, bound: float = 2 * GIB) -> tuple[int, int, str]:
-    """(most bytes held at once, exit code, output) of `python COMMAND`, killed as soon as it holds more than `bound`."""
+    """(most bytes held at once, exit code, output) of `python COMMAND`, killed as soon as it holds
+    more than `bound`."""
     words = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)]
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **memory.returning(2**17)}
     most = 0
@@ -111,7 +152,9 @@ def run(command: str, folder: Path, bound: float = 2 * GIB) -> tuple[int, int, s
     with (folder / "output.txt").open("w+") as output:
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
         environment = {**os.environ, **settings}
-        code = memory.watched([sys.executable, *words], 0.03, see, cwd=folder, env=environment, **streams)
+        code = memory.watched(
+            [sys.executable, *words], 0.03, see, cwd=folder, env=environment, **streams
+        )
         output.seek(0)
         return most, code, output.read()
 
@@ -126,13 +169,25 @@ class Rows:
         for name in ("argparse", "ast", "base64", "bisect", "calendar", "cmd"):
             source = Path(os.__file__).with_name(f"{name}.py").read_text()
             (folder / "corpus" / f"{name}.txt").write_text(source)
-        (folder / "new" / "text.txt").write_text("Grundstücksverkehr und Straßenbahnhaltestelle\n" * 200)
+        (folder / "new" / "text.txt").write_text(
+            "Grundstücksverkehr und Straßenbahnhaltestelle\n" * 200
+        )
         (folder / "prompts.txt").write_text("def f\n")
-        _, code, said = run("prepare_data.py --input corpus --train_tokenizer 600 --context_length 16 --output data", folder)
+        _, code, said = run(
+            (
+                "prepare_data.py --input corpus --train_tokenizer 600 --context_length 16 --output "
+                "data"
+            ),
+            folder,
+        )
         assert code == 0, said
         AutoModelForCausalLM.from_config(MODEL).save_pretrained(folder / "model")
-        AutoTokenizer.from_pretrained(folder / "data" / "tokenizer").save_pretrained(folder / "model")
-        self.imported, code, said = run("-c 'from fabric_llm.run import supervision, verdicts'", folder)
+        AutoTokenizer.from_pretrained(folder / "data" / "tokenizer").save_pretrained(
+            folder / "model"
+        )
+        self.imported, code, said = run(
+            "-c 'from fabric_llm.run import supervision, verdicts'", folder
+        )
         assert code == 0, said
 
     def bound(self, row: Row) -> float:
@@ -150,7 +205,9 @@ class Rows:
 
 @pytest.fixture(scope="module")
 def rows():
-    with tempfile.TemporaryDirectory() as folder:  # of 15 GB: not one of the last three that pytest keeps
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # of 15 GB: not one of the last three that pytest keeps
         yield Rows(Path(folder))
 
 

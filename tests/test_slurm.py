@@ -1,4 +1,5 @@
-"""configs/slurm on a real SLURM of three hosts: jobs that reach their limit or lose a host go on, others don't."""
+"""configs/slurm on a real SLURM of three hosts: jobs that reach their limit or lose a host go on,
+others don't."""
 
 import json
 import os
@@ -57,7 +58,9 @@ class Slurm:
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
         for gpu in range(8):
             (folder / f"gpu{gpu}").touch()
-        (folder / "gres.conf").write_text(f"AutoDetect=off\nNodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n")
+        (folder / "gres.conf").write_text(
+            f"AutoDetect=off\nNodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n"
+        )
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -79,7 +82,11 @@ class Slurm:
     def run(self, *words, check=True):
         """What the command says on the control host."""
         done = subprocess.run(
-            [*self.network.on("control"), *words], env=self.environment, capture_output=True, text=True, timeout=60
+            [*self.network.on("control"), *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0 or not check, done.stderr
         return done.stdout
@@ -100,7 +107,9 @@ class Slurm:
 
     def said(self):
         """The end of all logs, for whoever reads why a test failed."""
-        logs = sorted(path for path in self.folder.parent.rglob("*") if path.suffix in (".log", ".out"))
+        logs = sorted(
+            path for path in self.folder.parent.rglob("*") if path.suffix in (".log", ".out")
+        )
         return self.run("scontrol", "show", "job", check=False) + "".join(
             f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs
         )
@@ -108,7 +117,8 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A private SLURM, whose hosts end with the test; skipped where its programs aren't installed."""
+    """A private SLURM, whose hosts end with the test; skipped where its programs aren't
+    installed."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     if absent := [program for program in PROGRAMS if shutil.which(program, path=path) is None]:
         pytest.skip(f"SLURM's {', '.join(absent)} not installed (Debian: slurm-wlm)")
@@ -116,21 +126,47 @@ def slurm(tmp_path):
         pytest.skip(reason)
     with hosts.Network("control", "n1", "n2", folder=tmp_path) as network:
         slurm = Slurm(network, tmp_path / "slurm")
-        slurm.wait_until(lambda: slurm.run("sinfo", "-h", "-o", "%T %D", check=False).split() == ["idle", "2"])
+        slurm.wait_until(
+            lambda: slurm.run("sinfo", "-h", "-o", "%T %D", check=False).split() == ["idle", "2"]
+        )
         yield slurm
     for daemon in slurm.daemons.values():
         daemon.wait()
 
 
 def submit(slurm, toys, name, *options, flags=()):
-    """`sbatch` configs/slurm/NAME, edited as a user edits it, with two CPUs for the GPUs. Returns the job's number."""
+    """`sbatch` configs/slurm/NAME, edited as a user edits it, with two CPUs for the GPUs. Returns
+    the job's number."""
     script = (ROOT / "configs" / "slurm" / name).read_text()
-    assert "python train.py --devices" in script and "--config configs/llama3_8b.yaml --train_data_dir data/mine" in script
+    assert (
+        "python train.py --devices" in script
+        and "--config configs/llama3_8b.yaml --train_data_dir data/mine" in script
+    )
     model, _, data = toy_run(toys, "")[1:4]
-    words = ["--model_name", model, "--train_data_dir", data, "--global_batch_size", 4, "--max_step", STEPS]
-    words += ["--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1, "--hang_timeout", 60]
+    words = [
+        "--model_name",
+        model,
+        "--train_data_dir",
+        data,
+        "--global_batch_size",
+        4,
+        "--max_step",
+        STEPS,
+    ]
+    words += [
+        "--save_step_interval",
+        20,
+        "--eval_iters",
+        0,
+        "--log_step_interval",
+        1,
+        "--hang_timeout",
+        60,
+    ]
     words += ["--precision", "32-true", *flags]
-    script = script.replace("--config configs/llama3_8b.yaml --train_data_dir data/mine", " ".join(map(str, words)))
+    script = script.replace(
+        "--config configs/llama3_8b.yaml --train_data_dir data/mine", " ".join(map(str, words))
+    )
     script = script.replace("train.py --devices 4", "train.py --devices 2")
     file = slurm.network.folder / name
     file.write_text(script.replace("python train.py", f"python {ROOT / 'train.py'}"))
@@ -152,9 +188,13 @@ def assert_done(slurm, number, restarts):
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), slurm.said()
     assert int(job["Restarts"]) >= restarts, "it went on as the same job"
     assert status(slurm)["reason"] == "done"
-    assert metrics(slurm.network.folder / "checkpoints" / "mine", "step") == list(range(1, STEPS + 1)), "each step once"
+    assert metrics(slurm.network.folder / "checkpoints" / "mine", "step") == list(
+        range(1, STEPS + 1)
+    ), "each step once"
     said = log_of(slurm, number)
-    assert said.count("resumed from") >= restarts and "2 cpu devices" in said, "one log of all starts"
+    assert said.count("resumed from") >= restarts and "2 cpu devices" in said, (
+        "one log of all starts"
+    )
 
 
 @pytest.mark.parametrize("name", ["one_node.sbatch", "several_nodes.sbatch"])
@@ -199,7 +239,10 @@ def test_a_job_that_loses_a_host_goes_on(slurm, toys):
 
 def test_a_job_goes_on_after_its_time_limit_and_ends_when_it_is_cancelled(slurm, toys):
     """SLURM looks at limits twice a minute, so this takes three."""
-    options, endless = ("--time=3", "--signal=B:USR1@60"), ("--max_step", 1_000_000, "--keep_last", 2)
+    options, endless = (
+        ("--time=3", "--signal=B:USR1@60"),
+        ("--max_step", 1_000_000, "--keep_last", 2),
+    )
     number = submit(slurm, toys, "several_nodes.sbatch", *options, flags=endless)
     slurm.wait_until(lambda: slurm.job(number)["Restarts"] == "1")
     assert log_of(slurm, number).count("Stopped on request") == 1
@@ -220,7 +263,9 @@ def test_what_would_end_in_the_same_way_is_not_started_again(slurm, toys, name):
     wait_until_saved(slurm, 20)
     (slurm.network.folder / "checkpoints" / "mine" / "stop").touch()
     job = slurm.wait_for(number, "COMPLETED", "FAILED")
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "75:0", "0"), "somebody wants it stopped"
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "75:0", "0"), (
+        "somebody wants it stopped"
+    )
     number = submit(slurm, toys, name, flags=("--lr", -1))
     job = slurm.wait_for(number, "COMPLETED", "FAILED")
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0")

@@ -1,11 +1,13 @@
-"""The gate before step 1 finds a model that isn't the one transformers loads, and names where it begins."""
+"""The gate before step 1 finds a model that isn't the one transformers loads, and names where it
+begins."""
 
 import pytest
 from ranks import built, run_ranks, toy_run
 
 
 def train_with_damage(argv, tensor, damage):
-    """train.py, with one tensor damaged on its way to the devices. Returns (exit code, what was printed)."""
+    """train.py, with one tensor damaged on its way to the devices. Returns (exit code, what was
+    printed)."""
     import contextlib
     import io
 
@@ -15,7 +17,10 @@ def train_with_damage(argv, tensor, damage):
     fill, read = weights.fill, weights.Stored.read
 
     def damaged(self, unit):
-        return {name: damage(value) if name == tensor else value for name, value in read(self, unit).items()}
+        return {
+            name: damage(value) if name == tensor else value
+            for name, value in read(self, unit).items()
+        }
 
     def fill_damaged(*given):
         weights.Stored.read = damaged
@@ -52,7 +57,17 @@ def nothing(value):
 
 def run(toys, folder, strategy, ranks, precision, tensor, damage, *flags):
     words = [*toy_run(toys, folder), "--max_step", 1]
-    words += ["--strategy", strategy, "--devices", ranks, "--precision", precision, "--eval_iters", 0, *flags]
+    words += [
+        "--strategy",
+        strategy,
+        "--devices",
+        ranks,
+        "--precision",
+        precision,
+        "--eval_iters",
+        0,
+        *flags,
+    ]
     return run_ranks(ranks, train_with_damage, [str(word) for word in words], tensor, damage)
 
 
@@ -67,10 +82,16 @@ CASES = [
 
 @pytest.mark.quick_cases(r"(embed_tokens|q_proj).*fsdp2")
 @pytest.mark.every_eighth(6)
-@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "32-true"), ("fsdp", "bf16-mixed"), ("fsdp2", "bf16-true")])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("fsdp", "32-true"), ("fsdp", "bf16-mixed"), ("fsdp2", "bf16-true")]
+)
 @pytest.mark.parametrize(("tensor", "damage", "module"), CASES)
-def test_the_first_module_that_differs_is_named(toys, tmp_path, strategy, precision, tensor, damage, module):
-    for rank, (code, said) in enumerate(run(toys, tmp_path, strategy, 2, precision, tensor, damage)):
+def test_the_first_module_that_differs_is_named(
+    toys, tmp_path, strategy, precision, tensor, damage, module
+):
+    for rank, (code, said) in enumerate(
+        run(toys, tmp_path, strategy, 2, precision, tensor, damage)
+    ):
         assert code == 2
         if rank == 0:
             [sentence] = [line for line in said.splitlines() if line.startswith("train.py: error:")]
@@ -80,29 +101,49 @@ def test_the_first_module_that_differs_is_named(toys, tmp_path, strategy, precis
 def test_rounded_rope_frequencies_are_found(toys, tmp_path):
     """What Fabric's own bf16-true does to them."""
     for precision in ("32-true", "bf16-true"):
-        [(code, said)] = run(toys, tmp_path, "auto", 1, precision, "model.rotary_emb.inv_freq", to_bfloat16)
-        assert code == 2 and "the buffer model.rotary_emb.inv_freq" in said and "torch.bfloat16" in said
+        [(code, said)] = run(
+            toys, tmp_path, "auto", 1, precision, "model.rotary_emb.inv_freq", to_bfloat16
+        )
+        assert (
+            code == 2
+            and "the buffer model.rotary_emb.inv_freq" in said
+            and "torch.bfloat16" in said
+        )
 
 
 @pytest.mark.quick_cases(r"fsdp2-2-bf16-true")
 @pytest.mark.every_eighth(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+)
 def test_a_good_start_passes_and_says_so(toys, tmp_path, strategy, ranks, precision):
     (code, said), *_ = run(toys, tmp_path, strategy, ranks, precision, "none", nothing)
     assert code == 0 and "Start verified: loss" in said
 
 
 def test_it_can_be_switched_off(toys, tmp_path):
-    [(code, said)] = run(toys, tmp_path, "auto", 1, "32-true", CASES[0][0], halve, "--verify_start", "false")
+    [(code, said)] = run(
+        toys, tmp_path, "auto", 1, "32-true", CASES[0][0], halve, "--verify_start", "false"
+    )
     assert code == 0 and "verified" not in said
 
 
 @pytest.mark.quick_cases(r"fsdp-2")
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp2", 2)])
-def test_the_reference_is_gone_before_the_model_on_the_devices_is_compared(toys, tmp_path, strategy, ranks):
+def test_the_reference_is_gone_before_the_model_on_the_devices_is_compared(
+    toys, tmp_path, strategy, ranks
+):
     """Host memory holds the weights once: the shards, or what they are made from."""
-    words = [*toy_run(toys, tmp_path), "--strategy", strategy, "--devices", ranks, "--precision", "32-true"]
+    words = [
+        *toy_run(toys, tmp_path),
+        "--strategy",
+        strategy,
+        "--devices",
+        ranks,
+        "--precision",
+        "32-true",
+    ]
     assert run_ranks(ranks, references_at_the_comparison, words) == [[None], []]
 
 

@@ -1,4 +1,5 @@
-"""Asked to stop, by a signal to any rank or by a file, all ranks finish the step, save and end with 75."""
+"""Asked to stop, by a signal to any rank or by a file, all ranks finish the step, save and end with
+75."""
 
 import json
 import os
@@ -47,7 +48,16 @@ def train_and_do(argv, rank, step, action):
 
 def flags(toys, output, strategy, *more):
     words = [*toy_run(toys, output, model="gpt2"), "--lr", 1e-2]
-    words += ["--strategy", strategy, "--global_batch_size", 4, "--micro_batch_size", 2, "--max_step", STEPS]
+    words += [
+        "--strategy",
+        strategy,
+        "--global_batch_size",
+        4,
+        "--micro_batch_size",
+        2,
+        "--max_step",
+        STEPS,
+    ]
     return [str(word) for word in [*words, "--eval_iters", 0, "--log_step_interval", 1, *more]]
 
 
@@ -63,12 +73,16 @@ def final_weights(folder):
 @pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
-def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(toys, tmp_path, strategy, ranks, number):
+def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(
+    toys, tmp_path, strategy, ranks, number
+):
     argv = flags(toys, tmp_path, strategy, "--devices", ranks)
     train_ranks(ranks, *flags(toys, tmp_path, strategy), "--run_name", "whole")
     codes = run_ranks(ranks, train_and_do, [*argv, "--run_name", "cut"], ranks - 1, 3, send(number))
     assert codes == [75] * ranks
-    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"], "the step of the signal"
+    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"], (
+        "the step of the signal"
+    )
     train_ranks(ranks, *argv, "--run_name", "cut", "--resume", "auto")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     whole, cut = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
@@ -85,7 +99,9 @@ def test_a_stop_file_stops_and_goes(toys, tmp_path):
 
 def test_a_stop_file_that_comes_too_late_is_not_for_the_next_run(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
-    assert run_ranks(1, train_and_do, argv, 0, STEPS, lambda: (tmp_path / "run" / "stop").touch()) == [0]
+    assert run_ranks(
+        1, train_and_do, argv, 0, STEPS, lambda: (tmp_path / "run" / "stop").touch()
+    ) == [0]
     assert not (tmp_path / "run" / "stop").exists()
 
 
@@ -98,7 +114,9 @@ def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, t
     train_ranks(1, *cut, "--resume", "auto")
     assert metrics(tmp_path / "cut", "eval_loss") == metrics(tmp_path / "whole", "eval_loss")
     assert metrics(tmp_path / "cut", "loss") == metrics(tmp_path / "whole", "loss")
-    losses = [keep.read_progress(tmp_path / name / f"step-{STEPS:08d}") for name in ("cut", "whole")]
+    losses = [
+        keep.read_progress(tmp_path / name / f"step-{STEPS:08d}") for name in ("cut", "whole")
+    ]
     for key in ("eval_loss", "eval_losses"):
         assert losses[0][key] == losses[1][key] is not None
     log = (tmp_path / "cut" / "metrics.jsonl").read_text()
@@ -108,7 +126,9 @@ def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, t
 
 def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
-    assert run_ranks(1, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "save_now").touch()) == [0]
+    assert run_ranks(
+        1, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "save_now").touch()
+    ) == [0]
     saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert saved == ["step-00000003", "step-00000008"]
 
@@ -130,7 +150,11 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
 
         fabric_llm.training.step.seed_step = acting
 
-    job = Job(ranks, *flags(toys, tmp_path, strategy, "--run_name", "run"), before=signal_the_last_rank_twice)
+    job = Job(
+        ranks,
+        *flags(toys, tmp_path, strategy, "--run_name", "run"),
+        before=signal_the_last_rank_twice,
+    )
     assert job.wait() == [75] * ranks, job.output
     assert not list((tmp_path / "run").glob("step-*"))
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
@@ -144,12 +168,16 @@ def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
     def twice():
         import fabric_llm.processes.stop
 
-        fabric_llm.processes.stop.SECONDS_OF_ONE_REQUEST = 4.0  # on a busy machine 0.3 seconds may be two
+        fabric_llm.processes.stop.SECONDS_OF_ONE_REQUEST = (
+            4.0  # on a busy machine 0.3 seconds may be two
+        )
         send = f"kill -TERM {os.getpid()}; sleep 0.3; kill -TERM {os.getpid()}"
         other = subprocess.Popen(["sh", "-c", send])
         while other.poll() is None:
             time.sleep(0.01)
-        sum(range(60_000_000))  # in which Python hears of nothing, for longer than the two were apart
+        sum(
+            range(60_000_000)
+        )  # in which Python hears of nothing, for longer than the two were apart
 
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
     assert run_ranks(1, train_and_do, argv, 0, 3, twice) == [75]
@@ -173,7 +201,7 @@ def test_a_terminal_that_is_gone_asks_once_and_never_under_nohup(monkeypatch):
         signal.signal(signal.SIGHUP, former)
 
 
-# ------------------------------------------------------------------------------- before there is anything to save
+# ----------------------------------------------------------------- before there is anything to save
 
 AT_START = "stopped on request before training began: nothing was lost."
 PARSES_SLOWLY = """
@@ -199,7 +227,9 @@ sys.meta_path.insert(0, Hang())
 def test_a_stop_is_heard_while_flags_are_parsed(tmp_path, number):
     env = {**os.environ, "PYTHONPATH": str(TRAIN.parent)}
     words = [sys.executable, "-c", PARSES_SLOWLY]
-    run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    run = subprocess.Popen(
+        words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+    )
     try:
         assert run.stdout.readline() == "parsing\n"
         run.send_signal(number)
@@ -215,9 +245,16 @@ def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
     """They hang where they import torch, which takes minutes where many ranks share few cores."""
     (tmp_path / "site").mkdir()
     (tmp_path / "pids").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS_AT_TORCH.format(folder=str(tmp_path / "pids")))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
-    words = flags(toys, tmp_path, "fsdp", "--devices", 4, "--accelerator", "cpu", "--micro_batch_size", 1)
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        HANGS_AT_TORCH.format(folder=str(tmp_path / "pids"))
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]),
+    }
+    words = flags(
+        toys, tmp_path, "fsdp", "--devices", 4, "--accelerator", "cpu", "--micro_batch_size", 1
+    )
     run = subprocess.Popen(
         [sys.executable, str(TRAIN), *words, "--run_name", "run"],
         env=env,
@@ -247,7 +284,13 @@ def test_a_stop_is_heard_while_a_rank_waits_for_the_others(toys, tmp_path):
     """In C++, where Python's handlers aren't called: the other rank never comes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    world = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     run = subprocess.Popen(
         [sys.executable, str(TRAIN), *flags(toys, tmp_path, "fsdp"), "--run_name", "run"],
         env={**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
@@ -296,13 +339,16 @@ def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(to
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run", "--resume", "auto"]
     train_ranks(1, *argv, "--max_step", 2)
     train_ranks(1, *argv, "--max_step", 4, "--resume_override", "max_step")
-    progress = json.loads((tmp_path / "run" / "step-00000004" / "trainer" / "progress.json").read_text())["progress"]
+    progress = json.loads(
+        (tmp_path / "run" / "step-00000004" / "trainer" / "progress.json").read_text()
+    )["progress"]
     assert progress["step"] == 4 and metrics(tmp_path / "run", "step") == [1, 2, 3, 4]
 
 
 @pytest.mark.longer
 def test_a_run_stops_by_itself_after_max_hours_and_goes_on_for_as_long(toys, tmp_path):
-    """By rank 0's clock, on all ranks; its arguments.yaml keeps the limit, which each start has anew."""
+    """By rank 0's clock, on all ranks; its arguments.yaml keeps the limit, which each start has
+    anew."""
     argv = flags(toys, tmp_path, "fsdp", "--devices", 2)
     train_ranks(2, *argv, "--run_name", "whole")
     cut = [*argv, "--run_name", "cut", "--max_hours", "1"]
@@ -310,10 +356,24 @@ def test_a_run_stops_by_itself_after_max_hours_and_goes_on_for_as_long(toys, tmp
     assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"]
     status = json.loads((tmp_path / "cut" / "STATUS.json").read_text())
     assert status["code"] == 75 and status["retryable"] and status["step"] == 3
-    again = ["--devices", "2", "--output_dir", str(tmp_path), "--run_name", "cut", "--resume", "auto"]
+    again = [
+        "--devices",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+        "--run_name",
+        "cut",
+        "--resume",
+        "auto",
+    ]
     assert run_ranks(2, train_and_do, again, 0, 6, an_hour_later) == [75, 75]
-    assert sorted(path.name for path in (tmp_path / "cut").glob("step-*")) == ["step-00000003", "step-00000006"]
-    assert run_ranks(2, train_and_do, again, 1, 7, an_hour_later) == [0, 0], "rank 1's clock is its own affair"
+    assert sorted(path.name for path in (tmp_path / "cut").glob("step-*")) == [
+        "step-00000003",
+        "step-00000006",
+    ]
+    assert run_ranks(2, train_and_do, again, 1, 7, an_hour_later) == [0, 0], (
+        "rank 1's clock is its own affair"
+    )
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
 
 
@@ -335,10 +395,18 @@ def test_max_hours_is_positive(toys, tmp_path, hours, capfd):
 @pytest.mark.longer
 def test_a_run_of_a_few_seconds_stops_by_itself(toys, tmp_path):
     """A real process and the real clock: it has to make a step first, however late it is."""
-    words = flags(toys, tmp_path, "auto", "--max_step", 1_000_000, "--run_name", "run", "--max_hours", 1e-6)
+    words = flags(
+        toys, tmp_path, "auto", "--max_step", 1_000_000, "--run_name", "run", "--max_hours", 1e-6
+    )
     done = subprocess.run(
-        [sys.executable, str(TRAIN), *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        [sys.executable, str(TRAIN), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 75, done.stderr
-    assert "Stopped after --max_hours 1e-06." in done.stdout and "--resume true --run_name run" in done.stdout
+    assert (
+        "Stopped after --max_hours 1e-06." in done.stdout
+        and "--resume true --run_name run" in done.stdout
+    )
     assert (tmp_path / "run" / "step-00000001").is_dir()

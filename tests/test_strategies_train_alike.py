@@ -1,4 +1,5 @@
-"""What trains, and how much, is the same under every strategy: as in a loop of plain PyTorch, which shares no code with the package.
+"""What trains, and how much, is the same under every strategy: as in a loop of plain PyTorch, which
+shares no code with the package.
 
 Every step reads all rows of a dataset, so that their order doesn't matter.
 """
@@ -13,7 +14,14 @@ import torch.nn.functional as F
 from conftest import TOY_CONFIGS
 from ranks import train_ranks
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCABULARY, ROWS, CONTEXT, STEPS, LR, DECAY = 131, 4, 24, 3, 1e-2, 0.1
 RARE = 125  # a token that none of the package's probes holds
@@ -44,21 +52,43 @@ class OftenIdle(LlamaForCausalLM):
 
 AutoConfig.register("often_idle", OftenIdleConfig)
 AutoModelForCausalLM.register(OftenIdleConfig, OftenIdle)
-OftenIdleConfig.__module__ = OftenIdle.__module__ = "transformers.of_this_test"  # else files name their code
+OftenIdleConfig.__module__ = OftenIdle.__module__ = (
+    "transformers.of_this_test"  # else files name their code
+)
 
 
 def gemma3() -> Gemma3Config:
     """With a vision tower, which no text uses."""
-    text = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 16, "patch_size": 8, "vision_use_head": False}
     tokens = {"image_token_index": 130, "boi_token_index": 128, "eoi_token_index": 129}
     return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
 
 
 def often_idle() -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return OftenIdleConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
 
 
@@ -77,7 +107,9 @@ def made(tmp_path_factory):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     for name in ("llama", "tied"):
         torch.manual_seed(0)
-        config = LlamaConfig(**{**TOY_CONFIGS["llama"].to_dict(), "tie_word_embeddings": name == "tied"})
+        config = LlamaConfig(
+            **{**TOY_CONFIGS["llama"].to_dict(), "tie_word_embeddings": name == "tied"}
+        )
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     rows = np.random.default_rng(0).integers(1, 120, (ROWS, CONTEXT))
     rows[:, 5] = RARE
@@ -91,7 +123,8 @@ def rows_of(folder: Path) -> torch.Tensor:
 
 
 def plain(model_folder: Path, data: Path, frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """The weights after STEPS steps of a loop as in a textbook. frozen: names in those of frozen parameters."""
+    """The weights after STEPS steps of a loop as in a textbook. frozen: names in those of frozen
+    parameters."""
     of_files = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(model_folder, **of_files).train()
     for name, parameter in model.named_parameters():
@@ -110,19 +143,55 @@ def plain(model_folder: Path, data: Path, frozen: tuple[str, ...] = ()) -> dict[
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-def by_train_py(model_folder: Path, data: Path, output: Path, ranks: int, *more: object) -> dict[str, torch.Tensor]:
+def by_train_py(
+    model_folder: Path, data: Path, output: Path, ranks: int, *more: object
+) -> dict[str, torch.Tensor]:
     """The weights after STEPS steps of train.py, as transformers reads them."""
-    flags = ("--model_name", model_folder, "--train_data_dir", data, "--output_dir", output, "--run_name", "run")
-    flags += ("--max_step", STEPS, "--number_epochs", STEPS, "--global_batch_size", ROWS, "--micro_batch_size", 2)
-    flags += ("--lr", LR, "--lr_decay", "false", "--warmup_steps", 0, "--weight_decay", DECAY, "--precision", "32-true")
+    flags = (
+        "--model_name",
+        model_folder,
+        "--train_data_dir",
+        data,
+        "--output_dir",
+        output,
+        "--run_name",
+        "run",
+    )
+    flags += (
+        "--max_step",
+        STEPS,
+        "--number_epochs",
+        STEPS,
+        "--global_batch_size",
+        ROWS,
+        "--micro_batch_size",
+        2,
+    )
+    flags += (
+        "--lr",
+        LR,
+        "--lr_decay",
+        "false",
+        "--warmup_steps",
+        0,
+        "--weight_decay",
+        DECAY,
+        "--precision",
+        "32-true",
+    )
     train_ranks(ranks, *flags, "--eval_iters", 0, *more)
     folder = output / "run" / f"step-{STEPS:08d}"
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    return dict(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
+    )
 
 
 def assert_alike(found, expected):
     assert found.keys() == expected.keys()
-    worst = {name: ((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)).item() for name in expected}
+    worst = {
+        name: ((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)).item()
+        for name in expected
+    }
     name = max(worst, key=worst.__getitem__)
     assert worst[name] < 5e-4, f"{name} differs by {worst[name]:.1g} of its norm"
 
@@ -133,14 +202,25 @@ def often(value, *others):
 
 
 @pytest.mark.every_eighth(0)
-@pytest.mark.parametrize(("ranks", "strategy"), often((2, "fsdp"), (1, "auto"), (1, "fsdp"), (2, "fsdp2"), (2, "ddp")))
-@pytest.mark.parametrize(("model", "loss"), often(("gemma3", "chunked"), ("gemma3", "full"), ("often_idle", "full")))
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), often((2, "fsdp"), (1, "auto"), (1, "fsdp"), (2, "fsdp2"), (2, "ddp"))
+)
+@pytest.mark.parametrize(
+    ("model", "loss"), often(("gemma3", "chunked"), ("gemma3", "full"), ("often_idle", "full"))
+)
 def test_what_has_no_part_in_the_loss_stays(made, tmp_path, model, loss, ranks, strategy):
     """Without a gradient there is no decay either: one device, FSDP2, FSDP1 and DDP agree."""
-    found = by_train_py(made / model, made / "data", tmp_path, ranks, "--strategy", strategy, "--loss", loss)
-    expected, before = plain(made / model, made / "data"), AutoModelForCausalLM.from_pretrained(made / model)
+    found = by_train_py(
+        made / model, made / "data", tmp_path, ranks, "--strategy", strategy, "--loss", loss
+    )
+    expected, before = (
+        plain(made / model, made / "data"),
+        AutoModelForCausalLM.from_pretrained(made / model),
+    )
     assert_alike(found, expected)
-    idle = [name for name, tensor in before.named_parameters() if torch.equal(tensor, expected[name])]
+    idle = [
+        name for name, tensor in before.named_parameters() if torch.equal(tensor, expected[name])
+    ]
     assert bool(idle) == (model != "often_idle")
     assert all(torch.equal(found[name], expected[name]) for name in idle)
 
@@ -157,17 +237,37 @@ def test_what_has_no_part_in_the_loss_stays(made, tmp_path, model, loss, ranks, 
     ),
 )
 def test_parts_of_mlps_in_tiles_are_trained(made, tmp_path, ranks, strategy, more):
-    """However a strategy would have cut an MLP, its tiles find all of its weights, and these get their gradients."""
-    frozen = {"embeddings": ("embed_tokens", "lm_head"), "*mlp.up_proj*": ("mlp.up_proj",)}.get(more[-1], ())
-    found = by_train_py(made / "llama", made / "data", tmp_path, ranks, "--strategy", strategy, "--tiled_mlp", "true", *more)
+    """However a strategy would have cut an MLP, its tiles find all of its weights, and these get
+    their gradients."""
+    frozen = {"embeddings": ("embed_tokens", "lm_head"), "*mlp.up_proj*": ("mlp.up_proj",)}.get(
+        more[-1], ()
+    )
+    found = by_train_py(
+        made / "llama",
+        made / "data",
+        tmp_path,
+        ranks,
+        "--strategy",
+        strategy,
+        "--tiled_mlp",
+        "true",
+        *more,
+    )
     assert_alike(found, plain(made / "llama", made / "data", frozen))
 
 
 @pytest.mark.parametrize(
     ("model", "ranks", "more"),
-    often(("tied", 1, ()), ("llama", 1, ()), ("llama", 2, ("--sharding_strategy", "NO_SHARD")), ("tied", 2, ())),
+    often(
+        ("tied", 1, ()),
+        ("llama", 1, ()),
+        ("llama", 2, ("--sharding_strategy", "NO_SHARD")),
+        ("tied", 2, ()),
+    ),
 )
-def test_frozen_embeddings_of_an_unsharded_model_stay_parameters(made, tmp_path, model, ranks, more):
+def test_frozen_embeddings_of_an_unsharded_model_stay_parameters(
+    made, tmp_path, model, ranks, more
+):
     more = ("--strategy", "fsdp", "--freeze", "embeddings", "--eval_iters", 2, *more)
     found = by_train_py(made / model, made / "data", tmp_path, ranks, *more)
     assert_alike(found, plain(made / model, made / "data", ("embed_tokens", "lm_head")))

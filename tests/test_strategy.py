@@ -47,36 +47,51 @@ def run(toys, folder, ranks, *flags, precision="32-true"):
         *("--run_name", "run", "--precision", precision, "--lr", 1e-3, "--max_step", 4),
         *("--global_batch_size", 12, "--micro_batch_size", 2, "--eval_iters", 3, *flags),
     )
-    return metrics(folder / "run", "loss"), metrics(folder / "run", "grad_norm"), metrics(folder / "run", "eval_loss")
+    return (
+        metrics(folder / "run", "loss"),
+        metrics(folder / "run", "grad_norm"),
+        metrics(folder / "run", "eval_loss"),
+    )
 
 
 @pytest.fixture(scope="module")
 def plain(toys, tmp_path_factory):
-    """One device: (losses, gradient norms, evaluation losses, final weights) in 32-true and bf16-mixed."""
+    """One device: (losses, gradient norms, evaluation losses, final weights) in 32-true and
+    bf16-mixed."""
 
     def of(precision):
         folder = tmp_path_factory.mktemp("plain")
         curves = run(toys, folder, 1, precision=precision)
-        return *curves, AutoModelForCausalLM.from_pretrained(folder / "run" / "step-00000004").state_dict()
+        return *curves, AutoModelForCausalLM.from_pretrained(
+            folder / "run" / "step-00000004"
+        ).state_dict()
 
     return {precision: of(precision) for precision in ("32-true", "bf16-mixed")}
 
 
 def gradients_of_a_node_each(name):
-    """The gradients of this rank's tokens, which are all ranks' where strategies synchronise them."""
+    """The gradients of this rank's tokens, which are all ranks' where strategies synchronise
+    them."""
     how = Sharding(sharding_strategy="HYBRID_SHARD")
-    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=2, strategy=SimpleNamespace(num_processes=1))
+    fabric = SimpleNamespace(
+        device=torch.device("cpu"), world_size=2, strategy=SimpleNamespace(num_processes=1)
+    )
     fabric.setup_module = lambda model, move_to_device: model
     skeleton, model = (build_skeleton(TOY_CONFIGS["llama"], torch.float32) for _ in range(2))
     weights.compute_buffers(model)
 
     def fill(model):
-        weights.fill(model, skeleton, weights.Drawn(build_skeleton(TOY_CONFIGS["llama"], torch.float32), 1))
+        weights.fill(
+            model, skeleton, weights.Drawn(build_skeleton(TOY_CONFIGS["llama"], torch.float32), 1)
+        )
 
     model = strategy.wrap(fabric, name, LanguageModel(model), fill, "32-true", how)
     ids = torch.arange(16)[None] + torch.distributed.get_rank()
     model(input_ids=ids, labels=ids).backward()
-    return {key: shard.parameter.grad.float().sum().item() for key, shard in strategy.shards(model).items()}
+    return {
+        key: shard.parameter.grad.float().sum().item()
+        for key, shard in strategy.shards(model).items()
+    }
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
@@ -93,7 +108,9 @@ def test_flags_do_not_change_the_result(toys, tmp_path, plain, strategy, ranks, 
     for found, expected in zip(curves, plain["32-true"]):
         assert found == pytest.approx(expected, rel=1e-6, abs=0)
     if "sharded" not in flags:
-        weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004").state_dict()
+        weights = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "run" / "step-00000004"
+        ).state_dict()
         for name, value in plain["32-true"][-1].items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6)
 
@@ -125,14 +142,20 @@ def test_auto_of_a_model_that_says_nothing_takes_its_longest_list():
     class Block(nn.Linear):
         pass
 
-    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([Block(2, 2), Block(2, 2)]))
+    model = nn.Sequential(
+        nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([Block(2, 2), Block(2, 2)])
+    )
     assert wrapped_names(model, "auto") == ["1.0", "1.1"]
 
 
 def test_size_wraps_from_below_and_never_splits_tied_weights():
     model = build_skeleton(TOY_CONFIGS["llama"], torch.float32)
     assert "lm_head" in wrapped_names(model, "size:4000")
-    assert wrapped_names(model, "size:5000") == ["model.layers.0.mlp", "model.layers.1.mlp", "model"]
+    assert wrapped_names(model, "size:5000") == [
+        "model.layers.0.mlp",
+        "model.layers.1.mlp",
+        "model",
+    ]
     tied = build_skeleton(TOY_CONFIGS["gpt2"], torch.float32)
     names = wrapped_names(tied, "size:4000")
     assert "lm_head" not in names and "transformer.wte" not in names and "transformer" not in names
@@ -157,12 +180,22 @@ def held(argv, ranks):
 
 @pytest.mark.parametrize(
     ("strategy", "flags", "part"),
-    [("ddp", "", 1), ("fsdp", "", 2), ("fsdp", "--sharding_strategy NO_SHARD", 1), ("fsdp2", "", 2)],
+    [
+        ("ddp", "", 1),
+        ("fsdp", "", 2),
+        ("fsdp", "--sharding_strategy NO_SHARD", 1),
+        ("fsdp2", "", 2),
+    ],
 )
 def test_a_rank_holds_its_part(toys, tmp_path, strategy, flags, part):
-    argv = f"--model_name {toys / 'llama'} --train_data_dir {toys / 'data'} --output_dir {tmp_path} --devices 2"
+    argv = (
+        f"--model_name {toys / 'llama'} --train_data_dir {toys / 'data'} --output_dir "
+        f"{tmp_path} --devices 2"
+    )
     argv = f"{argv} --strategy {strategy} {flags}".split()
-    whole = sum(p.numel() for p in build_skeleton(TOY_CONFIGS["llama"], torch.float32).parameters()) * 2
+    whole = (
+        sum(p.numel() for p in build_skeleton(TOY_CONFIGS["llama"], torch.float32).parameters()) * 2
+    )
     for bytes_held, group in run_ranks(2, held, argv, 2):
         assert bytes_held == pytest.approx(whole / part, rel=0.02)
         assert group == part

@@ -1,4 +1,5 @@
-"""plan.py --sweep: each row is the plan of its devices, messages show where they must, and mistakes are told in one sentence."""
+"""plan.py --sweep: each row is the plan of its devices, messages show where they must, and mistakes
+are told in one sentence."""
 
 from pathlib import Path
 
@@ -23,18 +24,41 @@ def swept(toys, *words):
 @pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_row_is_the_plan_of_its_devices(toys, strategy):
-    flags = ("--devices", 2, "--strategy", strategy, "--micro_batch_size", 4, "--gradient_accumulation_steps", 2)
+    flags = (
+        "--devices",
+        2,
+        "--strategy",
+        strategy,
+        "--micro_batch_size",
+        4,
+        "--gradient_accumulation_steps",
+        2,
+    )
     rows, _ = swept(toys, "--sweep", "devices=2..64", *flags)
-    assert [row for row in rows if row[0] < 8] == [(2, "FULL_SHARD"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
-    for devices, how in [(2, "FULL_SHARD"), (4, "HYBRID_SHARD"), (32, "FULL_SHARD"), *((64, how) for how in HOW)]:
+    assert [row for row in rows if row[0] < 8] == [
+        (2, "FULL_SHARD"),
+        (4, "FULL_SHARD"),
+        (4, "HYBRID_SHARD"),
+    ]
+    for devices, how in [
+        (2, "FULL_SHARD"),
+        (4, "HYBRID_SHARD"),
+        (32, "FULL_SHARD"),
+        *((64, how) for how in HOW),
+    ]:
         nodes = ("--num_nodes", devices // 2, "--sharding_strategy", how)
-        alone, row = said("--model_name", toys / "llama", *SHORT, *flags, *nodes), rows[devices, how]["outlook"]
+        alone, row = (
+            said("--model_name", toys / "llama", *SHORT, *flags, *nodes),
+            rows[devices, how]["outlook"],
+        )
         is_traced = devices <= 32
         close = 1e-9 if is_traced else 0.01
         assert tensors(row) == pytest.approx(tensors(alone), rel=close)
         for key in ("tokens_a_step", "link_bytes", "network_bytes"):
             assert row[key] == alone[key], key
-        for key, seconds in alone["seconds"].items():  # operations are counted where a step is traced
+        for key, seconds in alone[
+            "seconds"
+        ].items():  # operations are counted where a step is traced
             of_trace = key in ("launch", "step")
             assert row["seconds"][key] == pytest.approx(seconds, rel=close if of_trace else 0), key
 
@@ -53,11 +77,14 @@ def test_every_device_keeps_its_part_of_the_batch(toys):
 
 @pytest.mark.longer
 def test_where_the_network_is_slow_the_hybrid_is_faster(toys):
-    """In float32 a node sends 12 bytes a parameter to shard over all devices, and 8 to sum the gradients of a hybrid."""
+    """In float32 a node sends 12 bytes a parameter to shard over all devices, and 8 to sum the
+    gradients of a hybrid."""
     flags = ("--precision", "32-true", "--mfu", 1e-7, "--sweep", "devices=8..64")
     fast, _ = swept(toys, *flags)
     outlook = fast[16, "FULL_SHARD"]["outlook"]
-    network = 8e-9 * outlook["network_bytes"] / (0.9 * outlook["seconds"]["compute"])  # Gbit/s: nearly all of computing
+    network = (
+        8e-9 * outlook["network_bytes"] / (0.9 * outlook["seconds"]["compute"])
+    )  # Gbit/s: nearly all of computing
     slow, found = swept(toys, *flags, "--network", network)
     steps = {key: row["outlook"]["seconds"]["step"] for key, row in slow.items()}
     assert steps[16, "FULL_SHARD"] == steps[16, "HYBRID_SHARD"] == steps[8, "FULL_SHARD"]
@@ -78,7 +105,9 @@ def test_the_latency_of_rings_and_trees():
     inside, tree = BEGIN + 7 * INSIDE, BEGIN + 4 * BETWEEN
     assert of("FULL_SHARD", 1, 1, "single") == 0
     assert of("FULL_SHARD", 8, 1) == pytest.approx(5 * 2 * 3 * inside)
-    assert of("FULL_SHARD", 8, 4) == pytest.approx(5 * 2 * 3 * (BEGIN + 4 * 7 * INSIDE + 3 * BETWEEN))
+    assert of("FULL_SHARD", 8, 4) == pytest.approx(
+        5 * 2 * 3 * (BEGIN + 4 * 7 * INSIDE + 3 * BETWEEN)
+    )
     assert of("SHARD_GRAD_OP", 8, 1) == pytest.approx(5 * 2 * 2 * inside)
     assert of("HYBRID_SHARD", 8, 4) == pytest.approx(5 * 2 * (3 * inside + tree))
     assert of("FULL_SHARD", 8, 4, "ddp") == pytest.approx(5 * (tree + 14 * INSIDE))
@@ -103,7 +132,15 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
 
 
 def test_what_does_not_fit_is_said(toys):
-    words = ["--model_name", str(toys / "llama"), *SHORT, "--sweep", "devices=8..8", "--device_memory", "1e-3"]
+    words = [
+        "--model_name",
+        str(toys / "llama"),
+        *SHORT,
+        "--sweep",
+        "devices=8..8",
+        "--device_memory",
+        "1e-3",
+    ]
     [text] = run_ranks(1, captured, words)
     assert " %, no " in text.splitlines()[1]
 
@@ -114,18 +151,26 @@ def test_what_is_printed_and_drawn(toys, tmp_path):
     words = ["--model_name", str(toys / "llama"), *SHORT[:2], "--sweep", "devices=8..32"]
     [text] = run_ranks(1, captured, [*words, "--html", str(tmp_path / "page.html")])
     lines = text.splitlines()
-    assert lines[0].split()[:2] == ["devices", "tokens"] and [line.split()[0] for line in lines[1:6]] == [
+    assert lines[0].split()[:2] == ["devices", "tokens"] and [
+        line.split()[0] for line in lines[1:6]
+    ] == [
         "8",
         "16",
         "16",
         "32",
         "32",
     ]
-    assert "\nFULL_SHARD: messages " in text and "\nAssumed\n  Weak scaling" in text and "Next:" not in text
+    assert (
+        "\nFULL_SHARD: messages " in text
+        and "\nAssumed\n  Weak scaling" in text
+        and "Next:" not in text
+    )
     from test_report import Page
 
     drawn = Page(tmp_path / "page.html")
-    assert drawn.names() == ["efficiency", "none", "step", "memory"] and "Weak scaling" in drawn.text
+    assert (
+        drawn.names() == ["efficiency", "none", "step", "memory"] and "Weak scaling" in drawn.text
+    )
     full, hybrid = drawn.lines("efficiency")
     assert full["x"] == [8, 16, 32] and hybrid["x"] == [16, 32]
 

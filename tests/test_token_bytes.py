@@ -1,4 +1,5 @@
-"""Bytes of text that tokens stand for: those of a text's tokens add up to the text, in tokenizers of each kind."""
+"""Bytes of text that tokens stand for: those of a text's tokens add up to the text, in tokenizers
+of each kind."""
 
 import json
 
@@ -12,7 +13,11 @@ from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
-TEXTS = ["Grüße, 日本語 and 🎉!\n\tdef f(x):\n    return x ** 2\n", "one two  three   four", "ünïcödé çà et là"] * 20
+TEXTS = [
+    "Grüße, 日本語 and 🎉!\n\tdef f(x):\n    return x ** 2\n",
+    "one two  three   four",
+    "ünïcödé çà et là",
+] * 20
 
 
 def byte_level():
@@ -23,18 +28,26 @@ def sentencepiece_bpe():
     """As Llama 2's: spaces are part of words, and what isn't known becomes bytes."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     some = [text.replace("🎉", "").replace("日", "") for text in TEXTS]
-    backend.train_from_iterator(some, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    backend.train_from_iterator(
+        some, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def unigram():
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     backend.decoder = decoders.Metaspace(prepend_scheme="never")
-    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
+    )
     backend.train_from_iterator(TEXTS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
@@ -43,7 +56,9 @@ def unigram():
 def test_the_tokens_of_a_text_have_its_bytes(make):
     tokenizer = make()
     counts = bytes_of_tokens(tokenizer, len(tokenizer) + 3)
-    assert counts.shape == (len(tokenizer) + 3,) and (counts[-3:] == 0).all(), "rows beyond the tokenizer's"
+    assert counts.shape == (len(tokenizer) + 3,) and (counts[-3:] == 0).all(), (
+        "rows beyond the tokenizer's"
+    )
     assert (counts[tokenizer.all_special_ids] == 0).all()
     for text in set(TEXTS):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -97,7 +112,9 @@ def prepared(tmp_path_factory):
     def make(tokenizer, texts):
         folder = tmp_path_factory.mktemp("prepared")
         tokenizer.save_pretrained(folder / "tokenizer")
-        (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / "a.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
         given = dict(
             output=folder / "data",
             tokenizer=str(folder / "tokenizer"),
@@ -118,8 +135,14 @@ def test_unknown_tokens_are_counted_and_said(prepared):
     tokenizer = unigram()
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in UNKNOWN]
     text, unknown = manifest["text"], sum(some.count(tokenizer.unk_token_id) for some in ids)
-    assert unknown > 500 and text["unknown"] == unknown and text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
-    assert text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
+    assert (
+        unknown > 500
+        and text["unknown"] == unknown
+        and text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
+    )
+    assert (
+        text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
+    )
     assert bytes_are_lost(manifest)
     said = summary(manifest)
     assert f"warning    {unknown:,} tokens (" in said and " %) are <unk>: " in said
@@ -128,17 +151,28 @@ def test_unknown_tokens_are_counted_and_said(prepared):
 
 
 def test_letters_that_become_no_token_are_lost_too(prepared):
-    _, manifest = prepared(letters(), [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)])
+    _, manifest = prepared(
+        letters(), [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)]
+    )
     assert manifest["text"]["unknown"] == 0 and bytes_are_lost(manifest)
     assert "so evaluations give no bits per byte" in summary(manifest)
-    _, manifest = prepared(letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"])
-    assert not bytes_are_lost(manifest) and manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
-    assert manifest["skipped"]["bad"] == 1 and "of which this tokenizer makes no token" in summary(manifest)
+    _, manifest = prepared(
+        letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"]
+    )
+    assert (
+        not bytes_are_lost(manifest)
+        and manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
+    )
+    assert manifest["skipped"]["bad"] == 1 and "of which this tokenizer makes no token" in summary(
+        manifest
+    )
 
 
 def test_a_set_that_has_lost_bytes_has_no_loss_in_bits_per_byte(toys, prepared, tmp_path):
     known, unknown = (prepared(unigram(), texts)[0] for texts in (KNOWN, UNKNOWN))
-    train_ranks(1, *run_of(toys / "llama", known, tmp_path, "run", "--eval_data", f"other={unknown}"))
+    train_ranks(
+        1, *run_of(toys / "llama", known, tmp_path, "run", "--eval_data", f"other={unknown}")
+    )
     found = metrics(tmp_path / "run", "eval")[0]
     assert found["validation"]["bits_per_byte"] > 0 and found["other"]["loss"] > 0
     assert "bits_per_byte" not in found["other"]

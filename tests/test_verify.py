@@ -1,4 +1,5 @@
-"""The verifier calls a good run good, names whatever is wrong with a bad one, and its drill sees a difference."""
+"""The verifier calls a good run good, names whatever is wrong with a bad one, and its drill sees a
+difference."""
 
 import json
 import math
@@ -27,12 +28,26 @@ KINDS = ("full", "sharded")
 
 @pytest.fixture(scope="module")
 def runs(toys, tmp_path_factory):
-    """Finished runs `full` and `sharded` of two FSDP ranks, checkpoints at 2, 4 and 6, and `other` of another seed."""
+    """Finished runs `full` and `sharded` of two FSDP ranks, checkpoints at 2, 4 and 6, and `other`
+    of another seed."""
     output = tmp_path_factory.mktemp("runs")
     flags = toy_run(toys, output, model="llama-tied")
-    flags += ("--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 2, "--max_step", 6)
+    flags += (
+        "--global_batch_size",
+        4,
+        "--save_step_interval",
+        2,
+        "--eval_iters",
+        2,
+        "--max_step",
+        6,
+    )
     flags += ("--strategy", "fsdp", "--lr", 1e-3)
-    for name, kind, seed in (("full", "full", 1), ("sharded", "sharded", 1), ("other", "sharded", 2)):
+    for name, kind, seed in (
+        ("full", "full", 1),
+        ("sharded", "sharded", 1),
+        ("other", "sharded", 2),
+    ):
         train_ranks(2, *flags, "--run_name", name, "--state_dict_type", kind, "--seed", seed)
     return output
 
@@ -84,7 +99,13 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     run, before = runs / kind, files.describe(runs / kind, files.files_in(runs / kind))
     code, out, error = verified(capsys, run, "--output", tmp_path / "certificate.json")
     assert (code, error) == (0, "")
-    for words in ("step-00000002", "step-00000006", "code 0, done", "Verified with plain transformers", "Certificate"):
+    for words in (
+        "step-00000002",
+        "step-00000006",
+        "code 0, done",
+        "Verified with plain transformers",
+        "Certificate",
+    ):
         assert words in out
     document = json.loads((tmp_path / "certificate.json").read_text())
     assert document["verdict"] == "whole" and document["findings"] == document["notes"] == []
@@ -98,7 +119,9 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     assert counts["checkpoints"] == 3 and counts["files"] == len(paths)
     assert counts["bytes"] == sum(p.stat().st_size for p in paths)
     assert counts["tensors"] == sum(len(load_file(p)) for p in paths if p.suffix == ".safetensors")
-    assert counts["parameters"] == document["export"]["parameters"] and counts["training_lines"] == 6
+    assert (
+        counts["parameters"] == document["export"]["parameters"] and counts["training_lines"] == 6
+    )
     assert os.listdir(tmp_path) == ["certificate.json"], "nothing is left"
     assert files.describe(run, files.files_in(run)) == before, "nothing is changed"
 
@@ -118,7 +141,12 @@ def test_every_damaged_file_is_named(run, capsys):
     (run / "step-00000006" / "more.txt").write_text("x")
     code, out, error = verified(capsys, run)
     wrong = [line for line in out.splitlines() if "WRONG" in line]
-    assert code == 66 and len(wrong) == 3 and error.endswith("And 2 more.\n") and len(error.splitlines()) == 1
+    assert (
+        code == 66
+        and len(wrong) == 3
+        and error.endswith("And 2 more.\n")
+        and len(error.splitlines()) == 1
+    )
     assert "step-00000004" in wrong[0] and "config.json is missing" in wrong[0]
     assert PART.removeprefix("step-00000004/") in wrong[1] and "has changed" in wrong[1]
     assert "step-00000006" in wrong[2] and "more.txt isn't listed" in wrong[2]
@@ -154,7 +182,10 @@ def drop_last_row(tensors):
     tensors[MATRIX] = tensors[MATRIX][:-1].clone()
 
 
-@pytest.mark.parametrize(("name", "change", "word"), [(NORM, make_nan, "NaN"), (MATRIX, drop_last_row, "mlp.up_proj.weight")])
+@pytest.mark.parametrize(
+    ("name", "change", "word"),
+    [(NORM, make_nan, "NaN"), (MATRIX, drop_last_row, "mlp.up_proj.weight")],
+)
 def test_what_a_matching_manifest_hides_in_sharded_weights(run, capsys, name, change, word):
     folder = run / "step-00000004"
     rewrite(weights_of(folder, name), change)
@@ -185,7 +216,8 @@ def lose(tensors):
 
 @pytest.mark.quick_cases(r"lose")
 @pytest.mark.parametrize(
-    ("change", "word"), [(set_nan, "infinity"), (transpose, "mlp.up_proj.weight"), (lose, "model.norm.weight")]
+    ("change", "word"),
+    [(set_nan, "infinity"), (transpose, "mlp.up_proj.weight"), (lose, "model.norm.weight")],
 )
 def test_what_a_matching_manifest_hides_in_full_weights(runs, tmp_path, capsys, change, word):
     run = shutil.copytree(runs / "full", tmp_path / "run")
@@ -205,7 +237,10 @@ def test_weights_in_several_files_with_an_index(runs, tmp_path, capsys):
     parts = {f"model-0000{k + 1}-of-00002.safetensors": sorted(tensors)[k::2] for k in range(2)}
     for file, names in parts.items():
         save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, names in parts.items() for name in names},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     reseal(folder)
     assert verified(capsys, run)[0] == 0
@@ -215,7 +250,9 @@ def test_a_checkpoint_under_another_step(run, capsys):
     shutil.rmtree(run / "step-00000006")
     shutil.copytree(run / "step-00000004", run / "step-00000006")
     code, out, error = verified(capsys, run)
-    assert code == 66 and "step-00000006/MANIFEST.json" in error and "step 4, not of step 6" in error
+    assert (
+        code == 66 and "step-00000006/MANIFEST.json" in error and "step 4, not of step 6" in error
+    )
     assert "progress.json" in out
 
 
@@ -243,12 +280,15 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(run, capsys, monkey
 
 @pytest.mark.parametrize("status", [{"code": 75, "step": 7}, {"code": 0, "step": None}])
 def test_steps_that_nobody_saved_are_no_damage(run, capsys, status):
-    """Ended by a second signal; or extended and killed, and then the first command in a restart loop."""
+    """Ended by a second signal; or extended and killed, and then the first command in a restart
+    loop."""
     said = json.loads((run / "STATUS.json").read_text())
     (run / "STATUS.json").write_text(json.dumps({**said, **status}))
     with (run / "metrics.jsonl").open("a") as file:
         line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
-        file.write(json.dumps({**line, "step": 7, "tokens": line["tokens"] // line["step"] * 7}) + "\n")
+        file.write(
+            json.dumps({**line, "step": 7, "tokens": line["tokens"] // line["step"] * 7}) + "\n"
+        )
     code, out, error = verified(capsys, run, "--no_export")
     assert (code, error) == (0, "") and "a resumed run writes them anew" in out
 
@@ -304,10 +344,16 @@ def tokens(number):
         (tokens(385), "385 tokens at step 4, its checkpoint 384"),
         (tokens("many"), "line 5 isn't a JSON object"),
         (replace_loss, "no finite loss in line 4"),
-        (lambda lines: lines.append('{"step": 6, "eval_loss": 1' + "0" * 400 + "}\n"), "no finite eval_loss in line 9"),
+        (
+            lambda lines: lines.append('{"step": 6, "eval_loss": 1' + "0" * 400 + "}\n"),
+            "no finite eval_loss in line 9",
+        ),
         (cut, "line 8 isn't a JSON object"),
         (lambda lines: lines.append('{"step": 7, "eval_loss": 4.0}\n'), "lines of steps 7 to 7"),
-        (lambda lines: replace_last(lines, eval_loss=4.0), "line 8 says 4.0 as the eval_loss, the checkpoint of step 6"),
+        (
+            lambda lines: replace_last(lines, eval_loss=4.0),
+            "line 8 says 4.0 as the eval_loss, the checkpoint of step 6",
+        ),
         (
             lambda lines: replace_last(lines, eval={"validation": {"loss": 4.0}}),
             "says 4.0 as the loss of validation, the checkpoint of step 6",
@@ -358,7 +404,10 @@ def change_logits(tensors):
 @pytest.mark.quick_cases(r"change_logits")
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(change_logits, "isn't the model that was trained"), (lambda tensors: tensors.pop("positions"), "positions")],
+    [
+        (change_logits, "isn't the model that was trained"),
+        (lambda tensors: tensors.pop("positions"), "positions"),
+    ],
 )
 def test_logits_that_are_not_those_of_training(run, capsys, change, words):
     rewrite(run / "step-00000006" / "trainer" / "probe.safetensors", change)
@@ -385,9 +434,19 @@ def test_no_run_no_checkpoint_and_bad_arguments(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code, _, error = verified(capsys, tmp_path / "empty")
     assert code == 66 and "holds no complete checkpoint" in error
-    for argv in ([], [tmp_path / "no"], ["--bogus"], [tmp_path, "--", "--devices", 2], ["--drill", "--steps", 2]):
+    for argv in (
+        [],
+        [tmp_path / "no"],
+        ["--bogus"],
+        [tmp_path, "--", "--devices", 2],
+        ["--drill", "--steps", 2],
+    ):
         code, _, error = verified(capsys, *argv)
-        assert code == 2 and error.startswith("fabric_llm.verify: error: ") and len(error.splitlines()) == 1
+        assert (
+            code == 2
+            and error.startswith("fabric_llm.verify: error: ")
+            and len(error.splitlines()) == 1
+        )
 
 
 def test_help_imports_no_torch():
@@ -405,11 +464,14 @@ def test_help_imports_no_torch():
 
 
 def drilled(folder, *argv):
-    """`python -m fabric_llm.verify --drill ARGV` as a user starts it, in `folder`, temporary files in `folder`/tmp."""
+    """`python -m fabric_llm.verify --drill ARGV` as a user starts it, in `folder`, temporary files
+    in `folder`/tmp."""
     (folder / "tmp").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
     words = [sys.executable, "-m", "fabric_llm.verify", "--drill", *map(str, argv)]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert os.listdir(folder / "tmp") == [], "nothing is left"
     return done
 
@@ -426,12 +488,27 @@ def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
         "--strategy",
         "fsdp",
     )
-    flags += ("--global_batch_size", 4, "--eval_iters", 0, "--max_step", 99, "--resume", "true", "--keep_last", 1)
+    flags += (
+        "--global_batch_size",
+        4,
+        "--eval_iters",
+        0,
+        "--max_step",
+        99,
+        "--resume",
+        "true",
+        "--keep_last",
+        1,
+    )
     own = ("--steps", 4, "--seed", 1, "--output", "certificate.json")
     done = drilled(tmp_path, *own, "--", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "certificate.json").read_text())
-    assert document["verdict"] == "identical" and document["world_size"] == 2 and document["resumed_from"]
+    assert (
+        document["verdict"] == "identical"
+        and document["world_size"] == 2
+        and document["resumed_from"]
+    )
     assert document["compared"]["lines"] == 4 and document["compared"]["files"] == 4
     for words in ("SIGKILL on rank", "step 4/4  saved", "resuming from step-", "identical"):
         assert words in done.stdout
@@ -446,15 +523,21 @@ def test_a_drill_of_a_run_that_cannot_start(runs, tmp_path):
 
 
 def test_other_bits_are_a_difference(runs, tmp_path):
-    counts, differences = drill.compare(runs / "sharded", shutil.copytree(runs / "sharded", tmp_path / "same"))
+    counts, differences = drill.compare(
+        runs / "sharded", shutil.copytree(runs / "sharded", tmp_path / "same")
+    )
     assert differences == [] and counts["files"] == 5 and counts["lines"] == 8
     assert counts["bytes"] > 50_000
-    file = weights_of(runs / "other" / "step-00000006", NORM).relative_to(runs / "other" / "step-00000006")
+    file = weights_of(runs / "other" / "step-00000006", NORM).relative_to(
+        runs / "other" / "step-00000006"
+    )
     _, differences = drill.compare(runs / "sharded", runs / "other")
     said = "\n".join(differences)
     assert f"{file} of step-00000006 isn't the same" in said and "metrics.jsonl differs" in said
     edit_lines(tmp_path / "same" / "metrics.jsonl", lambda lines: lines.pop())
-    assert drill.compare(runs / "sharded", tmp_path / "same")[1] == ["metrics.jsonl has 8 and 7 lines to compare."]
+    assert drill.compare(runs / "sharded", tmp_path / "same")[1] == [
+        "metrics.jsonl has 8 and 7 lines to compare."
+    ]
     # one bit of one tensor: the sign of a zero
     file = weights_of(tmp_path / "same" / "step-00000006", NORM)
     for zero in (0.0, -0.0):
@@ -476,6 +559,8 @@ def test_a_drill_that_ends_in_other_bits_fails(runs, tmp_path, monkeypatch, caps
         return (71 if killed else 0), ""
 
     monkeypatch.setattr(drill, "run_training", train)
-    code, out, error = verified(capsys, "--drill", "--steps", 6, "--output_dir", tmp_path, "--", "--devices", 2)
+    code, out, error = verified(
+        capsys, "--drill", "--steps", 6, "--output_dir", tmp_path, "--", "--devices", 2
+    )
     assert code == 66 and "isn't the same" in error and "verdict         different" in out
     assert os.listdir(tmp_path) == []

@@ -26,11 +26,17 @@ FACTS = {
 
 
 def warned(flags, **facts):
-    """What is said where the flags came to `facts`, which differ from FACTS, on this machine, with this data and model."""
+    """What is said where the flags came to `facts`, which differ from FACTS, on this machine, with
+    this data and model."""
     known = Has(**{**FACTS, **facts})
     config = Has(max_position_embeddings=known.positions, rope_parameters={})
     plan = Has(
-        placement=Has(strategy=known.strategy, kind=known.kind, devices=known.devices, num_nodes=known.num_nodes),
+        placement=Has(
+            strategy=known.strategy,
+            kind=known.kind,
+            devices=known.devices,
+            num_nodes=known.num_nodes,
+        ),
         schedule=Has(max_step=known.max_step, global_batch_size=known.sequences or 1),
         start=Has(step=known.start_step),
         data=Has(dataset=Has(context_length=known.context_length), budgets={}),
@@ -48,21 +54,44 @@ def warned(flags, **facts):
 
 
 def said_of(flags, **facts):
-    return warned(parse_train(["--model_name", "m", "--train_data_dir", "d", *flags.split()]), **facts)
+    return warned(
+        parse_train(["--model_name", "m", "--train_data_dir", "d", *flags.split()]), **facts
+    )
 
 
 TABLE = [  # flags, facts, the beginning of the one warning
-    ("--profile 3:5", {"start_step": 5}, "--profile 3:5 has no effect: the run goes on after step 5."),
+    ("--profile 3:5", {"start_step": 5}, (
+        "--profile 3:5 has no effect: the run goes on after step "
+        "5."
+    )),
     ("--lr 2", {}, "--lr 2 is far above what language models are trained with"),
-    ("", {"sequences": 1, "context_length": 64}, "a step of 1 x 64 tokens is mostly noise to a trained model: give --global"),
-    ("", {"sequences": 2, "context_length": 32_767, "positions": None}, "a step of 2 x 32767 tokens is mostly noise"),
-    ("--warmup_steps 100", {}, "--warmup_steps 100 isn't less than the run's 100 steps: the learning rate only rises, to 2e-05."),
-    ("--warmup_steps 400", {}, "--warmup_steps 400 isn't less than the run's 100 steps: the learning rate only rises, to 5e-06."),
+    ("", {"sequences": 1, "context_length": 64}, (
+        "a step of 1 x 64 tokens is mostly noise to a "
+        "trained model: give --global"
+    )),
+    ("", {"sequences": 2, "context_length": 32_767, "positions": None}, (
+        "a step of 2 x 32767 "
+        "tokens is mostly noise"
+    )),
+    ("--warmup_steps 100", {}, (
+        "--warmup_steps 100 isn't less than the run's 100 steps: the "
+        "learning rate only rises, to 2e-05."
+    )),
+    ("--warmup_steps 400", {}, (
+        "--warmup_steps 400 isn't less than the run's 100 steps: the "
+        "learning rate only rises, to 5e-06."
+    )),
     ("", {"shifted": ["'d'"]}, "the labels of 'd' are already shifted"),
     ("", {"unread": ("loss_mask", "text")}, "columns of 'd' that aren't read: loss_mask, text."),
     ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
-    ("", {"devices": 9, "strategy": "fsdp"}, "9 processes share 8 CPU cores and wait for each other: take --devices 8 at most."),
-    ("--limit_all_gathers false", {"strategy": "fsdp2"}, "--limit_all_gathers has no effect with --strategy fsdp2."),
+    ("", {"devices": 9, "strategy": "fsdp"}, (
+        "9 processes share 8 CPU cores and wait for each "
+        "other: take --devices 8 at most."
+    )),
+    ("--limit_all_gathers false", {"strategy": "fsdp2"}, (
+        "--limit_all_gathers has no effect with "
+        "--strategy fsdp2."
+    )),
     (
         "--limit_all_gathers false --backward_prefetch none",
         {"strategy": "fsdp2"},
@@ -71,34 +100,78 @@ TABLE = [  # flags, facts, the beginning of the one warning
     (
         "--auto_wrap_policy none --sharding_strategy SHARD_GRAD_OP --reduce_dtype bfloat16",
         {"strategy": "ddp"},
-        "--auto_wrap_policy, --sharding_strategy and --reduce_dtype have no effect with --strategy ddp.",
+        (
+            "--auto_wrap_policy, --sharding_strategy and --reduce_dtype have no effect with "
+            "--strategy ddp."
+        ),
     ),
     ("--auto_wrap_policy none", {}, "--auto_wrap_policy has no effect with one device."),
-    ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, "--reduce_dtype has no effect with --precision 32"),
+    ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, (
+        "--reduce_dtype has no "
+        "effect with --precision 32"
+    )),
     ("--cpu_offload true", {"strategy": "fsdp"}, "--cpu_offload has no effect on a CPU"),
-    ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."),
-    ("--bf16_updates master --precision bf16-mixed", {}, "--bf16_updates has no effect with --precision bf16-mixed."),
+    ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, (
+        "--sharding_strategy HYBRID_SHARD "
+        "on one machine is FULL_SHARD."
+    )),
+    ("--bf16_updates master --precision bf16-mixed", {}, (
+        "--bf16_updates has no effect with "
+        "--precision bf16-mixed."
+    )),
     ("--min_lr 1e-6 --lr_decay false", {}, "--min_lr has no effect with --lr_decay false."),
-    ("--lr_schedule linear --lr_decay false", {}, "--lr_schedule has no effect with --lr_decay false."),
+    ("--lr_schedule linear --lr_decay false", {}, (
+        "--lr_schedule has no effect with --lr_decay "
+        "false."
+    )),
     ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect with --max_step 100."),
     ("--resume_override lr", {}, "--resume_override has no effect without --resume."),
-    ("--decay_steps 5 --decay_shape linear", {}, "--decay_steps and --decay_shape have no effect without --lr_schedule wsd or infinite."),
-    ("--lr_schedule wsd --constant_lr 1e-6", {}, "--constant_lr has no effect with --lr_schedule wsd."),
-    ("--auto_wrap_policy none --tpu true", {"strategy": "xla"}, "--auto_wrap_policy has no effect with --tpu true."),
+    ("--decay_steps 5 --decay_shape linear", {}, (
+        "--decay_steps and --decay_shape have no effect "
+        "without --lr_schedule wsd or infinite."
+    )),
+    ("--lr_schedule wsd --constant_lr 1e-6", {}, (
+        "--constant_lr has no effect with --lr_schedule "
+        "wsd."
+    )),
+    ("--auto_wrap_policy none --tpu true", {"strategy": "xla"}, (
+        "--auto_wrap_policy has no effect "
+        "with --tpu true."
+    )),
     ("--spike_action skip", {}, "--spike_action has no effect without --spike_threshold."),
-    ("--ema_device same --ema_every 2", {}, "--ema_device and --ema_every have no effect without --ema_decay."),
-    ("--eval_step_interval 5 --eval_iters 0", {}, "--eval_step_interval has no effect with --eval_iters 0."),
-    ("--save_step_interval 100", {}, "--save_step_interval 100 isn't less than the run's 100 steps"),
+    ("--ema_device same --ema_every 2", {}, (
+        "--ema_device and --ema_every have no effect without "
+        "--ema_decay."
+    )),
+    ("--eval_step_interval 5 --eval_iters 0", {}, (
+        "--eval_step_interval has no effect with "
+        "--eval_iters 0."
+    )),
+    ("--save_step_interval 100", {}, (
+        "--save_step_interval 100 isn't less than the run's 100 "
+        "steps"
+    )),
     ("--keep_every 5", {}, "--keep_every has no effect without --keep_last."),
-    ("--keep_best 2 --keep_last 1 --eval_iters 0", {}, "--keep_best has no effect with --eval_iters 0"),
+    ("--keep_best 2 --keep_last 1 --eval_iters 0", {}, (
+        "--keep_best has no effect with "
+        "--eval_iters 0"
+    )),
     ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
-    ("--entity a --project b --log_model true", {}, "--entity, --project and --log_model have no effect without --logger wandb."),
-    ("--log_model all --logger csv,tensorboard", {}, "--log_model has no effect with --logger csv,tensorboard."),
+    ("--entity a --project b --log_model true", {}, (
+        "--entity, --project and --log_model have no "
+        "effect without --logger wandb."
+    )),
+    ("--log_model all --logger csv,tensorboard", {}, (
+        "--log_model has no effect with --logger "
+        "csv,tensorboard."
+    )),
     ("--sample_tokens 9", {}, "--sample_tokens has no effect without --sample_prompts."),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "facts", "words"), TABLE, ids=[flags or str(facts) for flags, facts, _ in TABLE])
+@pytest.mark.parametrize(
+    ("flags", "facts", "words"), TABLE, ids=[flags or str(facts) for flags, facts, _ in TABLE]
+)
 def test_warnings(flags, facts, words):
     [said] = said_of(flags, **facts)
     assert said.startswith(words) and said.endswith(".") and "\n" not in said
@@ -116,7 +189,10 @@ def test_warnings(flags, facts, words):
             "--limit_all_gathers true --backward_prefetch BACKWARD_PRE",
             {"strategy": "fsdp2"},
         ),  # the defaults, as written
-        ("--limit_all_gathers false --backward_prefetch none --reduce_dtype bfloat16", {"strategy": "fsdp"}),
+        (
+            "--limit_all_gathers false --backward_prefetch none --reduce_dtype bfloat16",
+            {"strategy": "fsdp"},
+        ),
         ("--sharding_strategy NO_SHARD", {"strategy": "ddp"}),
         ("--cpu_offload true", {"strategy": "fsdp2", "kind": "cuda"}),
         ("", {"devices": 9, "kind": "cuda", "strategy": "fsdp"}),
@@ -140,34 +216,66 @@ def test_the_presets_are_meant(tmp_path):
 
     for config in sorted((ROOT / "configs").glob("*.yaml")):
         arguments = parse_train(["--config", str(config)])
-        facts = {"strategy": "fsdp", "kind": "cuda", "max_step": arguments.training.max_step or 10_000}
+        facts = {
+            "strategy": "fsdp",
+            "kind": "cuda",
+            "max_step": arguments.training.max_step or 10_000,
+        }
         assert warned(arguments, **facts) == [], config
 
 
 def test_positions(toys):
     assert length(AutoConfig.from_pretrained(toys / "llama")) == 64
-    assert length(AutoConfig.from_pretrained(toys / "gpt2")) is None, "learned ones are an error, see preflight.py"
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert length(AutoConfig.from_pretrained(toys / "gpt2")) is None, (
+        "learned ones are an error, see preflight.py"
+    )
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     assert length(LlamaConfig(max_position_embeddings=64, rope_parameters=yarn)) == 256
-    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+    }
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
 
 
 def test_labels_that_are_shifted_are_found(toys, tmp_path):
-    """By comparison with input_ids, also where most are masked; not where labels are as they should be."""
+    """By comparison with input_ids, also where most are masked; not where labels are as they should
+    be."""
     tokens = np.random.default_rng(0).integers(1, 100, (12, 24))
     shifted = np.concatenate([tokens[:, 1:], np.full((12, 1), -100)], axis=1)
     masked = np.where(np.arange(24) < 20, -100, shifted)
     alike = np.ones_like(tokens)  # every token is the one after it
-    cases = [(tokens, shifted, True), (tokens, masked, True), (tokens, tokens, False), (alike, alike, False)]
+    cases = [
+        (tokens, shifted, True),
+        (tokens, masked, True),
+        (tokens, tokens, False),
+        (alike, alike, False),
+    ]
     cases += [(tokens, np.where(np.arange(24) < 20, -100, tokens), False), (tokens, None, False)]
     for number, (ids, labels, expected) in enumerate(cases):
-        columns = {"input_ids": ids.tolist()} | ({} if labels is None else {"labels": labels.tolist()})
+        columns = {"input_ids": ids.tolist()} | (
+            {} if labels is None else {"labels": labels.tolist()}
+        )
         split, folder = datasets.Dataset.from_dict(columns), tmp_path / f"data-{number}"
         datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder))
         assert shifts_labels(open_dataset(folder).train) == expected, number
-    words = (*toy_run(toys, tmp_path), "--train_data_dir", tmp_path / "data-1", "--max_step", 1, "--eval_iters", 0)
+    words = (
+        *toy_run(toys, tmp_path),
+        "--train_data_dir",
+        tmp_path / "data-1",
+        "--max_step",
+        1,
+        "--eval_iters",
+        0,
+    )
     job = Job(1, *words)
     assert job.wait() == [0], job.output
     assert job.output[0].count("data-1' are already shifted") == 1, job.output[0]
@@ -177,7 +285,9 @@ def test_rank_0_says_it_once(toys, tmp_path):
     """Of a real run of two ranks, in which the context is longer than the model's positions."""
     config = json.loads((toys / "llama" / "config.json").read_text())
     (tmp_path / "short").mkdir()
-    (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    (tmp_path / "short" / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": 16})
+    )
     flags = (
         *toy_run(toys, tmp_path / "runs"),
         "--model_name",
@@ -187,10 +297,14 @@ def test_rank_0_says_it_once(toys, tmp_path):
         "--warmup_steps",
         1,
     )
-    job = Job(2, *flags, "--strategy", "ddp", "--sharding_strategy", "SHARD_GRAD_OP", "--eval_iters", 0)
+    job = Job(
+        2, *flags, "--strategy", "ddp", "--sharding_strategy", "SHARD_GRAD_OP", "--eval_iters", 0
+    )
     assert job.wait() == [0, 0], job.output
     warnings = [line for line in job.output[0].splitlines() if line.startswith("Warning: ")]
     warnings = [line for line in warnings if "--model_name is given 2 times" not in line]
-    assert len(warnings) == 3 and warnings[0].startswith("Warning: rows hold 24 tokens, but the model was made for 16")
+    assert len(warnings) == 3 and warnings[0].startswith(
+        "Warning: rows hold 24 tokens, but the model was made for 16"
+    )
     assert warnings[1] == "Warning: --sharding_strategy has no effect with --strategy ddp."
     assert "Warning: " not in job.output[1]

@@ -1,4 +1,5 @@
-"""Weights, unit by unit: read, drawn, spread over ranks, computed with and written, they are those of the whole model."""
+"""Weights, unit by unit: read, drawn, spread over ranks, computed with and written, they are those
+of the whole model."""
 
 import json
 import shutil
@@ -98,7 +99,10 @@ def test_a_reference_holds_no_more_layers_than_it_may(tmp_path):
     model = reference.load_reference(skeleton, source, limit_bytes=size)
 
     def held():
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.model.layers.parameters()}
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in model.model.layers.parameters()
+        }
         return sum(storages.values())
 
     for layer in model.model.layers:
@@ -124,23 +128,37 @@ def test_whole_weights_are_the_files_of_save_pretrained(tmp_path, family):
         complete = [file for one in tensors.values() for file in files.write(one)]
         assert sorted(complete) == sorted(path.name for path in ours.glob("*.safetensors"))
         written, wanted = (
-            {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+            {
+                name: tensor
+                for path in folder.glob("*.safetensors")
+                for name, tensor in load_file(path).items()
+            }
             for folder in (ours, theirs)
         )
         assert_equal(written, wanted)
         if number == 0:
-            assert complete == ["model.safetensors"] == [path.name for path in theirs.glob("*.safetensors")]
+            assert (
+                complete
+                == ["model.safetensors"]
+                == [path.name for path in theirs.glob("*.safetensors")]
+            )
         else:  # transformers keeps what was one tensor in memory in one file, however large
             index = json.loads((ours / "model.safetensors.index.json").read_bytes())
             assert all(name in load_file(ours / file) for name, file in index["weight_map"].items())
             assert index["weight_map"].keys() == wanted.keys()
-            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+            assert index["metadata"]["total_size"] == sum(
+                tensor.nbytes for tensor in wanted.values()
+            )
 
 
 def test_a_file_is_byte_for_byte_that_of_safetensors(tmp_path):
     from safetensors.torch import save_file
 
-    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(2)}
+    tensors = {
+        "b": torch.arange(6.0).view(2, 3),
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.tensor(2),
+    }
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
     file = whole.TensorFile(tmp_path / "ours", tensors, {"format": "pt"})
     assert [file.write(name, tensors[name]) for name in ("c", "a", "b")] == [False, False, True]
@@ -162,7 +180,14 @@ def drawn(argv):
 def test_random_weights_are_the_same_bits_on_any_ranks_and_strategy(toys, tmp_path, model):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_bytes((toys / model / "config.json").read_bytes())
-    argv = [*toy_run(toys, tmp_path), "--model_name", tmp_path / "empty", "--precision", "bf16-true", "--devices"]
+    argv = [
+        *toy_run(toys, tmp_path),
+        "--model_name",
+        tmp_path / "empty",
+        "--precision",
+        "bf16-true",
+        "--devices",
+    ]
     argv = [str(word) for word in argv]
     [expected] = run_ranks(1, drawn, [*argv, "1"])
     assert not any(tensor.isnan().any() for tensor in expected.values())
@@ -190,7 +215,9 @@ def test_random_weights_are_spread_as_the_models_own(family):
 
 
 @pytest.mark.parametrize("how", ["lacks", "shape", "truncated"])
-def test_files_that_do_not_hold_the_model_are_one_sentence_before_anything_is_read(tmp_path, monkeypatch, how):
+def test_files_that_do_not_hold_the_model_are_one_sentence_before_anything_is_read(
+    tmp_path, monkeypatch, how
+):
     from safetensors.torch import save_file
 
     folder = write_model("llama", tmp_path / "llama")
@@ -213,22 +240,34 @@ def test_weights_that_are_tied_by_the_configuration_alone_are_refused(toys, tmp_
     """transformers leaves them apart, with a warning."""
     folder = shutil.copytree(toys / "llama-tied", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    for head, is_taken in ((tensors["model.embed_tokens.weight"].clone(), True), (torch.ones(1), False)):
+    for head, is_taken in (
+        (tensors["model.embed_tokens.weight"].clone(), True),
+        (torch.ones(1), False),
+    ):
         tensors["lm_head.weight"] = head if is_taken else tensors["lm_head.weight"] + 1
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        with nullcontext() if is_taken else pytest.raises(Fault, match="differ, but config.json ties them"):
+        with (
+            nullcontext()
+            if is_taken
+            else pytest.raises(Fault, match="differ, but config.json ties them")
+        ):
             opened(folder, torch.float32)
 
 
 def test_weights_without_an_index_or_under_another_name_are_not_drawn(toys, tmp_path):
     folder = shutil.copytree(toys / "llama", tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(Fault, match="can't be read: it has no model.safetensors and no model.safetensors.index.json"):
+    with pytest.raises(
+        Fault,
+        match="can't be read: it has no model.safetensors and no model.safetensors.index.json",
+    ):
         opened(folder, torch.float32)
     (folder / "weights").mkdir()  # of somebody else
     (folder / "model-00001-of-00002.safetensors").rename(folder / "own.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "own.safetensors"}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": "own.safetensors"})
+    )
     (found, _), (expected, _) = opened(folder, torch.float32), opened(toys / "llama", torch.float32)
     assert_equal(found.read("lm_head"), expected.read("lm_head"))
 
@@ -240,23 +279,33 @@ def test_weights_that_are_drawn_as_a_whole_are_said_once(capsys, family):
     source = weights.Drawn(build_skeleton(toy_config(family), torch.float32), seed=0)
     for unit in units(skeleton):
         source.read(unit)
-    assert capsys.readouterr().out.count("rank 0 draws the whole model at once") == (family != "gpt2")
+    assert capsys.readouterr().out.count("rank 0 draws the whole model at once") == (
+        family != "gpt2"
+    )
 
 
 def test_a_reference_that_needs_all_weights_at_once_says_so(tmp_path, capsys):
     source, skeleton = opened(write_model("rwkv", tmp_path / "rwkv"), torch.float32)
     reference.load_reference(skeleton, source, limit_bytes=0)
     said = capsys.readouterr().out
-    assert said.startswith("The layers of RwkvForCausalLM can't be computed one by one") and said.count("\n") == 1
+    assert (
+        said.startswith("The layers of RwkvForCausalLM can't be computed one by one")
+        and said.count("\n") == 1
+    )
 
 
-# ------------------------------------------------------------------------------- parts of a sharded tensor
+# ------------------------------------------------------------------------ parts of a sharded tensor
 
 
-@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.lists(st.integers(0, 1000), max_size=4), st.data())
+@given(
+    st.lists(st.integers(1, 5), min_size=0, max_size=4),
+    st.lists(st.integers(0, 1000), max_size=4),
+    st.data(),
+)
 @settings(deadline=None, max_examples=60)
 def test_parts_of_any_split_are_blocks_that_together_are_the_tensor(shape, cuts, data):
-    """FSDP1 splits a flattened tensor anywhere. What each rank writes is read again whole, and by any other split."""
+    """FSDP1 splits a flattened tensor anywhere. What each rank writes is read again whole, and by
+    any other split."""
     whole = torch.randn(shape).bfloat16()
     count = whole.numel()
     cuts = sorted({0, count, *(cut % (count + 1) for cut in cuts)})

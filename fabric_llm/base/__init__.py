@@ -1,13 +1,16 @@
 """What all rooms use and none of them owns. This room imports no other.
 
 faults        exit codes, `Fault`, `as_fault`, `one_line`
-files         `fsync`, `write_atomically`, `sha256`, the manifest of a folder, `latest` and other names of checkpoints
+files         `fsync`, `write_atomically`, `sha256`, the manifest of a folder, `latest` and other
+              names of checkpoints
 ranks         `gather`, `from_first`, `first_fault`, `from_rank_zero`
-program       `plain_output`, `outlast_readers`, `wait_until`, `cores`, `in_one_sentence`, `on_disk`: how programs print and end
-names         `nearest`, `unknown`, `hub_name`, `reach_hub`, `shown`: what a mistyped flag, model or folder may mean; `command`: a
-              command as a shell takes it; `at_home`: a path with `~`
+program       `plain_output`, `outlast_readers`, `wait_until`, `cores`, `in_one_sentence`,
+              `on_disk`: how programs print and end
+names         `nearest`, `unknown`, `hub_name`, `reach_hub`, `shown`: what a mistyped flag, model or
+              folder may mean; `command`: a command as a shell takes it; `at_home`: a path with `~`
 fabric        `Fabric` and its strategies: the one import of Lightning
 failpoints    `failpoint`: named places where tests make a run fail
 help          `answer_help`: what --help prints, from the declarations of flags
-command_line  `parse`, `Flags`, `read_yaml`: flags from dataclasses, one sentence for each mistake, plain YAML
+command_line  `parse`, `Flags`, `read_yaml`: flags from dataclasses, one sentence for each mistake,
+              plain YAML
 """

@@ -1,6 +1,8 @@
-"""Command lines: dataclasses of flags -> a parser, one sentence for each mistake, and YAML files of flags.
+"""Command lines: dataclasses of flags -> a parser, one sentence for each mistake, and YAML files of
+flags.
 
-arguments.py has the flags. Functions of this package that need many of them take `Flags`, and read them by group and name.
+arguments.py has the flags. Functions of this package that need many of them take `Flags`, and read
+them by group and name.
 """
 
 import argparse
@@ -29,7 +31,8 @@ except ModuleNotFoundError as error:  # here, since no command has begun that co
     print(f"error: {missing_package(error)}", file=sys.stderr)
     raise SystemExit(BAD_INPUT) from None
 
-# arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
+# arguments.Arguments, which this package doesn't import. A group's flags are its fields:
+# `flags.training.lr`.
 Flags = Any
 LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mistake
@@ -39,10 +42,12 @@ MOST_DIGITS = 1000
 
 @dataclass(frozen=True)
 class Flag:
-    """The declaration of a flag, from which --help, checks, warnings, suggestions and resuming are derived.
+    """The declaration of a flag, from which --help, checks, warnings, suggestions and resuming are
+    derived.
 
-    A flag belongs to the run: checkpoints hold its value, and a run that resumes with another value is refused unless
-    --resume_override names the flag. `may_change`, `fixed` and `kept=False` are exceptions.
+    A flag belongs to the run: checkpoints hold its value, and a run that resumes with another value
+    is refused unless --resume_override names the flag. `may_change`, `fixed` and `kept=False` are
+    exceptions.
     """
 
     default: Any
@@ -55,11 +60,16 @@ class Flag:
     how: Optional[bool] = None  # of train.py: whether it says how is trained, or what
     may_change: bool = False  # a resumed run may have another value
     fixed: bool = False  # a resumed run has the same value, whatever --resume_override says
-    kept: bool = True  # in arguments.yaml; False if it names the run, or concerns a single start of it
-    needs: str = ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
+    kept: bool = (
+        True  # in arguments.yaml; False if it names the run, or concerns a single start of it
+    )
+    needs: str = (
+        ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
+    )
     also: str = ""  # its names in other trainers, without those that are recognised as typos anyway
     basic: bool = False  # a first run needs it: it is in the short --help
-    path: bool = False  # it names a file or a folder, or several with commas, in which `~` is the home folder
+    # it names a file or a folder, or several with commas, in which `~` is the home folder
+    path: bool = False
 
     @property
     def belongs_to_run(self) -> bool:
@@ -71,17 +81,26 @@ class Flag:
         """The types and words that it takes, without None."""
         kinds = get_args(self.type) if get_origin(self.type) is Union else [self.type]
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        return [kind for kind in kinds if kind is not type(None) and get_origin(kind) is not Literal] + words
+        return [
+            kind for kind in kinds if kind is not type(None) and get_origin(kind) is not Literal
+        ] + words
 
     @property
     def values(self) -> str:
         """What it takes, in words."""
-        names = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list"}
+        names = {
+            int: "an integer",
+            float: "a number",
+            bool: "true or false",
+            str: "text",
+            list[str]: "a list",
+        }
         *most, last = (str(names.get(kind, kind)) for kind in self.kinds)
         return self.takes or ", ".join(most) + " or " * bool(most) + last
 
     def out_of_range(self, value: Any) -> str:
-        """What is wrong with a number, as the end of a sentence; "" if nothing is, or for other values."""
+        """What is wrong with a number, as the end of a sentence; "" if nothing is, or for other
+        values."""
         if not isinstance(value, (int, float)):
             return ""
         if self.above is not None and not value > self.above:
@@ -97,11 +116,19 @@ class Flag:
         return f"must be {words}, not {value}."
 
 
-CONFIG = Flag(None, "YAML file of flags; the command line wins over it", Optional[str], kept=False, basic=True, path=True)
+CONFIG = Flag(
+    None,
+    "YAML file of flags; the command line wins over it",
+    Optional[str],
+    kept=False,
+    basic=True,
+    path=True,
+)
 
 
 def flag(default: Any, help: str = "", **said: Any) -> Any:
-    """A field that declares a flag. help: default is the string below the field. said: fields of `Flag`."""
+    """A field that declares a flag. help: default is the string below the field. said: fields of
+    `Flag`."""
     return field(default=default, metadata={"flag": Flag(default, help, **said)})
 
 
@@ -116,27 +143,35 @@ def declared(group: type) -> dict[str, Flag]:
     """Flag name -> its declaration, in the order of --help."""
     types, found = get_type_hints(group), {}
     for f in fields(group):
-        help = f.metadata["flag"].help or _strings_below(inspect.getfile(group))[group.__name__, f.name]
+        help = (
+            f.metadata["flag"].help
+            or _strings_below(inspect.getfile(group))[group.__name__, f.name]
+        )
         found[f.name] = replace(f.metadata["flag"], help=help, type=types[f.name])
     return found
 
 
 @cache
 def _strings_below(file: str) -> dict[tuple[str, str], str]:
-    """(class name, field name) -> the string below the field. Python drops it, so the source is read, as Sphinx does."""
+    """(class name, field name) -> the string below the field. Python drops it, so the source is
+    read, as Sphinx does."""
     found = {}
     nodes = ast.parse(Path(file).read_text()).body
     for group in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for above, below in pairwise(group.body):
             if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[group.name, ast.unparse(above.target)] = " ".join(ast.literal_eval(below.value).split())
+                found[group.name, ast.unparse(above.target)] = " ".join(
+                    ast.literal_eval(below.value).split()
+                )
     return found
 
 
 def is_rank_zero() -> bool:
     """True in the process that speaks to the user, also before there is a process group."""
     node = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
-    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0") if node == "0" else "other") == "0"
+    return (
+        os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0") if node == "0" else "other") == "0"
+    )
 
 
 def is_first_of_machine() -> bool:
@@ -145,11 +180,13 @@ def is_first_of_machine() -> bool:
 
 
 def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
-    """End with an exit code, after the first process of each machine has printed a sentence on stderr."""
+    """End with an exit code, after the first process of each machine has printed a sentence on
+    stderr."""
     if is_first_of_machine():
         print(f"{program}: error: {printable(sentence)}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "torch" not in sys.modules and code == BAD_INPUT:
-        # Every rank finds this mistake. When the first one exits, torchrun ends the others, maybe before it is printed.
+        # Every rank finds this mistake. When the first one exits, torchrun ends the others, maybe
+        # before it is printed.
         time.sleep(SECONDS_FOR_THE_FIRST)
     raise SystemExit(code)
 
@@ -173,7 +210,10 @@ def parse(
     still hold.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    sections = {"": {"config": CONFIG}, **{group.__doc__ or "": declared(group) for group in flag_groups}}
+    sections = {
+        "": {"config": CONFIG},
+        **{group.__doc__ or "": declared(group) for group in flag_groups},
+    }
     try:
         answer_help(about, sections, argv)
     except ValueError as error:
@@ -202,7 +242,9 @@ def parse(
     # As argparse tells flags from values.
     given = [word.partition("=")[0] for word in words if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
     if others := [name for name in given if name.removeprefix("--") not in flags]:
-        fail(program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere))
+        fail(
+            program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
+        )
     _tell_of_repeated(program, argv, {"config": CONFIG, **flags})
     lines: dict[str, int] = {}  # of the flags that the file alone gives
     if known.config is not None:
@@ -213,7 +255,11 @@ def parse(
             in_config[name] = Flag(None, "", str)
         lines = _check_config(program, config, in_config, elsewhere)
         lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
-        words = ["--config", config, *words]  # first, so that the command line wins whatever the order
+        words = [
+            "--config",
+            config,
+            *words,
+        ]  # first, so that the command line wins whatever the order
 
     def named(name: str) -> str:
         return f"line {lines[name]} of {config}: {name}" if name in lines else f"--{name}"
@@ -222,7 +268,9 @@ def parse(
         name, equals, value = word.removeprefix("--").partition("=")
         _refuse_other_numbers(program, f"--{name}", name, value if equals else following, flags)
     parsed = parser.parse_args(words).as_dict()
-    values = {name: one.default if parsed[name] is None else parsed[name] for name, one in flags.items()}
+    values = {
+        name: one.default if parsed[name] is None else parsed[name] for name, one in flags.items()
+    }
     for name, one in flags.items():
         if wrong := one.out_of_range(values[name]):
             fail(program, f"{named(name)} {wrong}")
@@ -236,7 +284,8 @@ def parse(
 
 
 def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> None:
-    """Exit with code 2 where a list is given again, or --config; warn where a folder of what is trained on or a text with commas is.
+    """Exit with code 2 where a list is given again, or --config; warn where a folder of what is
+    trained on or a text with commas is.
 
     Of any other flag the last value counts without a word, as elsewhere.
     """
@@ -251,15 +300,21 @@ def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> 
             fail(program, f"{many}: give all its values behind one --{name}.")
         if before and one is CONFIG:
             fail(program, f"{many}: take one file, and flags for what differs.")
-        has_commas, is_what = "comma-separated" in one.values + one.help, one.path and one.how is False
+        has_commas, is_what = (
+            "comma-separated" in one.values + one.help,
+            one.path and one.how is False,
+        )
         if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
             all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
             said = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
             print(printable(said), file=sys.stderr, flush=True)
 
 
-def _check_config(program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]) -> dict[str, int]:
-    """{key: line} of the file. Exit with code 2 unless it has known keys, and values or lists of values."""
+def _check_config(
+    program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]
+) -> dict[str, int]:
+    """{key: line} of the file. Exit with code 2 unless it has known keys, and values or lists of
+    values."""
     try:
         text = _text_of(Path(config))
         values = load_yaml(text, repr(config))
@@ -268,7 +323,13 @@ def _check_config(program: str, config: str, flags: dict[str, Flag], elsewhere: 
     except ValueError as error:
         fail(program, f"--config: {error}.")
     if not isinstance(values, dict):
-        fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
+        fail(
+            program,
+            (
+                f"--config {config!r} must hold `flag: value` lines, but holds "
+                f"{type(values).__name__}."
+            ),
+        )
     nodes = yaml.compose(text, Loader=_Loader).value
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in nodes}
     others = [str(key) for key in values if key not in flags]
@@ -286,28 +347,40 @@ def _check_config(program: str, config: str, flags: dict[str, Flag], elsewhere: 
             if isinstance(item, (list, dict, set, tuple)):
                 wrong = f"must hold a value, or a list of values, not {type(item).__name__}."
                 fail(program, f"line {lines[key]}: {key!r} in {config} {wrong}")
-            if isinstance(item, str) and len(item) > LONGEST_NUMBER and flags[key].kinds not in ([str], [list[str]]):
+            if (
+                isinstance(item, str)
+                and len(item) > LONGEST_NUMBER
+                and flags[key].kinds not in ([str], [list[str]])
+            ):
                 # jsonargparse would read it as YAML, aliases included
                 many = f"is a text of {len(item):,} characters: {item[:60]!r} ..."
                 fail(program, f"line {lines[key]}: {key!r} in {config} {many}")
     return lines
 
 
-def _refuse_other_numbers(program: str, shown: str, name: str, value: Any, flags: dict[str, Flag]) -> None:
-    """Exit with code 2 for what jsonargparse reads by YAML 1.1, in which 1:30 is 90, and 0x10 is 16."""
+def _refuse_other_numbers(
+    program: str, shown: str, name: str, value: Any, flags: dict[str, Flag]
+) -> None:
+    """Exit with code 2 for what jsonargparse reads by YAML 1.1, in which 1:30 is 90, and 0x10 is
+    16."""
     is_number = name in flags and not {int, float}.isdisjoint(flags[name].kinds)
     if is_number and re.fullmatch(r"[-+]?(\d+(:\d+)+(\.\d*)?|0[xXbBoO]\w+)", str(value)):
         fail(program, f"{shown} takes {flags[name].values}, not {value!r}.")
 
 
 def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], str]) -> str:
-    """One sentence with the offending value, for jsonargparse's message of several lines with Python types."""
+    """One sentence with the offending value, for jsonargparse's message of several lines with
+    Python types."""
     if unexpected := re.match(r"unrecognized arguments: (\S*)", message):
         return f"unexpected {unexpected[1]!r}: every flag is written --name value."
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
-        dash = f" A value that begins with a dash is written --{bare[1]}=VALUE." if str in flags[bare[1]].kinds else ""
+        dash = (
+            f" A value that begins with a dash is written --{bare[1]}=VALUE."
+            if str in flags[bare[1]].kinds
+            else ""
+        )
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
@@ -320,13 +393,16 @@ def write_yaml(flat: dict[str, Any], path: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases, of which a few hundred bytes can fill any memory, merges, and keys that come twice."""
+    """Without aliases, of which a few hundred bytes can fill any memory, merges, and keys that come
+    twice."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         value, line = getattr(event, "value", ""), event.start_mark.line + 1
         if event.anchor is not None:
-            raise yaml.YAMLError(f"{event.anchor[:60]!r} in line {line} is an alias, or what one stands for")
+            raise yaml.YAMLError(
+                f"{event.anchor[:60]!r} in line {line} is an alias, or what one stands for"
+            )
         if len(value) > MOST_DIGITS and re.fullmatch("[-+0-9a-fA-Fxo_:]*", value):
             raise yaml.YAMLError(f"line {line} has a number of {len(value):,} characters")
         return super().compose_node(parent, index)
@@ -336,7 +412,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if (name := str(key.value)) in seen:
-                raise yaml.YAMLError(f"{name[:60]!r} comes twice, in line {key.start_mark.line + 1}")
+                raise yaml.YAMLError(
+                    f"{name[:60]!r} comes twice, in line {key.start_mark.line + 1}"
+                )
             seen.add(name)
 
 
@@ -346,15 +424,20 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERWISE]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_FLOAT = r"(?i:[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|[-+]?\d[\d_]*e[-+]?\d+|[-+]?\.inf|\.nan)$"
+_FLOAT = (
+    r"(?i:[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|[-+]?\d[\d_]*e[-+]?\d+|[-+]?\.inf|\.nan)$"
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 # Python's word, which people copy from tutorials. `none` stays text: it is a value of some flags.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("None$"), ["N"])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789")
+)
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file that may come from anybody. Raises OSError, and ValueError as `load_yaml`."""
+    """The content of a YAML file that may come from anybody. Raises OSError, and ValueError as
+    `load_yaml`."""
     return load_yaml(_text_of(path), repr(str(path)))
 
 
@@ -374,15 +457,19 @@ def _text_of(path: Path) -> str:
 
 
 def _load_value(text: str) -> Any:
-    """What jsonargparse reads, a file or a value that is YAML. Text that YAML reads as nothing, such as `# Title`, stays text."""
+    """What jsonargparse reads, a file or a value that is YAML. Text that YAML reads as nothing,
+    such as `# Title`, stays text."""
     value = load_yaml(text)
     return text if value is None and text.strip().lower() not in ("null", "none", "~") else value
 
 
 def load_yaml(text: str, subject: str = "it") -> Any:
-    """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full stop."""
+    """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full
+    stop."""
     if len(text) > MOST_YAML_BYTES:
-        raise ValueError(f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML")
+        raise ValueError(
+            f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML"
+        )
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:

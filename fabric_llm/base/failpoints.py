@@ -1,10 +1,14 @@
-"""Named places where tests make a run fail. The environment variable FABRIC_LLM_FAILPOINT says where and how:
+"""Named places where tests make a run fail. The environment variable FABRIC_LLM_FAILPOINT says
+where and how:
 
-    FABRIC_LLM_FAILPOINT=publish.before_rename            every rank that reaches it is killed with SIGKILL
-    FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   rank 1 hangs when it reaches it for the fifth time
+    FABRIC_LLM_FAILPOINT=publish.before_rename            every rank that reaches it is killed with
+                                                          SIGKILL
+    FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   rank 1 hangs when it reaches it for the
+                                                          fifth time
 
-`do`: kill, stop, term, int (SIGKILL, SIGSTOP: frozen, with open connections, SIGTERM or SIGINT to itself), hang (sleep
-forever), enospc (raise OSError, disk full), raise (RuntimeError), oom (allocate more memory than there is).
+`do`: kill, stop, term, int (SIGKILL, SIGSTOP: frozen, with open connections, SIGTERM or SIGINT to
+itself), hang (sleep forever), enospc (raise OSError, disk full), raise (RuntimeError), oom
+(allocate more memory than there is).
 """
 
 import errno
@@ -14,19 +18,40 @@ import time
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
 NAMES = (
-    *("joining", "joined", "assembled", "set_up", "fill", "read_data", "forward", "between_micro_batches"),
+    *(
+        "joining",
+        "joined",
+        "assembled",
+        "set_up",
+        "fill",
+        "read_data",
+        "forward",
+        "between_micro_batches",
+    ),
     *("optimizer_step", "between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
-    *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
+    *(
+        "publish.begin",
+        "publish.manifest",
+        "publish.before_rename",
+        "publish.renamed",
+        "publish.done",
+    ),
     *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish"),
     *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
 )
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+}
 _reached: dict[str, int] = {}
 
 
 def failpoint(name: str) -> None:
-    """Fail if the environment names this place for this rank and this count; otherwise do nothing."""
+    """Fail if the environment names this place for this rank and this count; otherwise do
+    nothing."""
     assert name in NAMES, name
     point, *options = os.environ.get(VARIABLE, "").split(":")
     given = dict(option.split("=", 1) for option in options)

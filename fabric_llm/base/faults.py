@@ -19,22 +19,42 @@ CODES = {UNEXPECTED, BAD_INPUT, NO_CHECKPOINT, PEER_LOST, UNWRITABLE, SAVE_FAILE
 CODES |= {STOPPED, NON_FINITE, REFUSED, OUT_OF_MEMORY}
 RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may succeed
 MOST_CHARACTERS = 4000  # of a sentence
-# Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain RuntimeError.
+# Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain
+# RuntimeError.
 _PEER_WORDS = (
-    *("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
-    *("NCCL error", "ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout"),
+    *(
+        "gloo/transport",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Socket closed",
+    ),
+    *(
+        "NCCL error",
+        "ncclRemoteError",
+        "ncclSystemError",
+        "Watchdog caught collective operation timeout",
+    ),
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
 # Of libraries such as tokenizers, whose errors have no errno.
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
-_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+_MEMORY_WORDS = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "STATUS_ALLOC_FAILED",
+)
 
 
 class Fault(ValueError):
-    """What ends a run: one sentence for the user, an exit code, and whether the same command may succeed later."""
+    """What ends a run: one sentence for the user, an exit code, and whether the same command may
+    succeed later."""
 
-    def __init__(self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None) -> None:
+    def __init__(
+        self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None
+    ) -> None:
         super().__init__(printable(sentence))
         self.code = code
         self.retryable = code in RETRYABLE if retryable is None else retryable
@@ -46,16 +66,22 @@ def one_line(error: object) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` in one line of bounded length, with control characters, such as those in a file's name, made visible."""
-    shown = "".join(c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text[:MOST_CHARACTERS])
+    """`text` in one line of bounded length, with control characters, such as those in a file's
+    name, made visible."""
+    shown = "".join(
+        c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1]
+        for c in text[:MOST_CHARACTERS]
+    )
     return shown + " ..." * (len(text) > MOST_CHARACTERS)
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """A sentence about a package that isn't installed, which mostly means that an environment isn't activated."""
+    """A sentence about a package that isn't installed, which mostly means that an environment isn't
+    activated."""
     name, here = (error.name or str(error)).partition(".")[0], sys.executable
     return (
-        f"the package {name} isn't installed for {here}: activate the environment that has it (source .venv/bin/activate), or "
+        f"the package {name} isn't installed for {here}: activate the environment that has it "
+        f"(source .venv/bin/activate), or "
         "make one, as README.md says under Start."
     )
 
@@ -67,15 +93,24 @@ def as_fault(error: BaseException) -> Fault:
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("fabric_llm"):
         return Fault(missing_package(error))
     words = one_line(error)
-    is_of_library = isinstance(error, RuntimeError)  # torch's errors are RuntimeErrors, most of them plain ones
+    is_of_library = isinstance(
+        error, RuntimeError
+    )  # torch's errors are RuntimeErrors, most of them plain ones
     if isinstance(error, KeyboardInterrupt):
         return Fault(words or "interrupted.", STOPPED)
-    if isinstance(error, MemoryError) or is_of_library and any(said in words for said in _MEMORY_WORDS):
+    if (
+        isinstance(error, MemoryError)
+        or is_of_library
+        and any(said in words for said in _MEMORY_WORDS)
+    ):
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return Fault(words, SAVE_FAILED)
     if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
-        return Fault(f"{words[:300]}: start the container with more shared memory (docker run --shm-size 8g).")
+        return Fault(
+            f"{words[:300]}: start the container with more shared memory (docker run --shm-size "
+            f"8g)."
+        )
     torch = sys.modules.get("torch")  # if it isn't imported, it hasn't raised this error
     of_group = torch is not None and isinstance(error, torch.distributed.DistError)
     if of_group or is_of_library and any(said in words for said in _PEER_WORDS):
@@ -86,5 +121,10 @@ def as_fault(error: BaseException) -> Fault:
 
 
 def as_mistake(error: BaseException) -> Fault:
-    """`error` as a Fault, for code that reads flags, data or a model, in which a ValueError is a mistake of the user."""
-    return Fault(str(error)) if isinstance(error, ValueError) and not isinstance(error, Fault) else as_fault(error)
+    """`error` as a Fault, for code that reads flags, data or a model, in which a ValueError is a
+    mistake of the user."""
+    return (
+        Fault(str(error))
+        if isinstance(error, ValueError) and not isinstance(error, Fault)
+        else as_fault(error)
+    )

@@ -1,6 +1,8 @@
-"""Files: durable and atomic writes, manifests of folders, by which changes are noticed, and names of checkpoints.
+"""Files: durable and atomic writes, manifests of folders, by which changes are noticed, and names
+of checkpoints.
 
-A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}}, ..., "sha256": its own}.
+A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}},
+..., "sha256": its own}.
 """
 
 import errno
@@ -24,7 +26,19 @@ STEP_NAME = r"step-\d{8,}"  # of a checkpoint
 THREADS = 4  # hashing and reading both release the GIL
 ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 LARGEST_MANIFEST_BYTES = 256 * 2**20
-CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata", ".npy", ".joblib", ".py")
+CODE_SUFFIXES = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".distcp",
+    ".metadata",
+    ".npy",
+    ".joblib",
+    ".py",
+)
 Entry = dict[str, Any]  # bytes: int, sha256: hexadecimal
 
 
@@ -35,7 +49,8 @@ def sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or directory to the disk. A file system that can't flush directories is no error."""
+    """Flush a file or directory to the disk. A file system that can't flush directories is no
+    error."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,9 +62,11 @@ def fsync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str, durable: bool = False) -> None:
-    """Replace the file `path` as a whole: readers find the old content or the new, also after a kill.
+    """Replace the file `path` as a whole: readers find the old content or the new, also after a
+    kill.
 
-    durable: it is on the disk when this returns. Raises OSError, and then keeps the old content and leaves no other file.
+    durable: it is on the disk when this returns. Raises OSError, and then keeps the old content and
+    leaves no other file.
     """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -68,8 +85,8 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = False) ->
 def json_lines(file: Path, having: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, the object in it) for each line of a file, if there is one.
 
-    The object is {} if a kill cut the line off, or it isn't ours. having: only lines with this text,
-    since it takes long to decode all.
+    The object is {} if a kill cut the line off, or it isn't ours. having: only lines with this
+    text, since it takes long to decode all.
     """
     if file.is_file():  # a pipe blocks whoever opens it
         with file.open(errors="replace") as lines:
@@ -81,7 +98,8 @@ def json_lines(file: Path, having: str = "") -> Iterator[tuple[str, dict[str, An
 
 
 def instead_of_content(path: Path) -> Optional[str]:
-    """What a downloaded file is instead of itself, and what to do, in words; None for all others."""
+    """What a downloaded file is instead of itself, and what to do, in words; None for all
+    others."""
     start = b""
     if path.is_file():
         with path.open("rb") as file:
@@ -89,7 +107,9 @@ def instead_of_content(path: Path) -> Optional[str]:
     if start.startswith(b"version https://git-lfs"):
         return "a pointer of git-lfs, not the file itself: fetch that with git lfs pull"
     if start.startswith((b"<!doctype html", b"<html")):
-        return "a web page, such as one that asks for a login, not the file itself: download it anew"
+        return (
+            "a web page, such as one that asks for a login, not the file itself: download it anew"
+        )
     return None
 
 
@@ -130,8 +150,11 @@ class Describing:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Names of all files below `folder`, relative to it. Raises Fault (77) for a link, which may lead anywhere."""
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if not no_link(path).is_dir()]
+    """Names of all files below `folder`, relative to it. Raises Fault (77) for a link, which may
+    lead anywhere."""
+    return [
+        str(path.relative_to(folder)) for path in folder.rglob("*") if not no_link(path).is_dir()
+    ]
 
 
 def no_link(path: Path) -> Path:
@@ -149,12 +172,17 @@ def encode(document: dict[str, Any]) -> bytes:
 
 def is_sealed(document: dict[str, Any]) -> bool:
     """Whether a decoded manifest has the right hash of itself."""
-    return document == json.loads(encode({key: value for key, value in document.items() if key != "sha256"}))
+    return document == json.loads(
+        encode({key: value for key, value in document.items() if key != "sha256"})
+    )
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises Fault (66) if it was changed, (77) for names that lead outside."""
-    damaged = Fault(f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT)
+    """The manifest of `folder`. Raises Fault (66) if it was changed, (77) for names that lead
+    outside."""
+    damaged = Fault(
+        f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT
+    )
     path, document = no_link(folder / MANIFEST), None
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         content = path.read_bytes() if path.stat().st_size <= LARGEST_MANIFEST_BYTES else b""
@@ -168,17 +196,29 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
-    """Raises `damaged` if `entries` of the manifest `where` aren't entries, although sealed, and Fault (77) for their names."""
+    """Raises `damaged` if `entries` of the manifest `where` aren't entries, although sealed, and
+    Fault (77) for their names."""
     for name, entry in entries.items() if isinstance(entries, dict) else [("", None)]:
-        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("bytes", "sha256")] != [int, str]:
+        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("bytes", "sha256")] != [
+            int,
+            str,
+        ]:
             raise damaged
         check_name(name, where)
 
 
 def check_name(name: str, where: Path) -> None:
-    """Raises Fault (77) unless `name`, read from the file `where`, names a file below the folder of `where`."""
+    """Raises Fault (77) unless `name`, read from the file `where`, names a file below the folder of
+    `where`."""
     plain = PurePosixPath(name)
-    if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\\" in name or "\0" in name or name == ".":
+    if (
+        plain.is_absolute()
+        or ".." in plain.parts
+        or str(plain) != name
+        or "\\" in name
+        or "\0" in name
+        or name == "."
+    ):
         raise Fault(f"{str(where)!r} names {name!r}, outside its folder: refused.", REFUSED)
 
 
@@ -198,28 +238,41 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
-    """Check that `folder` holds exactly the files of its manifest, with their sizes (and hashes). Returns the manifest.
+    """Check that `folder` holds exactly the files of its manifest, with their sizes (and hashes).
+    Returns the manifest.
 
-    Raises Fault for the first file that was changed, is missing or isn't listed (66), or that could run code (77).
+    Raises Fault for the first file that was changed, is missing or isn't listed (66), or that could
+    run code (77).
     """
     document = read(folder)
     listed, there = document["files"], files_in(folder)
     if code := sorted(name for name in {*there, *listed} if name.lower().endswith(CODE_SUFFIXES)):
-        raise Fault(f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.", REFUSED)
+        raise Fault(
+            f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.",
+            REFUSED,
+        )
     if foreign := sorted(set(there) - listed.keys() - {MANIFEST}):
-        raise Fault(f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.", NO_CHECKPOINT)
+        raise Fault(
+            f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.",
+            NO_CHECKPOINT,
+        )
     check_files(folder, listed, hashes, f"{str(folder)!r} is damaged", NO_CHECKPOINT)
     return document
 
 
-def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: str, code: int) -> None:
-    """Compare files with their entries. Raises Fault("`wrong`: NAME ...", `code`) for the first that differs."""
+def check_files(
+    folder: Path, entries: dict[str, Entry], hashes: bool, wrong: str, code: int
+) -> None:
+    """Compare files with their entries. Raises Fault("`wrong`: NAME ...", `code`) for the first
+    that differs."""
     for name, entry in entries.items():
         file = folder / name
         if not file.is_file():
             raise Fault(f"{wrong}: {name} is missing.", code)
         if file.stat().st_size != entry["bytes"]:
-            raise Fault(f"{wrong}: {name} has {file.stat().st_size} bytes, not {entry['bytes']}.", code)
+            raise Fault(
+                f"{wrong}: {name} has {file.stat().st_size} bytes, not {entry['bytes']}.", code
+            )
     if not hashes:
         return
     pool = ThreadPoolExecutor(THREADS)
@@ -235,15 +288,21 @@ def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: st
 
 
 def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
-    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes`, 1 % and ROOM_BYTES free."""
+    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes`, 1 % and ROOM_BYTES
+    free."""
     needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
     if free < needed:
         there = f"{str(folder)!r} has {free / 2**30:,.2f} GiB free"
-        raise Fault(f"{what} needs {needed / 2**30:,.2f} GiB, but {there}: {advice}.", SAVE_FAILED, retryable=False)
+        raise Fault(
+            f"{what} needs {needed / 2**30:,.2f} GiB, but {there}: {advice}.",
+            SAVE_FAILED,
+            retryable=False,
+        )
 
 
 def writable(output: Path, wrong: str = "") -> None:
-    """Raises Fault (73) if `output` can't be created. Leaves nothing behind. wrong: how its sentence begins."""
+    """Raises Fault (73) if `output` can't be created. Leaves nothing behind. wrong: how its
+    sentence begins."""
     place = output.absolute().parent
     while not os.path.lexists(place):
         place = place.parent
@@ -267,7 +326,9 @@ def step_of(path: Path) -> int:
 
 def step_directories(run_directory: Path) -> list[Path]:
     """All directories with a checkpoint's name, in the order of steps, not of times."""
-    found = [p for p in run_directory.glob("step-*") if re.fullmatch(STEP_NAME, p.name) and p.is_dir()]
+    found = [
+        p for p in run_directory.glob("step-*") if re.fullmatch(STEP_NAME, p.name) and p.is_dir()
+    ]
     return sorted(found, key=step_of)
 
 

@@ -1,4 +1,5 @@
-"""What --help prints: a line for each basic flag, or all that is declared of the flags and groups that are named."""
+"""What --help prints: a line for each basic flag, or all that is declared of the flags and groups
+that are named."""
 
 import re
 import shutil
@@ -12,7 +13,8 @@ Groups = dict[str, dict[str, Any]]  # title (remark) -> flag name -> its command
 
 
 def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
-    """Print what --help or -h in `argv` asks for, and end. Raises ValueError, with a sentence, on an unknown name."""
+    """Print what --help or -h in `argv` asks for, and end. Raises ValueError, with a sentence, on
+    an unknown name."""
     asked = [place for place, word in enumerate(argv) if word.partition("=")[0] in ("--help", "-h")]
     if not asked:
         return
@@ -21,13 +23,24 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     named = [part for word in named for part in re.split("[, ]+", word.partition("=")[0]) if part]
     columns = max(shutil.get_terminal_size().columns, 80) - 1
     lines = [about] if named in ([], ["all"]) else []
-    if not named and any(one.basic for title, group in groups.items() if title for one in group.values()):
-        lines += [*_short(groups, columns), *about.splitlines()[:1]]  # which has scrolled away on a small screen
+    if not named and any(
+        one.basic for title, group in groups.items() if title for one in group.values()
+    ):
+        lines += [
+            *_short(groups, columns),
+            *about.splitlines()[:1],
+        ]  # which has scrolled away on a small screen
     else:
-        for title, group in (part for word in named or ["all"] for part in _meant(word, groups).items()):
-            of_run = any(one.may_change for one in groups[title].values())  # no other program has such flags
+        for title, group in (
+            part for word in named or ["all"] for part in _meant(word, groups).items()
+        ):
+            of_run = any(
+                one.may_change for one in groups[title].values()
+            )  # no other program has such flags
             lines += ["", title] * bool(title)
-            lines += [line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)]
+            lines += [
+                line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)
+            ]
     try:
         print("\n".join(lines).strip("\n"), flush=True)
     except BrokenPipeError:
@@ -36,7 +49,8 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
 
 
 def _meant(word: str, groups: Groups) -> Groups:
-    """The part of `groups` that a word names: all, groups, or a flag, also by its name in another trainer."""
+    """The part of `groups` that a word names: all, groups, or a flag, also by its name in another
+    trainer."""
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
     if name == "all":
         return groups
@@ -52,27 +66,48 @@ def _meant(word: str, groups: Groups) -> Groups:
 
 
 def _short(groups: Groups, columns: int) -> list[str]:
-    """A line for each basic flag: its default and as many clauses of its text as there is room for, at least one."""
-    starts = {name: f"  --{name} {_default(one)}" for group in groups.values() for name, one in group.items() if one.basic}
+    """A line for each basic flag: its default and as many clauses of its text as there is room for,
+    at least one."""
+    starts = {
+        name: f"  --{name} {_default(one)}"
+        for group in groups.values()
+        for name, one in group.items()
+        if one.basic
+    }
     wide, lines = max(map(len, starts.values())) + 2, ["Flags of a first run, with their defaults:"]
     clauses = re.compile(rf".{{1,{columns - wide}}}(?=; | \([^()]*\)(;|$)|$)|[^;]+")
     for title, group in groups.items():
         basic, short = [name for name in group if name in starts], title.split(" (")[0]
         if title and basic:
-            lines.append(f"{short} ({len(group) - len(basic)} more: --help {short.split()[0].lower()})")
+            lines.append(
+                f"{short} ({len(group) - len(basic)} more: --help {short.split()[0].lower()})"
+            )
         lines += [starts[name].ljust(wide) + clauses.match(group[name].help)[0] for name in basic]
     count = sum(map(len, groups.values()))
-    return [*lines, f"--help GROUP or --help FLAG: the details. --help all: those of all {count} flags."]
+    return [
+        *lines,
+        f"--help GROUP or --help FLAG: the details. --help all: those of all {count} flags.",
+    ]
 
 
 def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
     """All that is declared of a flag."""
     limits = (("above", one.above), ("at least", one.at_least), ("below", one.below))
-    takes = ", ".join([one.values, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)])
+    takes = ", ".join(
+        [one.values, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)]
+    )
     needs = [need.split() for need in one.needs.split(",") if need]
     unless = " and ".join(f"--{flag} is {' or '.join(values) or 'on'}" for flag, *values in needs)
-    may = "may change it" if one.may_change else "keeps it" if one.fixed else "changes it only by --resume_override"
-    said = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (of_run and one.kept)
+    may = (
+        "may change it"
+        if one.may_change
+        else "keeps it"
+        if one.fixed
+        else "changes it only by --resume_override"
+    )
+    said = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (
+        of_run and one.kept
+    )
     said += [f"In other trainers: {', '.join(one.also.split())}."] * bool(one.also)
     default, indent = f"; default: {_default(one)}" * (one.default is not None), " " * 6
     parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(said)

@@ -1,4 +1,5 @@
-"""What a mistyped flag, model, dataset or folder may mean, how names are shown in messages, and whether the hub knows them."""
+"""What a mistyped flag, model, dataset or folder may mean, how names are shown in messages, and
+whether the hub knows them."""
 
 import os
 import re
@@ -19,11 +20,15 @@ from fabric_llm.base.faults import printable
 MOST_CHARACTERS = 300  # of a path
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
-LEAST_LIKENESS_OF_SHORT, LEAST_LIKENESS = 0.65, 0.8  # difflib's ratios: a wrong suggestion is worse than none
+LEAST_LIKENESS_OF_SHORT, LEAST_LIKENESS = (
+    0.65,
+    0.8,
+)  # difflib's ratios: a wrong suggestion is worse than none
 
 
 def shown(name: object, most: int = MOST_CHARACTERS) -> str:
-    """A name from outside, such as that of a file or a field, for a message: in one line, and cut in the middle if it is long."""
+    """A name from outside, such as that of a file or a field, for a message: in one line, and cut
+    in the middle if it is long."""
     text = str(name)
     return printable(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
 
@@ -45,20 +50,27 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
     exact = [name, *reversed(name.split("."))]
     if name in elsewhere and name not in flag_of:
         return elsewhere[name]
-    same_letter = [word for word in flag_of if word[0] == name[:1]]  # the first is hardly ever mistyped
+    same_letter = [
+        word for word in flag_of if word[0] == name[:1]
+    ]  # the first is hardly ever mistyped
     meant = [flag_of[word] for word in (*exact, *nearest(name, same_letter)) if word in flag_of]
     return f"did you mean --{meant[0]}?" if meant else ""
 
 
-def unknown(what: str, names: Mapping[str, str], flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}) -> str:
-    """A sentence about names that aren't among `flags`: {name: how it is shown}. what: flag or key."""
+def unknown(
+    what: str, names: Mapping[str, str], flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}
+) -> str:
+    """A sentence about names that aren't among `flags`: {name: how it is shown}. what: flag or
+    key."""
     said = {name: flag_meant(name, flags, elsewhere) for name in names}
     if len(names) > 1:
         each = (f"{shown} ({said[name]})" if said[name] else shown for name, shown in names.items())
         return f"unknown {what}s: {', '.join(each)}. See --help."
     [(name, shown)] = names.items()
     words = said[name] or "see --help"
-    return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
+    return (
+        f"unknown {what} {shown}. {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
+    )
 
 
 def at_home(given: Any) -> Any:
@@ -72,12 +84,16 @@ def at_home(given: Any) -> Any:
 
 
 def command(*words: object, **flags: object) -> str:
-    """A command, or a part of one, as a shell takes it: words, then --name and its value, or the values of a list.
+    """A command, or a part of one, as a shell takes it: words, then --name and its value, or the
+    values of a list.
 
     What begins with a dash would be taken for a flag: a value follows an equals sign, and a path
     begins with ./ instead.
     """
-    said = [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
+    said = [
+        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+        for word in words
+    ]
     for name, value in flags.items():
         values = [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
         joined = len(values) == 1 and values[0].startswith("-")
@@ -88,7 +104,9 @@ def command(*words: object, **flags: object) -> str:
 def hub_name(flag: str, name: str, what: str = "model") -> None:
     """Raises ValueError if `name`, which isn't a folder here, can't be a name on the hub either."""
     if os.path.exists(name):
-        raise ValueError(f"{flag} {name!r} is a file: it takes a folder, or a name on the hub such as org/name.")
+        raise ValueError(
+            f"{flag} {name!r} is a file: it takes a folder, or a name on the hub such as org/name."
+        )
     is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and "--" not in name and ".." not in name
     if is_name and not is_path(name):
         return
@@ -98,10 +116,11 @@ def hub_name(flag: str, name: str, what: str = "model") -> None:
 
 @cache
 def reach_hub() -> bool:
-    """Whether the Hugging Face hub can be reached, tried once, for two seconds. If not, all libraries take their caches.
+    """Whether the Hugging Face hub can be reached, tried once, for two seconds. If not, all
+    libraries take their caches.
 
-    Otherwise they would retry, with messages, for half a minute and more. True also if the hub isn't to be asked, and behind a
-    proxy.
+    Otherwise they would retry, with messages, for half a minute and more. True also if the hub
+    isn't to be asked, and behind a proxy.
     """
     from huggingface_hub import constants
 
@@ -124,16 +143,20 @@ def reach_hub() -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name that doesn't exist here means a folder rather than the hub: its parent exists here."""
+    """Whether a name that doesn't exist here means a folder rather than the hub: its parent exists
+    here."""
     return "/" in name.rstrip("/") and os.path.isdir(os.path.dirname(name.rstrip("/")))
 
 
 def nearest_of(path: Path, files: bool = False) -> str:
-    """The end of a message about `path`, which doesn't exist: a folder, or with `files` a file, with a similar name."""
+    """The end of a message about `path`, which doesn't exist: a folder, or with `files` a file,
+    with a similar name."""
     while not path.parent.exists():  # then the first folder on the way to it that doesn't exist
         path = path.parent
     beside = []
     with suppress(OSError):
-        beside = [other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()]
+        beside = [
+            other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()
+        ]
     close = nearest(path.name, sorted(beside))
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

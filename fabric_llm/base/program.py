@@ -1,6 +1,8 @@
-"""What each program of this package does around its work: print, find out what the machine has, and end.
+"""What each program of this package does around its work: print, find out what the machine has, and
+end.
 
-A program ends with one sentence and an exit code of docs/faults.md. train.py, which has ranks, ends in run/supervision.py.
+A program ends with one sentence and an exit code of docs/faults.md. train.py, which has ranks, ends
+in run/supervision.py.
 """
 
 import ctypes
@@ -29,7 +31,12 @@ from fabric_llm.base.faults import Fault, as_fault, as_mistake, one_line
 T = TypeVar("T")
 SECONDS_FOR_A_READER = 5.0
 SAFE_CHARACTERS = 1000  # a pipe that is writable has room for 4096 bytes
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of writing, never of an input
+FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+)  # errors of writing, never of an input
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # prctl(2)
 M_MMAP_THRESHOLD = -3  # mallopt(3)
@@ -37,9 +44,11 @@ KEPT_BLOCK = 2**19  # bytes
 
 
 class Lasting:
-    """A stream whose reader may be gone (Ctrl-C also ends `tee`) or may not read (Ctrl-S), or whose disk may be full.
+    """A stream whose reader may be gone (Ctrl-C also ends `tee`) or may not read (Ctrl-S), or whose
+    disk may be full.
 
-    Then its output is lost and nothing is raised. Only the first write that nobody reads waits, for at most five seconds.
+    Then its output is lost and nothing is raised. Only the first write that nobody reads waits, for
+    at most five seconds.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -75,26 +84,36 @@ def outlast_readers() -> None:
 
 
 def plain_output() -> None:
-    """Called first by each program. Warnings become a sentence without file and source; only a terminal gets progress bars."""
-    # transformers imports torchao where it is installed, which warns of its libraries for inference, and torch of it.
+    """Called first by each program. Warnings become a sentence without file and source; only a
+    terminal gets progress bars."""
+    # transformers imports torchao where it is installed, which warns of its libraries for
+    # inference, and torch of it.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Of the compiler, about a kernel that it chooses: nothing that a user could change.
     warnings.filterwarnings("ignore", message="\\s*Online softmax is disabled")
     # Lightning replaces formatwarning when it is imported, so showwarning is set.
-    warnings.showwarning = lambda message, *_, **__: print(f"Warning: {one_line(message)}", file=sys.stderr, flush=True)
+    warnings.showwarning = lambda message, *_, **__: print(
+        f"Warning: {one_line(message)}", file=sys.stderr, flush=True
+    )
     if sys.stderr is None or not sys.stderr.isatty():
-        for library in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        for library in (
+            "TQDM_DISABLE",
+            "HF_HUB_DISABLE_PROGRESS_BARS",
+            "HF_DATASETS_DISABLE_PROGRESS_BARS",
+        ):
             os.environ.setdefault(library, "1")  # read when they are imported
 
 
 def no_more_output() -> None:
-    """The reader of stdout, such as `head`, has seen enough. Python, which flushes once more at its end, isn't to complain."""
+    """The reader of stdout, such as `head`, has seen enough. Python, which flushes once more at its
+    end, isn't to complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05) -> T:
-    """Call `ask` until its answer is true, but not for longer than `seconds`. Returns the last answer."""
+    """Call `ask` until its answer is true, but not for longer than `seconds`. Returns the last
+    answer."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()) and time.monotonic() < deadline:
         time.sleep(pause_seconds)
@@ -103,32 +122,50 @@ def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05
 
 def cores(root: Path = Path("/")) -> int:
     """CPU cores that this process may use by its affinity and control groups. root: for tests."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for group in _control_groups(root):
-        quota, period, *_ = *_words(group / "cpu.max"), "max", "max"  # microseconds, of every so many
+        quota, period, *_ = (
+            *_words(group / "cpu.max"),
+            "max",
+            "max",
+        )  # microseconds, of every so many
         if quota.isdigit():
             count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
 
 
 def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
-    """Memory that this process and its children may still take; None if unknown. Cached files count as free."""
+    """Memory that this process and its children may still take; None if unknown. Cached files count
+    as free."""
     words = _words(root / "proc/meminfo")
-    free = [int(words[words.index("MemAvailable:") + 1]) * 2**10] if "MemAvailable:" in words else []
+    free = (
+        [int(words[words.index("MemAvailable:") + 1]) * 2**10] if "MemAvailable:" in words else []
+    )
     for group in _control_groups(root):
         most, used, stat = (_words(group / f"memory.{name}") for name in ("max", "current", "stat"))
         if most and used and most[0].isdigit():
-            files = [int(stat[stat.index(kind) + 1]) for kind in ("active_file", "inactive_file") if kind in stat]
+            files = [
+                int(stat[stat.index(kind) + 1])
+                for kind in ("active_file", "inactive_file")
+                if kind in stat
+            ]
             free.append(int(most[0]) - int(used[0]) + sum(files))
     return max(min(free), 0) if free else None
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's control group (version 2) and of its parents, as far as they can be seen."""
-    names = [word[3:].lstrip("/") for word in _words(root / "proc/self/cgroup") if word.startswith("0::")]
+    """The folders of this process's control group (version 2) and of its parents, as far as they
+    can be seen."""
+    names = [
+        word[3:].lstrip("/") for word in _words(root / "proc/self/cgroup") if word.startswith("0::")
+    ]
     top = root / "sys/fs/cgroup"
     inside = [Path(os.path.normpath(top / name)) for name in names]
-    return [folder for one in inside for folder in (one, *one.parents) if folder.is_relative_to(top)]
+    return [
+        folder for one in inside for folder in (one, *one.parents) if folder.is_relative_to(top)
+    ]
 
 
 def _words(file: Path) -> list[str]:
@@ -140,10 +177,12 @@ def _words(file: Path) -> list[str]:
 
 
 def return_freed_memory() -> None:
-    """Have malloc return blocks of more than `KEPT_BLOCK` bytes to the system once they are freed. For glibc alone.
+    """Have malloc return blocks of more than `KEPT_BLOCK` bytes to the system once they are freed.
+    For glibc alone.
 
-    By itself it keeps those of up to 32 MiB once one of them was freed, between which a rank that gathers
-    and frees layers leaves holes. What the environment says (`MALLOC_MMAP_THRESHOLD_`) stays.
+    By itself it keeps those of up to 32 MiB once one of them was freed, between which a rank that
+    gathers and frees layers leaves holes. What the environment says (`MALLOC_MMAP_THRESHOLD_`)
+    stays.
     """
     if sys.platform.startswith("linux") and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         with suppress(AttributeError):  # another C library
@@ -151,7 +190,8 @@ def return_freed_memory() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which started it, ends for any reason. Linux only."""
+    """Have the kernel kill this process when `parent`, which started it, ends for any reason. Linux
+    only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
@@ -160,7 +200,8 @@ def die_with(parent: int) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Around imports: switch the garbage collector off, because none of the million objects that they make is garbage."""
+    """Around imports: switch the garbage collector off, because none of the million objects that
+    they make is garbage."""
     if not gc.isenabled() or "torch" in sys.modules:  # imported already: nothing to gain
         yield
         return
@@ -178,8 +219,12 @@ def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
 
     handler: called instead, but not for signals that nohup or a shell has set to be ignored.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # the only one that can set handlers
-    heeded = [number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    is_main = (
+        threading.current_thread() is threading.main_thread()
+    )  # the only one that can set handlers
+    heeded = [
+        number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN
+    ]
     former = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
@@ -190,11 +235,13 @@ def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
 
 @contextmanager
 def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
-    """Print whatever ends the body, also a signal to stop, in one sentence, and raise SystemExit with its code.
+    """Print whatever ends the body, also a signal to stop, in one sentence, and raise SystemExit
+    with its code.
 
     That nobody reads stdout any more ends it without a sentence.
 
-    Yields an object. The body sets its `left` to what the program leaves behind if it is stopped, in words.
+    Yields an object. The body sets its `left` to what the program leaves behind if it is stopped,
+    in words.
     """
     ending = SimpleNamespace(left="nothing was written", asked=False)
 
@@ -212,7 +259,8 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
                 if isinstance(error, BrokenPipeError):
                     no_more_output()
                     raise SystemExit(faults.UNEXPECTED) from None
-                # Asked first: an interrupted import or callback may raise another exception than KeyboardInterrupt.
+                # Asked first: an interrupted import or callback may raise another exception than
+                # KeyboardInterrupt.
                 if ending.asked:
                     fault = Fault(f"stopped on request; {ending.left}.", faults.STOPPED)
                 elif isinstance(error, PermissionError):
@@ -227,7 +275,8 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
 
 @contextmanager
 def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
-    """Raise disk errors of the body, which makes `output` in `folder`, as a Fault: 74, or 73 without permission to write.
+    """Raise disk errors of the body, which makes `output` in `folder`, as a Fault: 74, or 73
+    without permission to write.
 
     needs: the space that the body needs, in words, for the message.
     """
@@ -238,17 +287,24 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
         raise
     except Exception as error:
         name, full = getattr(error, "filename", None), getattr(error, "errno", None) in FULL
-        if name is not None and not full and not Path(str(name)).absolute().is_relative_to(folder.absolute()):
+        if (
+            name is not None
+            and not full
+            and not Path(str(name)).absolute().is_relative_to(folder.absolute())
+        ):
             raise  # the error of an input
         if isinstance(error, PermissionError):
-            raise Fault(f"output {output} cannot be written: {error.strerror}.", faults.UNWRITABLE) from error
+            raise Fault(
+                f"output {output} cannot be written: {error.strerror}.", faults.UNWRITABLE
+            ) from error
         cause: Optional[BaseException] = error  # a library may have wrapped the disk's error
         while cause is not None and as_fault(cause).code != faults.SAVE_FAILED:
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
         raise Fault(
-            f"output {output} cannot be written ({str(as_fault(cause))[:200].rstrip('.')}): {needs}, and "
+            f"output {output} cannot be written ({str(as_fault(cause))[:200].rstrip('.')}): "
+            f"{needs}, and "
             f"{free / 2**30:,.2f} GiB were free there at the start.",
             faults.SAVE_FAILED,
         ) from error

@@ -12,8 +12,8 @@ from fabric_llm.base.faults import Fault, as_mistake
 T = TypeVar("T")
 
 
-# The number of collectives that this rank has entered. Heartbeats report it: a rank that hangs has entered fewer than the
-# ranks that wait for it.
+# The number of collectives that this rank has entered. Heartbeats report it: a rank that hangs has
+# entered fewer than the ranks that wait for it.
 waiting = SimpleNamespace(collectives=0)
 
 
@@ -55,9 +55,11 @@ def first_fault(problem: Optional[Fault]) -> None:
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:
-    """Call `action` on rank 0, and return its result on all ranks. If it raises, all ranks raise a Fault.
+    """Call `action` on rank 0, and return its result on all ranks. If it raises, all ranks raise a
+    Fault.
 
-    A ValueError is a mistake of the user (2), any other exception becomes what `as_fault` makes of it.
+    A ValueError is a mistake of the user (2), any other exception becomes what `as_fault` makes of
+    it.
     """
     value, problem = None, None
     if alone() or torch.distributed.get_rank() == 0:
@@ -74,7 +76,8 @@ def from_rank_zero(action: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, on each rank; all have one shape and dtype. `tensor` may be overwritten with it.
+    """The sum of all ranks' tensors, on each rank; all have one shape and dtype. `tensor` may be
+    overwritten with it.
 
     Fabric's all_reduce makes a barrier first, for which the host waits, also on GPUs.
     """

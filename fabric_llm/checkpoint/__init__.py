@@ -1,8 +1,13 @@
-"""Checkpoints: take the tensors, write them, publish the folder, load it again, and decide which ones stay.
+"""Checkpoints: take the tensors, write them, publish the folder, load it again, and decide which
+ones stay.
 
-keep         `Progress`, `verified`, `newest_valid`, `Kept`, `prune`, `sweep`: what a checkpoint says, and the checkpoints of a run
+keep         `Progress`, `verified`, `newest_valid`, `Kept`, `prune`, `sweep`: what a checkpoint
+             says, and the checkpoints of a run
 state_dicts  tensors of a wrapped model and its optimizer, by the names that transformers knows
-writing      `begin`, `write`, `commit`: the three acts of a save; `Background` for the second in a thread
-whole        `Pieces`, `WeightFiles`: whole weights for files that `from_pretrained` opens, unit by unit
-reading      `load_optimizer`, `MovingAverage`, `read_probe`: what the files hold beside the weights, on any number of ranks
+writing      `begin`, `write`, `commit`: the three acts of a save; `Background` for the second in a
+             thread
+whole        `Pieces`, `WeightFiles`: whole weights for files that `from_pretrained` opens, unit by
+             unit
+reading      `load_optimizer`, `MovingAverage`, `read_probe`: what the files hold beside the
+             weights, on any number of ranks
 """

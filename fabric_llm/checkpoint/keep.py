@@ -1,4 +1,5 @@
-"""What a checkpoint says of its run, whether it is whole, and which checkpoints a run keeps. Nothing here imports torch.
+"""What a checkpoint says of its run, whether it is whole, and which checkpoints a run keeps.
+Nothing here imports torch.
 
 step-00000100/           a checkpoint: only complete ones bear such a name
 step-00000100.pinned     beside it, made with `touch`: never pruned
@@ -37,7 +38,9 @@ class Progress:
 
     def advance(self, sequences: int, context_length: int) -> "Progress":
         """One step further."""
-        return Progress(self.step + 1, self.position + sequences, self.tokens + sequences * context_length)
+        return Progress(
+            self.step + 1, self.position + sequences, self.tokens + sequences * context_length
+        )
 
 
 def step_directory(run_directory: Path, step: int) -> Path:
@@ -64,7 +67,9 @@ def read_progress(path: Path) -> dict[str, Any]:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
         numbers = document["progress"]
         fits = numbers.keys() == asdict(Progress()).keys()
-        fits = fits and all(type(number) is int and 0 <= number < MOST_COUNTED for number in numbers.values())
+        fits = fits and all(
+            type(number) is int and 0 <= number < MOST_COUNTED for number in numbers.values()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, "trainer/progress.json can't be read.") from error
     if not fits:
@@ -102,12 +107,15 @@ def is_before(line: Mapping[str, Any], progress: Progress) -> bool:
 
 
 def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
-    """A checkpoint's progress.json, once exactly its files are there with the right sizes (and hashes).
+    """A checkpoint's progress.json, once exactly its files are there with the right sizes (and
+    hashes).
 
     Raises Fault that names the first file that is damaged (66), or refused for security (77).
     """
     if path.is_symlink():
-        raise Fault(f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED)
+        raise Fault(
+            f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED
+        )
     if not (path / MANIFEST).is_file():
         raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
     files.check_folder(path, hashes)
@@ -115,11 +123,15 @@ def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
 
 
 def newest_valid(
-    run_directory: Path, hashes: bool, suits: Callable[[dict[str, Any]], bool] = lambda document: True
+    run_directory: Path,
+    hashes: bool,
+    suits: Callable[[dict[str, Any]], bool] = lambda document: True,
 ) -> tuple[Optional[Path], list[str]]:
-    """(the newest checkpoint of a run that passes `verified`, what is wrong with those that are newer).
+    """(the newest checkpoint of a run that passes `verified`, what is wrong with those that are
+    newer).
 
-    suits(document): whether the one with this progress.json may be taken. That one is refused for security is raised.
+    suits(document): whether the one with this progress.json may be taken. That one is refused for
+    security is raised.
     """
     problems = []
     for path in reversed(step_directories(run_directory)):
@@ -134,22 +146,28 @@ def newest_valid(
 
 
 def checkpoint_at(path: str | Path) -> Path:
-    """The checkpoint at `path`, or the latest of the run at `path`. Raises ValueError where there is none."""
+    """The checkpoint at `path`, or the latest of the run at `path`. Raises ValueError where there
+    is none."""
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"No checkpoint at {str(path)!r}.{nearest_of(path)}")
     found = path if (path / MANIFEST).is_file() else files.latest(path)
     if found is None:
-        raise ValueError(f"{str(path)!r} is neither a checkpoint nor a run with one: no {MANIFEST}, no step-N.")
+        raise ValueError(
+            f"{str(path)!r} is neither a checkpoint nor a run with one: no {MANIFEST}, no step-N."
+        )
     return found
 
 
 def move_aside(run_directory: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints of later steps, whole or not, which a run that resumes at `after_step` will write anew."""
+    """Rename the checkpoints of later steps, whole or not, which a run that resumes at `after_step`
+    will write anew."""
     names = []
     for path in step_directories(run_directory):
         if step_of(path) > after_step:
-            names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
+            names.append(
+                path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name
+            )
     if names:
         fsync(run_directory)
     failpoint("resume.moved_aside")
@@ -229,15 +247,19 @@ def _eval_loss(document: dict[str, Any], of_set: Optional[str]) -> float:
 
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
-    leftovers = [p for p in run_directory.glob(".*") if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", p.name)]
+    leftovers = [
+        p
+        for p in run_directory.glob(".*")
+        if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", p.name)
+    ]
     for path in leftovers:
         _discard(path)
     return sorted(path.name for path in leftovers)
 
 
 def _discard(path: Path, renamed: bool = False) -> bool:
-    """Remove, `renamed` before to what no reader takes for a checkpoint. What can't go now, as on NFS while somebody reads it,
-    goes at the next start."""
+    """Remove, `renamed` before to what no reader takes for a checkpoint. What can't go now, as on
+    NFS while somebody reads it, goes at the next start."""
     try:
         if renamed:
             path = path.rename(path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}"))

@@ -1,4 +1,5 @@
-"""Read a checkpoint that keep.py has verified: optimizer state, moving average and probe. model/loading.py opens its weights."""
+"""Read a checkpoint that keep.py has verified: optimizer state, moving average and probe.
+model/loading.py opens its weights."""
 
 import math
 from collections.abc import Collection
@@ -20,13 +21,19 @@ SPOILT = 3  # times the loss of a guess, of which a model that learns has less t
 
 
 def load_optimizer(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, skeleton: PreTrainedModel, may_lack: Collection[str] = ()
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    skeleton: PreTrainedModel,
+    may_lack: Collection[str] = (),
 ) -> None:
-    """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
+    """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote
+    it. All ranks call it.
 
-    Each rank reads the rows that it holds a part of, one tensor at a time. skeleton: the unwrapped model on the meta device.
-    Where the checkpoint has none, its moving average stays as it is, and the state of the parameters that it `may_lack`.
-    Raises Fault (66) where it lacks another, or has another shape.
+    Each rank reads the rows that it holds a part of, one tensor at a time. skeleton: the unwrapped
+    model on the meta device. Where the checkpoint has none, its moving average stays as it is, and
+    the state of the parameters that it `may_lack`. Raises Fault (66) where it lacks another, or has
+    another shape.
     """
     stored = optimizer_state(path)
     has_average = EMA in read_progress(path)["optimizer_state"]
@@ -35,7 +42,9 @@ def load_optimizer(
         may = parameter_of(key) in may_lack or key.endswith(f".{EMA}") and not has_average
         if key in stored or not may:
             if (there := stored.shapes.get(key, "nothing")) != shape:
-                raise damaged(path, f"the optimizer's state holds {there} as {key}, the model {shape}.")
+                raise damaged(
+                    path, f"the optimizer's state holds {there} as {key}, the model {shape}."
+                )
             part = local_part(tensor).view(-1)
             part.copy_(stored.elements(key, first if shape else 0, len(part)))
 
@@ -48,12 +57,19 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
     for key, shape in stored.shapes.items():
         name, _, item = key.removeprefix("state.").rpartition(".")
         shard = known.get(name)
-        if shard is None or shard.parameter not in trained or item == EMA or item in optimizer.state[shard.parameter]:
+        if (
+            shard is None
+            or shard.parameter not in trained
+            or item == EMA
+            or item in optimizer.state[shard.parameter]
+        ):
             continue
         like, dtype = shard.parameter.detach(), stored.elements(key, 0, 1).dtype
         if math.prod(shape) == sum(shard.counts) and shape:
             begun = torch.zeros_like(like, dtype=dtype)
-        else:  # a counter, which optimizers keep on the CPU, or what is of another shape than its parameter
+        # a counter, which optimizers keep on the CPU, or what is of another shape than its
+        # parameter
+        else:
             begun = torch.zeros(shape, dtype=dtype, device=like.device if shape else "cpu")
         optimizer.state[shard.parameter][item] = begun
 
@@ -69,14 +85,16 @@ def parameter_of(key: str) -> str:
 
 
 class MovingAverage:
-    """The weights of a checkpoint, and in place of those that were trained their moving average. A `weights.Source`."""
+    """The weights of a checkpoint, and in place of those that were trained their moving average. A
+    `weights.Source`."""
 
     def __init__(self, path: Path, source: Source) -> None:
         """source: the weights. Raises ValueError where the checkpoint holds no average."""
         self.source, self.stored = source, optimizer_state(path)
         if not any(key.endswith(f".{EMA}") for key in self.stored):
             raise ValueError(
-                f"{str(path)!r} holds no moving average of the weights: its run had no --ema_decay when it was saved."
+                f"{str(path)!r} holds no moving average of the weights: its run had no "
+                f"--ema_decay when it was saved."
             )
 
     def read(self, unit: str) -> dict[str, Tensor]:
@@ -103,12 +121,16 @@ def is_spoilt(path: Path) -> bool:
 
 
 def read_probe(path: Path) -> dict[str, Tensor]:
-    """The recorded probe of a checkpoint, see `record_probe`. Raises Fault (66) where it isn't one."""
+    """The recorded probe of a checkpoint, see `record_probe`. Raises Fault (66) where it isn't
+    one."""
     file = path / "trainer" / "probe.safetensors"
     with readable(repr(str(file))):
         probe = load_file(file)
         (_, context), (count, vocabulary) = probe["input_ids"].shape, probe["logits"].shape
-        for key, shape, limit in (("input_ids", (1, context), vocabulary), ("positions", (count,), context)):
+        for key, shape, limit in (
+            ("input_ids", (1, context), vocabulary),
+            ("positions", (count,), context),
+        ):
             values = probe[key]
             of_kind = tuple(values.shape) == shape and values.dtype == torch.int64
             if not of_kind or not 0 <= values.min() <= values.max() < limit:

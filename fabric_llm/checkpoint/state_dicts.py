@@ -1,4 +1,5 @@
-"""The tensors of a wrapped model and its optimizer under the names that files have, and which part a rank holds."""
+"""The tensors of a wrapped model and its optimizer under the names that files have, and which part
+a rank holds."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base.ranks import alone
-from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_group, shard_ranks, shards
+from fabric_llm.model.strategy import (
+    PREFIX,
+    local_part,
+    original_name,
+    shard_group,
+    shard_ranks,
+    shards,
+)
 from fabric_llm.model.weights import first_names, saved
 
 EMA = "ema"  # the state of a parameter that is its moving average
@@ -19,7 +27,8 @@ class Held(NamedTuple):
     """What this rank holds of a tensor."""
 
     tensor: Tensor  # of any shape
-    # Index of its first element in the flattened whole; None where all ranks hold the whole. Of a number, 0 where it is right.
+    # Index of its first element in the flattened whole; None where all ranks hold the whole. Of a
+    # number, 0 where it is right.
     first: Optional[int]
     shape: tuple[int, ...]  # of the whole
 
@@ -32,12 +41,16 @@ class Part(NamedTuple):
 
 
 def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[dict[str, Part]]:
-    """What this rank writes of what all ranks hold: its part of what is sharded, and of what all hold alike every n-th.
+    """What this rank writes of what all ranks hold: its part of what is sharded, and of what all
+    hold alike every n-th.
 
-    model: wrapped. A part that isn't a block, such as FSDP1's, which begins and ends within rows, is several: in the first
-    dictionary is one of each tensor, in the next one the second, and so on. They are views, which take no memory.
+    model: wrapped. A part that isn't a block, such as FSDP1's, which begins and ends within rows,
+    is several: in the first dictionary is one of each tensor, in the next one the second, and so
+    on. They are views, which take no memory.
     """
-    rank, ranks = (0, 1) if alone() else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    rank, ranks = (
+        (0, 1) if alone() else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    )
     is_sharded, is_first_replica = shard_group(model) is not None, 0 in shard_ranks(model)
     found: list[dict[str, Part]] = []
     for number, (name, (tensor, first, shape)) in enumerate(sorted(held.items())):
@@ -51,7 +64,8 @@ def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[dict[str, Part
 
 
 def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
-    """The elements from `first` on of a flattened tensor of that shape, as blocks of it: whole rows, and parts of the rows around."""
+    """The elements from `first` on of a flattened tensor of that shape, as blocks of it: whole
+    rows, and parts of the rows around."""
     if not flat.numel():
         return
     if len(shape) < 2:
@@ -61,36 +75,50 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     row, inside = divmod(first, of_row)
     before = min(-first % of_row, len(flat))  # elements of a row that begins before
     if before:
-        yield from (Part(one.tensor[None], (row, *one.offsets)) for one in _blocks(flat[:before], inside, inner))
+        yield from (
+            Part(one.tensor[None], (row, *one.offsets))
+            for one in _blocks(flat[:before], inside, inner)
+        )
     row, rows = row + (inside > 0), (len(flat) - before) // of_row
     whole, after = flat[before : before + rows * of_row], flat[before + rows * of_row :]
     if rows:
         yield Part(whole.view(rows, *inner), (row, *[0] * len(inner)))
-    yield from (Part(one.tensor[None], (row + rows, *one.offsets)) for one in _blocks(after, 0, inner))
+    yield from (
+        Part(one.tensor[None], (row + rows, *one.offsets)) for one in _blocks(after, 0, inner)
+    )
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Second names of parameters that have two, such as lm_head.weight where it is the embedding."""
+    """Second names of parameters that have two, such as lm_head.weight where it is the
+    embedding."""
     return {name for name, first in first_names(model).items() if name != first}
 
 
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert router's correction."""
+    """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert
+    router's correction."""
     return {name: tuple(tensor.shape) for name, tensor in saved(model).items()}
 
 
 def weights_held(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Held]:
-    """Name in files, behind PREFIX -> what this rank holds of it; each tied one once. All ranks call it.
+    """Name in files, behind PREFIX -> what this rank holds of it; each tied one once. All ranks
+    call it.
 
     model: wrapped. skeleton: unwrapped, on the meta device.
     """
     tensors = {name: (shard.parameter, shard.first) for name, shard in shards(model).items()}
     tensors |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
-    return {PREFIX + name: Held(*tensors[PREFIX + name], shape) for name, shape in saved_shapes(skeleton).items()}
+    return {
+        PREFIX + name: Held(*tensors[PREFIX + name], shape)
+        for name, shape in saved_shapes(skeleton).items()
+    }
 
 
-def optimizer_held(model: nn.Module, skeleton: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
-    """`state.NAME.exp_avg` and the like -> what this rank holds of it, of an optimizer and of its average. All ranks call it.
+def optimizer_held(
+    model: nn.Module, skeleton: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> dict[str, Held]:
+    """`state.NAME.exp_avg` and the like -> what this rank holds of it, of an optimizer and of its
+    average. All ranks call it.
 
     Learning rate, betas and the like come from the arguments of the run, not from a checkpoint.
     """
@@ -99,13 +127,20 @@ def optimizer_held(model: nn.Module, skeleton: PreTrainedModel, optimizer: torch
     shapes, found = saved_shapes(skeleton), {}
     kept = [optimizer.state, average.state if average else {}]
     for name, shard in shards(model).items():
-        # A counter of steps stays 0 where a rank holds nothing of the parameter: who holds its beginning writes it.
+        # A counter of steps stays 0 where a rank holds nothing of the parameter: who holds its
+        # beginning writes it.
         counts = shard.first if local_part(shard.parameter).numel() else 1
-        for key, tensor in (one for state in kept for one in state.get(shard.parameter, {}).items()):
-            whole = (shard.first, shapes[name.removeprefix(PREFIX)]) if tensor.ndim else (counts, ())
+        for key, tensor in (
+            one for state in kept for one in state.get(shard.parameter, {}).items()
+        ):
+            whole = (
+                (shard.first, shapes[name.removeprefix(PREFIX)]) if tensor.ndim else (counts, ())
+            )
             if tensor.ndim and tensor.shape != shard.parameter.shape:
                 if shard_group(model) is not None:
-                    raise ValueError(f"The optimizer's {key} of {name} hasn't its shape: take --strategy ddp.")
+                    raise ValueError(
+                        f"The optimizer's {key} of {name} hasn't its shape: take --strategy ddp."
+                    )
                 whole = None, tuple(tensor.shape)
             found[f"state.{name}.{key}"] = Held(tensor, *whole)
     return found

@@ -1,6 +1,8 @@
-"""Whole weights for a checkpoint of state_dict_type full: they come to rank 0 one unit at a time, and are written as they come.
+"""Whole weights for a checkpoint of state_dict_type full: they come to rank 0 one unit at a time,
+and are written as they come.
 
-The files are those of `save_pretrained`, which would take all weights at once, and safetensors two copies of each file.
+The files are those of `save_pretrained`, which would take all weights at once, and safetensors two
+copies of each file.
 """
 
 import json
@@ -33,7 +35,9 @@ class Piece(NamedTuple):
     """What this rank has of a weight."""
 
     tensor: Tensor  # flattened
-    counts: Optional[list[int]]  # elements that each rank of its group has, in their order; None: each has all of it
+    counts: Optional[
+        list[int]
+    ]  # elements that each rank of its group has, in their order; None: each has all of it
 
 
 class Pieces:
@@ -42,10 +46,15 @@ class Pieces:
     def __init__(self, model: nn.Module, skeleton: PreTrainedModel) -> None:
         """model: wrapped. All ranks call it."""
         self.skeleton, self.group = skeleton, strategy.shard_group(model)
-        held = {name: (strategy.local_part(shard.parameter), shard.counts) for name, shard in strategy.shards(model).items()}
+        held = {
+            name: (strategy.local_part(shard.parameter), shard.counts)
+            for name, shard in strategy.shards(model).items()
+        }
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
-        for name in saved(skeleton) if 0 in strategy.shard_ranks(model) else ():  # another group has the same
+        for name in (
+            saved(skeleton) if 0 in strategy.shard_ranks(model) else ()
+        ):  # another group has the same
             tensor, counts = held[PREFIX + name]
             self.held[name] = Piece(tensor.detach().flatten(), counts)
 
@@ -57,36 +66,53 @@ class Pieces:
         expected = self.skeleton.state_dict()
         for names in units(self.skeleton).values() if self.held else ():
             found = {name: self._sent(name, group or self.group) for name in names}
-            yield {name: weight.view(expected[name].shape) for name, weight in found.items() if weight is not None}
+            yield {
+                name: weight.view(expected[name].shape)
+                for name, weight in found.items()
+                if weight is not None
+            }
 
     def _sent(self, name: str, group: Optional[ProcessGroup]) -> Optional[Tensor]:
-        """The pieces of all ranks together, flattened, on rank 0, which is the first in its group."""
+        """The pieces of all ranks together, flattened, on rank 0, which is the first in its
+        group."""
         piece, counts = self.held[name]
         if self.group is None or counts is None:
             return piece
-        piece, is_first = piece.to(strategy.communication_device(group)), torch.distributed.get_rank(group) == 0
+        piece, is_first = (
+            piece.to(strategy.communication_device(group)),
+            torch.distributed.get_rank(group) == 0,
+        )
         nothing = [0] * len(counts)
         weight = piece.new_empty(sum(counts) if is_first else 0)
         waits_for_others()
         to_first = [len(piece), *nothing[1:]]
-        torch.distributed.all_to_all_single(weight, piece, counts if is_first else nothing, to_first, group=group)
+        torch.distributed.all_to_all_single(
+            weight, piece, counts if is_first else nothing, to_first, group=group
+        )
         return weight if is_first else None
 
 
 def in_files(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of whole units by the names, and in the layout, that files have."""
     ignored = skeleton._keys_to_ignore_on_save or ()
-    return revert_weight_conversion(skeleton, {n: tensor for n, tensor in weights.items() if n not in ignored})
+    return revert_weight_conversion(
+        skeleton, {n: tensor for n, tensor in weights.items() if n not in ignored}
+    )
 
 
 def layout_of_files(skeleton: PreTrainedModel) -> dict[str, Tensor]:
-    """Name in the files -> a tensor without memory, of all weights of a model on the meta device, each tied one once."""
+    """Name in the files -> a tensor without memory, of all weights of a model on the meta device,
+    each tied one once."""
     # A fused tensor's parts are views of it here, which would each count as the whole.
-    return {name: torch.empty_like(tensor) for name, tensor in in_files(skeleton, saved(skeleton)).items()}
+    return {
+        name: torch.empty_like(tensor)
+        for name, tensor in in_files(skeleton, saved(skeleton)).items()
+    }
 
 
 def write_configuration(folder: Path, skeleton: PreTrainedModel, tokenizer: Optional[Any]) -> None:
-    """Write what stands beside the weights: the configuration, and how to generate and to tokenize where that is known."""
+    """Write what stands beside the weights: the configuration, and how to generate and to tokenize
+    where that is known."""
     _write_config(folder, skeleton)
     if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
         generation_config.save_pretrained(folder)
@@ -116,7 +142,8 @@ def require_opens(skeleton: PreTrainedModel) -> None:
             problem = f"makes no model ({one_line(error).replace(folder, 'it')[:200].rstrip('.')})"
     if problem is not None:
         raise ValueError(
-            f"{type(skeleton).__name__} could be trained and saved, but not resumed or exported: of "
+            f"{type(skeleton).__name__} could be trained and saved, but not resumed or exported: "
+            f"of "
             f"the configuration that is saved with it ({skeleton.config.model_type!r}), "
             f"AutoModelForCausalLM {problem}. Take a model of text alone."
         )
@@ -125,17 +152,24 @@ def require_opens(skeleton: PreTrainedModel) -> None:
 class WeightFiles:
     """The files of whole weights in a folder, as `save_pretrained` makes them."""
 
-    def __init__(self, folder: Path, skeleton: PreTrainedModel, largest: str = LARGEST_FILE) -> None:
-        """skeleton: the model on the meta device. One that weights were read into would keep the names of their files.
+    def __init__(
+        self, folder: Path, skeleton: PreTrainedModel, largest: str = LARGEST_FILE
+    ) -> None:
+        """skeleton: the model on the meta device. One that weights were read into would keep the
+        names of their files.
 
         largest: such as "5GB", of a file that holds more than one tensor.
         """
         layout = layout_of_files(skeleton)
         pattern = "model{suffix}.safetensors"
-        split = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=largest)
+        split = split_torch_state_dict_into_shards(
+            layout, filename_pattern=pattern, max_shard_size=largest
+        )
         self.skeleton, self.file_of = skeleton, split.tensor_to_filename
         self.files = {
-            file: TensorFile(folder / file, {name: layout[name] for name in names}, {"format": "pt"})
+            file: TensorFile(
+                folder / file, {name: layout[name] for name in names}, {"format": "pt"}
+            )
             for file, names in split.filename_to_tensors.items()
         }
         if split.is_sharded:
@@ -147,4 +181,8 @@ class WeightFiles:
     def write(self, weights: dict[str, Tensor]) -> list[str]:
         """Write the weights of a unit. Returns the names of files that are complete now."""
         tensors = in_files(self.skeleton, weights)
-        return [self.file_of[name] for name in tensors if self.files[self.file_of[name]].write(name, tensors[name])]
+        return [
+            self.file_of[name]
+            for name in tensors
+            if self.files[self.file_of[name]].write(name, tensors[name])
+        ]

@@ -2,18 +2,21 @@
 
     checkpoints/RUN/step-00000100/
         MANIFEST.json            bytes and sha256 of every other file, written last
-        config.json, model.safetensors, tokenizer...   state_dict_type full: opens with from_pretrained
+        config.json, model.safetensors, tokenizer... state_dict_type full: opens with
+        from_pretrained
         weights/                 state_dict_type sharded: each rank's part of the weights
         trainer/progress.json    step, position and what must be the same on resume
         trainer/optimizer/       optimizer state, each rank's part
-        trainer/probe.safetensors  logits of the model in training on a fixed batch, for export_hf.py
+        trainer/probe.safetensors  logits of the model in training on a fixed batch, for
+                                   export_hf.py
 
-Everything is JSON or safetensors: reading it runs no code. Parts have their offsets in their files, so that any number of
-ranks, and one process without any, can read them.
+Everything is JSON or safetensors: reading it runs no code. Parts have their offsets in their files,
+so that any number of ranks, and one process without any, can read them.
 
-A save has three acts. `begin` takes the tensors from the model; `write` puts them into `.tmp-*` beside the target, each
-rank its own files, durable and hashed; `commit` gathers what all ranks say, and rank 0 writes the manifest and renames.
-The rename is the one commit point. A failure on any rank is raised on all of them, and leaves nothing behind.
+A save has three acts. `begin` takes the tensors from the model; `write` puts them into `.tmp-*`
+beside the target, each rank its own files, durable and hashed; `commit` gathers what all ranks say,
+and rank 0 writes the manifest and renames. The rename is the one commit point. A failure on any
+rank is raised on all of them, and leaves nothing behind.
 """
 
 import itertools
@@ -40,7 +43,16 @@ from transformers import PreTrainedModel
 from fabric_llm.base import files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault, one_line
+from fabric_llm.base.faults import (
+    NON_FINITE,
+    OUT_OF_MEMORY,
+    PEER_LOST,
+    SAVE_FAILED,
+    STOPPED,
+    Fault,
+    as_fault,
+    one_line,
+)
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
@@ -61,18 +73,24 @@ class Pending:
     target: Path  # step-N
     temporary: Path  # .tmp-step-N-*
     rank: int
-    parts: dict[str, list[dict[str, Part]]]  # folder -> what this rank writes there, each tensor once in each file
+    parts: dict[
+        str, list[dict[str, Part]]
+    ]  # folder -> what this rank writes there, each tensor once in each file
     pieces: Optional[whole.Pieces]  # of the weights that rank 0 writes whole
     rest: Callable[[], None]  # writes all other files, on rank 0
     manifest: dict[str, Any]  # but for the files
-    # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host where least would be left.
+    # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host
+    # where least would be left.
     copies: Optional[tuple[int, float]] = None
-    entries: dict[str, files.Entry] = field(default_factory=dict)  # of this rank's files, once they are written
+    entries: dict[str, files.Entry] = field(
+        default_factory=dict
+    )  # of this rank's files, once they are written
     problem: Optional[Fault] = None  # why they are not
 
     @property
     def is_copied(self) -> bool:
-        """Whether training can go on before it is published: not where a host has no memory for the copies."""
+        """Whether training can go on before it is published: not where a host has no memory for the
+        copies."""
         return self.copies is not None and self.copies[0] <= self.copies[1]
 
 
@@ -93,10 +111,10 @@ def begin(
 ) -> Pending:
     """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
-    model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed run must have in common with
-    this one. origin: hashes of what the run was made from. probe: see `record_probe`. copy: to host memory, where there is
-    room, so that training can go on before `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or
-    isn't writable.
+    model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed
+    run must have in common with this one. origin: hashes of what the run was made from. probe: see
+    `record_probe`. copy: to host memory, where there is room, so that training can go on before
+    `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
     """
     reshard(model)
     rank = fabric.global_rank
@@ -108,7 +126,10 @@ def begin(
         pieces = whole.Pieces(model, skeleton)
     else:
         parts["weights"] = own_parts(model, weights_held(model, skeleton))
-    held: list[dict[str, Any]] = [*itertools.chain(*parts.values()), *([pieces.held] if pieces is not None else [])]
+    held: list[dict[str, Any]] = [
+        *itertools.chain(*parts.values()),
+        *([pieces.held] if pieces is not None else []),
+    ]
     own = [(name, one.tensor) for some in held for name, one in some.items()]
     own += probe.items() if rank == 0 else []
     bad = next((name for name, tensor in own if not is_finite(tensor)), None)
@@ -117,8 +138,15 @@ def begin(
     sizes = gather((gethostname(), sum(tensor.nbytes for _, tensor in own), free_memory_bytes()))
     needed_bytes = sum(size for _, size, _ in sizes)
     copies = of_fullest_host(sizes) if copy else None
-    temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
-    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
+    temporary = Path(
+        from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")))
+    )
+    said = {
+        "progress": asdict(progress),
+        "state_dict_type": state_dict_type,
+        "optimizer_state": sorted(kept),
+        **facts,
+    }
 
     def rest() -> None:
         whole.write_configuration(temporary, skeleton, tokenizer)
@@ -136,16 +164,24 @@ def begin(
         for folder in parts:
             (temporary / folder).mkdir(parents=True)
 
-    manifest = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
+    manifest = {
+        "step": progress.step,
+        "world_size": fabric.world_size,
+        "versions": versions(),
+        **origin,
+    }
     pending = Pending(target, temporary, rank, parts, pieces, rest, manifest, copies)
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
     for some in held if pending.is_copied else ():
-        some |= {name: one._replace(tensor=one.tensor.to("cpu", copy=True)) for name, one in some.items()}
+        some |= {
+            name: one._replace(tensor=one.tensor.to("cpu", copy=True)) for name, one in some.items()
+        }
     return pending
 
 
 def of_fullest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, float]:
-    """`Pending.copies`. sizes: of each rank its host, the bytes of its copies, and the host's free memory, None where unknown."""
+    """`Pending.copies`. sizes: of each rank its host, the bytes of its copies, and the host's free
+    memory, None where unknown."""
     hosts: dict[str, tuple[int, float]] = {}
     for host, size, free in sizes:
         total, least = hosts.get(host, (0, math.inf))
@@ -156,45 +192,70 @@ def of_fullest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, f
 def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
     """Second act, on all ranks; of what `is_copied` in a thread, with a process group of its own.
 
-    Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes part in what all
-    ranks do together, so that none waits for one that gave up. Each file is hashed and flushed while the next one is written.
+    Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes
+    part in what all ranks do together, so that none waits for one that gave up. Each file is hashed
+    and flushed while the next one is written.
     """
     with files.Describing(pending.temporary) as describing:
 
         def rest() -> None:
             if pending.rank == 0:
                 pending.rest()
-                there = files.files_in(pending.temporary)  # the other ranks may be writing their parts already
-                describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
+                there = files.files_in(
+                    pending.temporary
+                )  # the other ranks may be writing their parts already
+                describing.start(
+                    name for name in there if str(Path(name).parent) not in pending.parts
+                )
             failpoint("save.rest")
 
         def described() -> None:
             pending.entries = describing.entries()
             failpoint("save.hash")
 
-        parts = [partial(_write_parts, pending, folder, some, describing) for folder, some in pending.parts.items()]
-        pieces = [] if pending.pieces is None else [partial(_write_whole, pending, pending.pieces, group, describing)]
+        parts = [
+            partial(_write_parts, pending, folder, some, describing)
+            for folder, some in pending.parts.items()
+        ]
+        pieces = (
+            []
+            if pending.pieces is None
+            else [partial(_write_whole, pending, pending.pieces, group, describing)]
+        )
         actions: list[Callable[[], None]] = [rest, *parts, *pieces, described]
         problems = list(map(_try, actions))  # each, whatever went wrong here
         pending.problem = next((problem for problem in problems if problem is not None), None)
     return pending
 
 
-def _write_parts(pending: Pending, folder: str, parts: list[dict[str, Part]], describing: files.Describing) -> None:
-    """Write this rank's parts to files with one of each tensor, and where there is much to several of about the same size."""
+def _write_parts(
+    pending: Pending, folder: str, parts: list[dict[str, Part]], describing: files.Describing
+) -> None:
+    """Write this rank's parts to files with one of each tensor, and where there is much to several
+    of about the same size."""
     # Where machines share no disk it isn't there, which `_require_seen` tells.
     (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
     bins: list[dict[str, Part]] = []
     for some in parts:
         sizes = {name: part.tensor.nbytes for name, part in some.items()}
-        split: list[list[str]] = [[] for _ in range(files.THREADS if sum(sizes.values()) >= MANY_BYTES else 1)]
+        split: list[list[str]] = [
+            [] for _ in range(files.THREADS if sum(sizes.values()) >= MANY_BYTES else 1)
+        ]
         for name in sorted(sizes, key=lambda name: -sizes[name]):
             min(split, key=lambda names: sum(sizes[name] for name in names)).append(name)
         bins += [{name: some[name] for name in names} for names in split if names]
     for number, some in enumerate(bins, start=1):
-        file = f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(bins):05}.safetensors"
-        offsets = json.dumps({name: {dcp.SAVED_OFFSETS_KEY: part.offsets} for name, part in some.items()})
-        metadata = {dcp.CUSTOM_METADATA_KEY: offsets, dcp.DCP_VERSION_KEY: str(dcp.HF_DCP_VERSION), "format": "pt"}
+        file = (
+            f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(bins):05}.safetensors"
+        )
+        offsets = json.dumps(
+            {name: {dcp.SAVED_OFFSETS_KEY: part.offsets} for name, part in some.items()}
+        )
+        metadata = {
+            dcp.CUSTOM_METADATA_KEY: offsets,
+            dcp.DCP_VERSION_KEY: str(dcp.HF_DCP_VERSION),
+            "format": "pt",
+        }
         layout = {name: part.tensor for name, part in some.items()}
         out = TensorFile(pending.temporary / file, layout, metadata)
         for name, tensor in layout.items():
@@ -203,8 +264,14 @@ def _write_parts(pending: Pending, folder: str, parts: list[dict[str, Part]], de
     failpoint("save.parts")
 
 
-def _write_whole(pending: Pending, pieces: whole.Pieces, group: Optional[ProcessGroup], describing: files.Describing) -> None:
-    """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to receive, so that none waits."""
+def _write_whole(
+    pending: Pending,
+    pieces: whole.Pieces,
+    group: Optional[ProcessGroup],
+    describing: files.Describing,
+) -> None:
+    """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to
+    receive, so that none waits."""
     opened: list[whole.WeightFiles] = []  # on rank 0
     problem = None
     if pending.rank == 0:
@@ -217,7 +284,8 @@ def _write_whole(pending: Pending, pieces: whole.Pieces, group: Optional[Process
 
 
 class Background:
-    """Writes checkpoints while training goes on, one at a time, with a process group of its own. All ranks make one."""
+    """Writes checkpoints while training goes on, one at a time, with a process group of its own.
+    All ranks make one."""
 
     def __init__(self, model: nn.Module) -> None:
         ranks = from_first(shard_ranks(model))  # those that send weights to rank 0
@@ -232,7 +300,8 @@ class Background:
 
 
 def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
-    """Third act, on all ranks: publish what all have written, on rank 0 after `before()`. Raises Fault (74) on all ranks."""
+    """Third act, on all ranks: publish what all have written, on rank 0 after `before()`. Raises
+    Fault (74) on all ranks."""
     answers = gather((pending.entries, pending.problem))
     _agree(pending, [problem for _, problem in answers])
     written = {name: entry for entries, _ in answers for name, entry in entries.items()}
@@ -241,20 +310,29 @@ def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
         for rank, (entries, _) in enumerate(answers):
             _require_seen(pending, rank, entries)
         before()
-        publish(pending.temporary, pending.target, {**pending.manifest, "files": dict(sorted(written.items()))})
+        publish(
+            pending.temporary,
+            pending.target,
+            {**pending.manifest, "files": dict(sorted(written.items()))},
+        )
 
     _agree(pending, gather(_try(seal) if pending.rank == 0 else None))
 
 
 def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) -> None:
-    """Raises Fault (74) unless the files that `rank` has written are here: another machine may have written them elsewhere."""
+    """Raises Fault (74) unless the files that `rank` has written are here: another machine may have
+    written them elsewhere."""
     for name, entry in entries.items():
         path, size = pending.temporary / name, None
-        with suppress(FileNotFoundError), path.open("rb") as file:  # NFS asks its server when a file is opened
+        with (
+            suppress(FileNotFoundError),
+            path.open("rb") as file,
+        ):  # NFS asks its server when a file is opened
             size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise Fault(
-                f"{pending.target} isn't saved: rank 0 doesn't see {name} as rank {rank} has written it; "
+                f"{pending.target} isn't saved: rank 0 doesn't see {name} as rank {rank} has "
+                f"written it; "
                 f"{str(pending.target.parent)!r} must be on a disk that all machines share.",
                 SAVE_FAILED,
                 retryable=False,
@@ -262,7 +340,8 @@ def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) 
 
 
 def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
-    """Give a complete directory, whose files are durable, its manifest and its name: the one commit point."""
+    """Give a complete directory, whose files are durable, its manifest and its name: the one commit
+    point."""
     failpoint("publish.begin")
     (temporary / MANIFEST).write_bytes(files.encode(document))
     failpoint("publish.manifest")
@@ -276,7 +355,8 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def require_room(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little more."""
+    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little
+    more."""
     files.room(folder, needed_bytes, what, "make room, or keep fewer checkpoints (--keep_last)")
 
 
@@ -293,7 +373,9 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
 
 def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     """Raise the first rank's problem on all ranks, if there is any, and remove what was written."""
-    found = next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
+    found = next(
+        ((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None
+    )
     if found is None:
         return
     shutil.rmtree(pending.temporary, ignore_errors=True)  # by each rank, where they share no disk
@@ -304,13 +386,19 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
 
 
 def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """What the model in training makes of a fixed batch, for export_hf.py to compare with. All ranks call it.
+    """What the model in training makes of a fixed batch, for export_hf.py to compare with. All
+    ranks call it.
 
-    input_ids: int64 [1, context]. Returns input_ids, positions int64 [up to 16], logits float32 [positions, vocabulary].
+    input_ids: int64 [1, context]. Returns input_ids, positions int64 [up to 16], logits float32
+    [positions, vocabulary].
     """
     positions = torch.linspace(0, input_ids.shape[1] - 1, min(16, input_ids.shape[1])).long()
     model.eval()
     with torch.no_grad():
         logits = model(input_ids.to(device))
     model.train()
-    return {"input_ids": input_ids, "positions": positions, "logits": logits[0, positions].float().cpu().contiguous()}
+    return {
+        "input_ids": input_ids,
+        "positions": positions,
+        "logits": logits[0, positions].float().cpu().contiguous(),
+    }

@@ -1,7 +1,8 @@
 """(seed, position, rank) -> micro-batches: a function without hidden state.
 
-`position` counts the sequences that all ranks together have consumed since the run began. A run can stop anywhere and
-resume with another number of devices or another micro-batch size, and every step still sees the same sequences.
+`position` counts the sequences that all ranks together have consumed since the run began. A run can
+stop anywhere and resume with another number of devices or another micro-batch size, and every step
+still sees the same sequences.
 """
 
 import math
@@ -20,8 +21,9 @@ from fabric_llm.data.columns import IGNORED, is_padded, is_target, masked_labels
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
-# input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
-# each int64 [rows, context]; then also document_ends, see there; of `Batches.questions` their numbers, int64 [rows]
+# input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are
+# kept apart: each int64 [rows, context]; then also document_ends, see there; of `Batches.questions`
+# their numbers, int64 [rows]
 MicroBatch = dict[str, Tensor]
 
 
@@ -29,8 +31,9 @@ MicroBatch = dict[str, Tensor]
 class Batches:
     """The micro-batches of one rank, for any position.
 
-    Rows at positions from `end` on have no targets, so that they add nothing to loss and gradient. All ranks therefore
-    do the same number of passes even if the last global batch of a run is incomplete.
+    Rows at positions from `end` on have no targets, so that they add nothing to loss and gradient.
+    All ranks therefore do the same number of passes even if the last global batch of a run is
+    incomplete.
     """
 
     rows: Any  # a split, see dataset.TokenDataset
@@ -41,7 +44,9 @@ class Batches:
     world_size: int = 1
     picked: Optional[np.ndarray] = None  # rows to read in this order, and not by `seed`
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
-    document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
+    document_end: Optional[int] = (
+        None  # id of the token that ends each document, if packed documents are kept apart
+    )
     mixture: Optional[Mixture] = None  # which says instead of `seed` which rows are read
     part: int = 0  # of each row, which several ranks may share, see `part_of`
     parts: int = 1
@@ -52,7 +57,8 @@ class Batches:
 
     @property
     def questions(self) -> Any:
-        """The rows, if they ask something and judge the answers (probes.Questions, tasks.Tasks); None of a text."""
+        """The rows, if they ask something and judge the answers (probes.Questions, tasks.Tasks);
+        None of a text."""
         return self.rows if hasattr(self.rows, "answered") else None
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
@@ -64,7 +70,8 @@ class Batches:
         return rows_at(positions, len(self.rows), self.seed)
 
     def positions(self, position: int) -> np.ndarray:
-        """The positions that this rank reads for the step that starts at `position`, int64 [micro_batches, rows]."""
+        """The positions that this rank reads for the step that starts at `position`, int64
+        [micro_batches, rows]."""
         micro_batch, row = np.indices((self.micro_batches, self.micro_batch_size))
         return position + (micro_batch * self.world_size + self.rank) * self.micro_batch_size + row
 
@@ -77,12 +84,17 @@ class Batches:
         positions = self.positions(position)
         rows = self.indices(positions)  # of all at once: the order costs most for a few rows
         counted = positions < (math.inf if self.end is None else self.end)
-        read = RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()  # rows count once
+        read = (
+            RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()
+        )  # rows count once
         return list(map(self._micro_batch, positions, rows)), read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
         """The micro-batches of `at`, read one at a time."""
-        return (self._micro_batch(positions, self.indices(positions)) for positions in self.positions(position))
+        return (
+            self._micro_batch(positions, self.indices(positions))
+            for positions in self.positions(position)
+        )
 
     def _micro_batch(self, positions: np.ndarray, rows: np.ndarray) -> MicroBatch:
         failpoint("read_data")
@@ -92,7 +104,9 @@ class Batches:
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
-            if is_padded(self.rows):  # an end behind an end is padding, which belongs to the document before it
+            if is_padded(
+                self.rows
+            ):  # an end behind an end is padding, which belongs to the document before it
                 begins &= batch["input_ids"] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
@@ -106,18 +120,28 @@ class Batches:
 
 
 def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
-    """The columns of one of the ranks that share the rows of a micro-batch, int64 [rows, context / parts].
+    """The columns of one of the ranks that share the rows of a micro-batch, int64 [rows, context /
+    parts].
 
-    Labels have one column more, so that the last token of a part has its target. document_ends are those of the whole rows. Rows
-    that don't divide, such as those of a probe, end with padding.
+    Labels have one column more, so that the last token of a part has its target. document_ends are
+    those of the whole rows. Rows that don't divide, such as those of a probe, end with padding.
     """
     if rest := -batch["input_ids"].shape[1] % parts:
-        pads = {name: IGNORED if name == "labels" else 0 for name, tensor in batch.items() if tensor.ndim == 2}
-        padded = {name: torch.nn.functional.pad(batch[name], (0, rest), value=value) for name, value in pads.items()}
+        pads = {
+            name: IGNORED if name == "labels" else 0
+            for name, tensor in batch.items()
+            if tensor.ndim == 2
+        }
+        padded = {
+            name: torch.nn.functional.pad(batch[name], (0, rest), value=value)
+            for name, value in pads.items()
+        }
         batch = {**padded, **({"questions": batch["questions"]} if "questions" in batch else {})}
     rows, context = batch["input_ids"].shape
     whole = {"position_ids": torch.arange(context).expand(rows, context), **batch}
-    ends = whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
+    ends = (
+        whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
+    )
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
     cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
@@ -134,13 +158,15 @@ def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
 
 
 def restarting_positions(begins: Tensor) -> Tensor:
-    """Positions that restart at 0 in each document: transformers builds its attention mask from them. int64"""
+    """Positions that restart at 0 in each document: transformers builds its attention mask from
+    them. int64"""
     index = torch.arange(begins.shape[1]).expand(begins.shape)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 def document_ends(position_ids: Tensor) -> Tensor:
-    """Where each document ends in the rows laid one behind the other, after a 0: int32 [documents + 1].
+    """Where each document ends in the rows laid one behind the other, after a 0: int32 [documents +
+    1].
 
     position_ids: int64 [rows, context], 0 where a document begins.
     """
@@ -151,7 +177,8 @@ def document_ends(position_ids: Tensor) -> Tensor:
 
 
 class PinnedCopies:
-    """Copies micro-batches to a GPU from pinned memory, on a stream of its own, while the model's stream computes."""
+    """Copies micro-batches to a GPU from pinned memory, on a stream of its own, while the model's
+    stream computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -160,22 +187,29 @@ class PinnedCopies:
         """The copies, once they are there. Called in a thread that reads ahead."""
         with torch.cuda.stream(self.stream):  # and on its device: a thread begins on the first one
             copies = [
-                {name: tensor.pin_memory().to(self.stream.device, non_blocking=True) for name, tensor in batch.items()}
+                {
+                    name: tensor.pin_memory().to(self.stream.device, non_blocking=True)
+                    for name, tensor in batch.items()
+                }
                 for batch in micro_batches
             ]
         self.stream.synchronize()  # only this thread waits
         return copies
 
     def hand_out(self, micro_batches: list[MicroBatch]) -> None:
-        """Keep the memory of the copies until the model's stream has used them. Called in the step."""
+        """Keep the memory of the copies until the model's stream has used them. Called in the
+        step."""
         for tensor in (tensor for batch in micro_batches for tensor in batch.values()):
             tensor.record_stream(torch.cuda.current_stream(self.stream.device))
 
 
 class Prefetch:
-    """`batches.at`, with threads that make the following steps ready, and a record of what was handed out."""
+    """`batches.at`, with threads that make the following steps ready, and a record of what was
+    handed out."""
 
-    def __init__(self, batches: Batches, num_workers: int, copies: Optional[PinnedCopies] = None) -> None:
+    def __init__(
+        self, batches: Batches, num_workers: int, copies: Optional[PinnedCopies] = None
+    ) -> None:
         """copies: to the device of the model; None: the micro-batches stay on the CPU."""
         self.batches, self.ahead, self.copies = batches, num_workers, copies
         self.rows_read = RowsRead()  # by this rank; steps that were only read ahead don't count
@@ -188,7 +222,9 @@ class Prefetch:
         """The same as `batches.at(position)`. Starts to make the following steps ready."""
         began = time.monotonic()
         now = self.pending.pop(position, None)
-        following = [position + k * self.batches.global_batch_size for k in range(1, self.ahead + 1)]
+        following = [
+            position + k * self.batches.global_batch_size for k in range(1, self.ahead + 1)
+        ]
         for other in self.pending.keys() - set(following):  # after a jump, such as a rollback
             self.pending.pop(other).cancel()
         for other in following:
@@ -203,7 +239,8 @@ class Prefetch:
         return micro_batches
 
     def _ready(self, position: int) -> tuple[list[MicroBatch], RowsRead, np.ndarray]:
-        """(the micro-batches of a position, on the device of `copies`, a record of their rows, their `token_places`)."""
+        """(the micro-batches of a position, on the device of `copies`, a record of their rows,
+        their `token_places`)."""
         micro_batches, read = self.batches.read(position)
         tokens_at = token_places(micro_batches)
         return micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at
@@ -221,7 +258,8 @@ class Prefetch:
 
 
 def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
-    """How many tokens see k tokens before them, those of their document or row: int64 [longest], for each k.
+    """How many tokens see k tokens before them, those of their document or row: int64 [longest],
+    for each k.
 
     Of rows that ranks share, all tokens count.
     """
@@ -230,14 +268,21 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
         rows, context = batch["input_ids"].shape
         lengths = np.full(rows, context)
         if "position_ids" in batch:
-            ends = batch["document_ends"] if "document_ends" in batch else document_ends(batch["position_ids"])
+            ends = (
+                batch["document_ends"]
+                if "document_ends" in batch
+                else document_ends(batch["position_ids"])
+            )
             lengths = ends.diff().numpy()
-        found = added(found, np.bincount(lengths)[::-1].cumsum()[::-1][1:])  # documents that are longer than k
+        found = added(
+            found, np.bincount(lengths)[::-1].cumsum()[::-1][1:]
+        )  # documents that are longer than k
     return found
 
 
 def added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The sum of two arrays, as long as the longer one: the rows of two stages needn't have one length."""
+    """The sum of two arrays, as long as the longer one: the rows of two stages needn't have one
+    length."""
     length = max(len(one), len(other))
     return np.pad(one, (0, length - len(one))) + np.pad(other, (0, length - len(other)))
 

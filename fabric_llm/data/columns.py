@@ -6,12 +6,15 @@ from typing import Any, Optional
 import numpy as np
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
-IGNORED = -100  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
+IGNORED = (
+    -100
+)  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
 NO_PADDING = -1  # in place of a token id
 
 
 def masked_labels(columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """`labels`, or else `input_ids`, with IGNORED where `attention_mask` is 0. A copy, int64 [rows, context]"""
+    """`labels`, or else `input_ids`, with IGNORED where `attention_mask` is 0. A copy, int64 [rows,
+    context]"""
     labels = np.array(columns["labels" if "labels" in columns else "input_ids"], dtype=np.int64)
     if "attention_mask" in columns:
         labels[columns["attention_mask"] == 0] = IGNORED
@@ -19,23 +22,29 @@ def masked_labels(columns: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def is_target(labels: Any) -> Any:
-    """True where a token is predicted, which the first of a row never is. labels: array or tensor [rows, context]"""
+    """True where a token is predicted, which the first of a row never is. labels: array or tensor
+    [rows, context]"""
     return labels[:, 1:] != IGNORED
 
 
 class Rows:
-    """The rows of a split, or of several one behind the other: the memory map itself, from which a batch copies its rows.
+    """The rows of a split, or of several one behind the other: the memory map itself, from which a
+    batch copies its rows.
 
-    It has a length, and `rows[numbers]` gives its columns, int64 [numbers, context]; `rows[number]` those of one row.
+    It has a length, and `rows[numbers]` gives its columns, int64 [numbers, context]; `rows[number]`
+    those of one row.
 
-    Rows that end with padding, as best_fit packs them, have `labels`, which are IGNORED there. Exactly one EOS ends each
-    document, so that EOS after EOS is padding.
+    Rows that end with padding, as best_fit packs them, have `labels`, which are IGNORED there.
+    Exactly one EOS ends each document, so that EOS after EOS is padding.
     """
 
-    def __init__(self, chunks: Sequence[Mapping[str, np.ndarray]], padding: Optional[Sequence[int]] = None) -> None:
+    def __init__(
+        self, chunks: Sequence[Mapping[str, np.ndarray]], padding: Optional[Sequence[int]] = None
+    ) -> None:
         """chunks: COLUMNS, each [rows, context], of parts one behind the other.
 
-        padding: for each chunk the EOS that its rows are filled with, or NO_PADDING, as it is for all if None is given.
+        padding: for each chunk the EOS that its rows are filled with, or NO_PADDING, as it is for
+        all if None is given.
         """
         self.chunks = list(chunks)
         self.padding = np.array([NO_PADDING] * len(chunks) if padding is None else padding)
@@ -45,7 +54,9 @@ class Rows:
         return int(self.starts[-1])
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
-        wanted = np.arange(len(self))[numbers] if isinstance(numbers, slice) else np.asarray(numbers)
+        wanted = (
+            np.arange(len(self))[numbers] if isinstance(numbers, slice) else np.asarray(numbers)
+        )
         if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         places = np.atleast_1d(wanted)
@@ -56,7 +67,9 @@ class Rows:
         for name, values in (chunks or self.chunks)[0].items():
             found[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
             for place, (chunk, row) in enumerate(zip(chunks, rows)):
-                out[place] = chunk[name][row]  # from the file into the batch; Python's lock is free meanwhile
+                out[place] = chunk[name][
+                    row
+                ]  # from the file into the batch; Python's lock is free meanwhile
         if is_padded(self):
             eos, ids = self.padding[inside][:, None], found["input_ids"]
             found["labels"] = ids.copy()
@@ -66,14 +79,20 @@ class Rows:
 
 def pads_before_text(rows: Any) -> bool:
     """Whether the `attention_mask` of a row has zeros before its ones. Reads all of them."""
-    masks = (chunk["attention_mask"] for chunk in getattr(rows, "chunks", ()) if "attention_mask" in chunk)
+    masks = (
+        chunk["attention_mask"]
+        for chunk in getattr(rows, "chunks", ())
+        if "attention_mask" in chunk
+    )
     return any(bool((mask[:, :-1] < mask[:, 1:]).any()) for mask in masks)
 
 
 def shifts_labels(rows: Any) -> bool:
-    """Whether labels stand at the place before their tokens, in 64 rows: a model, which shifts them itself, would learn the token
-    after next."""
-    columns = rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})] if len(rows) else {}
+    """Whether labels stand at the place before their tokens, in 64 rows: a model, which shifts them
+    itself, would learn the token after next."""
+    columns = (
+        rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})] if len(rows) else {}
+    )
     if "labels" not in columns:
         return False
     ids, labels = columns["input_ids"], columns["labels"][:, :-1]

@@ -1,4 +1,5 @@
-"""Open and check a dataset folder: the manifest of prepare_data.py, the splits, and the rows in them."""
+"""Open and check a dataset folder: the manifest of prepare_data.py, the splits, and the rows in
+them."""
 
 import hashlib
 import json
@@ -22,7 +23,11 @@ from fabric_llm.data.columns import COLUMNS, IGNORED, NO_PADDING, Rows, is_targe
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
-PACKED_NUMBERS = ("context_length", "max_token_id", "eos_token_id")  # of the manifest of a packed dataset
+PACKED_NUMBERS = (
+    "context_length",
+    "max_token_id",
+    "eos_token_id",
+)  # of the manifest of a packed dataset
 ROWS_AT_ONCE = 1000  # checked
 
 
@@ -53,11 +58,14 @@ def fingerprint(split: Any) -> str:
     """Hash of a split's length and of 64 evenly spaced rows."""
     count = len(split)
     rows = split[sorted({index * (count - 1) // 63 for index in range(64)})]["input_ids"]
-    return hashlib.sha256(json.dumps([count, [list(map(int, row)) for row in rows]]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([count, [list(map(int, row)) for row in rows]]).encode()
+    ).hexdigest()
 
 
 def together(sources: Sequence[TokenDataset]) -> TokenDataset:
-    """Several datasets as one: their training splits one behind the other, and the validation split of the first."""
+    """Several datasets as one: their training splits one behind the other, and the validation split
+    of the first."""
     splits = [source.train for source in sources]
     chunks = [chunk for split in splits for chunk in split.chunks]
     return replace(
@@ -68,24 +76,33 @@ def together(sources: Sequence[TokenDataset]) -> TokenDataset:
     )
 
 
-def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] = ("train", "validation")) -> TokenDataset:
+def open_dataset(
+    folder: str | Path, verify: str = "auto", parts: Sequence[str] = ("train", "validation")
+) -> TokenDataset:
     """Open and check a dataset folder that `datasets.load_from_disk` reads.
 
-    verify: how the files that prepare_data.py has listed are checked: `size`, `full` (with hashes), or `auto` (with hashes
-    up to 1 GiB). parts: the splits that are needed. The row length and the largest token id are taken from the manifest.
-    Without one, or where rows aren't lists of one size, every row is read once.
+    verify: how the files that prepare_data.py has listed are checked: `size`, `full` (with hashes),
+    or `auto` (with hashes up to 1 GiB). parts: the splits that are needed. The row length and the
+    largest token id are taken from the manifest. Without one, or where rows aren't lists of one
+    size, every row is read once.
 
-    Raises ValueError, with the offending value, for a missing folder or split, an empty split, missing or
-    wrongly typed columns, and rows of different length.
+    Raises ValueError, with the offending value, for a missing folder or split, an empty split,
+    missing or wrongly typed columns, and rows of different length.
     """
     folder = Path(folder)
     names = split_names(folder)
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest = _read_manifest(folder / "manifest.json")
     entries = manifest.get("written", {})
-    hashed = verify == "full" or verify == "auto" and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
+    hashed = (
+        verify == "full"
+        or verify == "auto"
+        and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
+    )
     files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
-    said = (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
+    said = (
+        (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
+    )
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
     splits, kinds, largest, unread = [], [], 0, dict[str, None]()
     for name in (*parts[:-1], validation_name):
@@ -95,23 +112,41 @@ def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] 
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
-        is_as_said = said is not None and pa.types.is_fixed_size_list(kind) and kind.list_size == said[0]
-        length, max_token_id = said if is_as_said else _scan(split.data.table.select(columns), where)
+        is_as_said = (
+            said is not None and pa.types.is_fixed_size_list(kind) and kind.list_size == said[0]
+        )
+        length, max_token_id = (
+            said if is_as_said else _scan(split.data.table.select(columns), where)
+        )
         if said and (length != said[0] or max_token_id > said[1]):
             found = f"rows of {length} tokens with ids up to {max_token_id}"
-            raise ValueError(f"The {where} holds {found}, but manifest.json says {said[0]} and {said[1]}.")
+            raise ValueError(
+                f"The {where} holds {found}, but manifest.json says {said[0]} and {said[1]}."
+            )
         chunks = []
-        for batch in split.data.table.select(columns).to_batches():  # only bool isn't of whole bytes, and copied
-            flat = {name: batch.column(name).flatten().to_numpy(zero_copy_only=False) for name in columns}
-            chunks.append({name: values.reshape(len(batch), length) for name, values in flat.items()})
+        for batch in split.data.table.select(
+            columns
+        ).to_batches():  # only bool isn't of whole bytes, and copied
+            flat = {
+                name: batch.column(name).flatten().to_numpy(zero_copy_only=False)
+                for name in columns
+            }
+            chunks.append(
+                {name: values.reshape(len(batch), length) for name, values in flat.items()}
+            )
         splits.append(Rows(chunks, [padding] * len(chunks)))
         unread |= dict.fromkeys(name for name in split.column_names if name not in columns)
         kinds.append(f"{', '.join(columns)} in rows of {length} tokens")
         largest = max(largest, max_token_id)
     if kinds[0] != kinds[-1]:
-        raise ValueError(f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other {kinds[-1]}.")
+        raise ValueError(
+            f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other "
+            f"{kinds[-1]}."
+        )
     if length < 2:
-        raise ValueError(f"Rows of {str(folder)!r} hold {length} token; at least 2 are needed to predict one.")
+        raise ValueError(
+            f"Rows of {str(folder)!r} hold {length} token; at least 2 are needed to predict one."
+        )
     return TokenDataset(folder, splits[0], splits[-1], length, largest, manifest, tuple(unread))
 
 
@@ -119,7 +154,8 @@ def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] 
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """What manifest.json says, {} where there is none. Raises Fault (2) for one that isn't as prepare_data.py wrote it."""
+    """What manifest.json says, {} where there is none. Raises Fault (2) for one that isn't as
+    prepare_data.py wrote it."""
     if not path.is_file():
         return {}
     damaged = Fault(f"Dataset {str(path.parent)!r} is damaged: {path.name} isn't what was written.")
@@ -129,14 +165,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         sealed = not {"written", "sha256"} & document.keys() or files.is_sealed(document)
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise damaged from None
-    if not sealed or document.get("packed") and any(type(document.get(name)) is not int for name in PACKED_NUMBERS):
+    if (
+        not sealed
+        or document.get("packed")
+        and any(type(document.get(name)) is not int for name in PACKED_NUMBERS)
+    ):
         raise damaged
     files.check_entries(document.get("written", {}), path, damaged)
     return document
 
 
 def split_names(folder: Path) -> list[str]:
-    """Names of the splits of a dataset folder. Raises Fault for a list that can't be read (2) or leads elsewhere (77)."""
+    """Names of the splits of a dataset folder. Raises Fault for a list that can't be read (2) or
+    leads elsewhere (77)."""
     path = folder / "dataset_dict.json"
     try:
         names = [str(name) for name in json.loads(path.read_bytes())["splits"]]
@@ -151,7 +192,9 @@ def _with_splits(folder: Path, names: Sequence[str]) -> str:
     """How to make a dataset that can be trained on, of one with a split `test`."""
     loaded, saved = f"datasets.load_from_disk({str(folder)!r})", f"{folder}-splits"
     data = loaded if "train" in names else f"{loaded}['test'].train_test_split(0.01)"
-    code = f"import datasets; d = {data}; d['validation'] = d.pop('test'); d.save_to_disk({saved!r})"
+    code = (
+        f"import datasets; d = {data}; d['validation'] = d.pop('test'); d.save_to_disk({saved!r})"
+    )
     return f" To have one that is evaluated on it, python -c {_quoted(code)} makes {saved!r}."
 
 
@@ -161,7 +204,8 @@ def _quoted(code: str) -> str:
 
 
 def has_rows(folder: Path) -> bool:
-    """False for a split without a file. Raises Fault for one that can't be opened (2) or names files elsewhere (77)."""
+    """False for a split without a file. Raises Fault for one that can't be opened (2) or names
+    files elsewhere (77)."""
     path = folder / "state.json"
     try:
         for file in (path, folder / "dataset_info.json"):
@@ -178,14 +222,21 @@ def has_rows(folder: Path) -> bool:
 
 
 def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:
-    """(a split, the columns of COLUMNS that it has). Raises ValueError unless it has rows, and these hold lists of integers."""
+    """(a split, the columns of COLUMNS that it has). Raises ValueError unless it has rows, and
+    these hold lists of integers."""
     try:
-        split = datasets.load_from_disk(str(folder)) if has_rows(folder) else datasets.Dataset.from_dict({})
+        split = (
+            datasets.load_from_disk(str(folder))
+            if has_rows(folder)
+            else datasets.Dataset.from_dict({})
+        )
         split.data.validate()  # cheap: finds buffers that are shorter than the declared rows
     except Fault:
         raise
     except Exception as error:  # datasets, pyarrow and their dependencies raise their own
-        raise ValueError(f"{str(folder)!r} can't be read: {one_line(error).rstrip('.')}.") from error
+        raise ValueError(
+            f"{str(folder)!r} can't be read: {one_line(error).rstrip('.')}."
+        ) from error
     if len(split) == 0:
         raise ValueError(f"The {where} is empty.")
     if "input_ids" not in split.column_names:
@@ -203,14 +254,17 @@ def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:
 def _scan(table: pa.Table, where: str) -> tuple[int, int]:
     """(tokens in a row, largest token id) of the columns of a split. Reads every row once.
 
-    Raises ValueError for damaged rows, rows of different length, empty values, negative ids, and a split without targets.
+    Raises ValueError for damaged rows, rows of different length, empty values, negative ids, and a
+    split without targets.
     """
     lengths, low, high, targets = set(), 0, 0, 0
     for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
         try:
             batch.validate(full=True)  # Arrow follows offsets that lead out of the file
         except pa.ArrowException as error:
-            raise ValueError(f"The {where} can't be read: {one_line(error).rstrip('.')}.") from error
+            raise ValueError(
+                f"The {where} can't be read: {one_line(error).rstrip('.')}."
+            ) from error
         flat = {}
         for name, rows in zip(table.column_names, batch.columns):
             values = pc.list_flatten(rows)
@@ -218,7 +272,10 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
                 raise ValueError(f"Column {name!r} of the {where} has empty values.")
             lengths.update(pc.list_value_length(rows).unique().to_pylist())
             flat[name] = np.asarray(values)
-        ids = [flat["input_ids"], *([flat["labels"][flat["labels"] != IGNORED]] if "labels" in flat else [])]
+        ids = [
+            flat["input_ids"],
+            *([flat["labels"][flat["labels"] != IGNORED]] if "labels" in flat else []),
+        ]
         low = min(low, *(int(some.min(initial=0)) for some in ids))
         high = max(high, *(int(some.max(initial=0)) for some in ids))
         if len(lengths) == 1:
@@ -226,9 +283,14 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
             targets += int(is_target(masked_labels(columns)).sum())
     if len(lengths) > 1:
         many = f"The {where} has rows of different length: {min(lengths)} to {max(lengths)} tokens"
-        raise ValueError(f"{many}. Make rows of one length from the text: prepare_data.py --input ... --context_length N.")
+        raise ValueError(
+            f"{many}. Make rows of one length from the text: prepare_data.py --input ... "
+            f"--context_length N."
+        )
     if low < 0:
         raise ValueError(f"The {where} has a negative token id: {low}.")
     if targets == 0 and max(lengths) > 1:
-        raise ValueError(f"The {where} has nothing to learn: all its labels are masked ({IGNORED}).")
+        raise ValueError(
+            f"The {where} has nothing to learn: all its labels are masked ({IGNORED})."
+        )
     return lengths.pop(), high

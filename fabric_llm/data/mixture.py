@@ -1,7 +1,9 @@
-"""(mixture, seed, position) -> rows: a function without hidden state. mixture_text.py says which source stands at which position.
+"""(mixture, seed, position) -> rows: a function without hidden state. mixture_text.py says which
+source stands at which position.
 
-The n-th row that is read of a source, over all stages of a run, is at place n of that source's own order, one epoch after
-the other. So nothing of a source is read twice before all of it was read once, whatever its weights were meanwhile.
+The n-th row that is read of a source, over all stages of a run, is at place n of that source's own
+order, one epoch after the other. So nothing of a source is read twice before all of it was read
+once, whatever its weights were meanwhile.
 """
 
 import hashlib
@@ -35,7 +37,9 @@ class Mixture:
     def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it were read before) at each position, int64, same shape."""
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
-        stage_of = np.searchsorted([stage.begins for stage in self.stages], positions, side="right") - 1
+        stage_of = (
+            np.searchsorted([stage.begins for stage in self.stages], positions, side="right") - 1
+        )
         for index in np.unique(stage_of):
             there, stage = stage_of == index, self.stages[index]
             source_of, occurrence, weights = _tables(stage.weights)
@@ -65,7 +69,8 @@ class Mixture:
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
-        """{name: {"tokens", "epochs"}} of each source that was read before `position`, including what a rewind has undone."""
+        """{name: {"tokens", "epochs"}} of each source that was read before `position`, including
+        what a rewind has undone."""
         counts = mixture_text.read_before(self.stages, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}
@@ -74,16 +79,25 @@ class Mixture:
 
     def as_json(self) -> list[dict[str, Any]]:
         """The stages, for progress.json."""
-        return [{"begins": stage.begins, "weights": dict(zip(self.names, stage.weights))} for stage in self.stages]
+        return [
+            {"begins": stage.begins, "weights": dict(zip(self.names, stage.weights))}
+            for stage in self.stages
+        ]
 
 
 def mixture_of(document: Mapping[str, Any]) -> Mixture:
-    """The mixture of a run, of which `document` is the progress.json. Raises ValueError for one that can't be read."""
+    """The mixture of a run, of which `document` is the progress.json. Raises ValueError for one
+    that can't be read."""
     try:
         fixed, said = document["fixed"], document["mixture"]
         names = tuple(said["sources"])
-        rows, contexts = (tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length"))
-        stages = tuple(Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said["segments"])
+        rows, contexts = (
+            tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length")
+        )
+        stages = tuple(
+            Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names))
+            for one in said["segments"]
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its mixture can't be read") from error
     return Mixture(names, rows, contexts, stages, fixed["seed"])

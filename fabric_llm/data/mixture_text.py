@@ -1,8 +1,10 @@
-"""What --data_mix says, and which source stands at which position, from numbers alone. Nothing here imports numpy or torch.
+"""What --data_mix says, and which source stands at which position, from numbers alone. Nothing here
+imports numpy or torch.
 
-A mixture reads from several sources, each a dataset, with weights that change from one stage of the run to the next. In a stage
-the sources stand in a period that repeats, so that the source of a position, and how many rows of it came before, are computed
-without going through the positions before it.
+A mixture reads from several sources, each a dataset, with weights that change from one stage of the
+run to the next. In a stage the sources stand in a period that repeats, so that the source of a
+position, and how many rows of it came before, are computed without going through the positions
+before it.
 """
 
 import heapq
@@ -34,7 +36,8 @@ SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data
 class Stage(NamedTuple):
     """Weights that hold from `begins` to the next stage."""
 
-    begins: Any  # Fraction, a share of the run, as --data_mix says it; int, a position, where the run is planned
+    # Fraction, a share of the run, as --data_mix says it; int, a position, where the run is planned
+    begins: Any
     weights: tuple[int, ...]  # of each source: slots of a period
 
 
@@ -52,7 +55,9 @@ class DataMix:
     """What --data_mix says."""
 
     sources: tuple[Source, ...]
-    stages: tuple[Stage, ...]  # by share of the run; the first begins at 0, and weights have no common divisor
+    stages: tuple[
+        Stage, ...
+    ]  # by share of the run; the first begins at 0, and weights have no common divisor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +66,9 @@ class DataMix:
     def in_order(self, names: Sequence[str]) -> "DataMix":
         """The same with the sources `names` first."""
         order = [self.names.index(name) for name in dict.fromkeys([*names, *self.names])]
-        stages = tuple(stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)
+        stages = tuple(
+            stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages
+        )
         return DataMix(tuple(self.sources[i] for i in order), stages)
 
 
@@ -69,7 +76,8 @@ class DataMix:
 
 
 def text_of(given: str) -> str:
-    """The mixture as one line: what --data_mix says, or what is in the YAML file that it names. Raises ValueError."""
+    """The mixture as one line: what --data_mix says, or what is in the YAML file that it names.
+    Raises ValueError."""
     text = given
     if given.endswith((".yaml", ".yml")):
         try:
@@ -79,21 +87,33 @@ def text_of(given: str) -> str:
         except ValueError as error:
             raise ValueError(f"--data_mix: {error}.") from error
     if len(text) > MOST_BYTES:  # arguments.yaml holds it, among others
-        raise ValueError(f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are read.")
+        raise ValueError(
+            f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are "
+            f"read."
+        )
     return text
 
 
-def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[str], share: Optional[float]) -> str:
-    """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line. Raises ValueError."""
+def with_replay(
+    new: Optional[str], data_mix: Optional[str], replay: Optional[str], share: Optional[float]
+) -> str:
+    """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line.
+    Raises ValueError."""
     if replay is None:
         raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
     if data_mix is not None or new is None:
-        raise ValueError("--replay goes with --train_data_dir; in --data_mix what is replayed is one more source.")
+        raise ValueError(
+            "--replay goes with --train_data_dir; in --data_mix what is replayed is one more "
+            "source."
+        )
     part = Fraction("0.2" if share is None else repr(share))
     if not 0 < part < 1:
         raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
     sources = {NEW: (new, 1 - part), REPLAY: (replay, part)}
-    said = {name: {"path": path, "weight": f"{float(weight):.12g}"} for name, (path, weight) in sources.items()}
+    said = {
+        name: {"path": path, "weight": f"{float(weight):.12g}"}
+        for name, (path, weight) in sources.items()
+    }
     return _one_line({"sources": said})
 
 
@@ -102,21 +122,27 @@ def _one_line(values: Any) -> str:
 
 
 def parse(given: str) -> DataMix:
-    """The mixture that --data_mix describes. Raises ValueError in one sentence; no folder is looked at."""
+    """The mixture that --data_mix describes. Raises ValueError in one sentence; no folder is looked
+    at."""
     text = text_of(given.strip())
     try:
-        return _parsed(command_line.load_yaml(text) if text.startswith("{") else _of_short_form(text))
+        return _parsed(
+            command_line.load_yaml(text) if text.startswith("{") else _of_short_form(text)
+        )
     except ValueError as error:
         raise ValueError(f"--data_mix: {error}{'' if str(error).endswith('?') else '.'}") from error
 
 
 def _of_short_form(text: str) -> dict[str, Any]:
-    """new=data/x:0.75:4 -> {"sources": {"new": {"path": "data/x", "weight": "0.75", "max_epochs": "4"}}}"""
+    """new=data/x:0.75:4 -> {"sources": {"new": {"path": "data/x", "weight": "0.75", "max_epochs":
+    "4"}}}"""
     sources: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", part)
         if found is None or found[1].strip() in sources:
-            raise ValueError(f"it takes a YAML file, or {SHORT}, each name once; not {_shown(part)}")
+            raise ValueError(
+                f"it takes a YAML file, or {SHORT}, each name once; not {_shown(part)}"
+            )
         sources[found[1].strip()] = {"path": found[2], "weight": found[3], "max_epochs": found[4]}
     return {"sources": sources}
 
@@ -124,18 +150,25 @@ def _of_short_form(text: str) -> dict[str, Any]:
 def _parsed(values: Any) -> DataMix:
     said, stages = _values(values, "the mixture", ("sources", "stages"))
     if not isinstance(said, dict) or not said or not isinstance(stages or [], list):
-        raise ValueError("it needs `sources`, by name; `stages`, if any, is a list of {from: 0.8, weights: {...}}")
+        raise ValueError(
+            "it needs `sources`, by name; `stages`, if any, is a list of {from: 0.8, weights: "
+            "{...}}"
+        )
     sources, weights, folders = [], {}, {}
     for key, one in said.items():
         name, where = str(key), f"source {str(key)!r}"
         if not re.fullmatch(NAME, name):
-            raise ValueError(f"a source's name has letters, digits, '_', '-' and '.', unlike {_shown(name)}")
+            raise ValueError(
+                f"a source's name has letters, digits, '_', '-' and '.', unlike {_shown(name)}"
+            )
         path, weight, most = _values(one, where, ("path", "weight", "max_epochs"))
         if not isinstance(path, str) or not path:
             raise ValueError(f"{where} needs a path, the folder of its dataset")
         path = at_home(path)
         if (other := folders.setdefault(os.path.realpath(path), name)) != name:
-            raise ValueError(f"sources {other!r} and {name!r} are both {path!r}; give one of them more weight")
+            raise ValueError(
+                f"sources {other!r} and {name!r} are both {path!r}; give one of them more weight"
+            )
         if weight is not None:
             weights[name] = _number(weight, f"the weight of {where}")
         max_epochs = None if most is None else _number(most, f"max_epochs of {where}")
@@ -149,17 +182,32 @@ def _parsed(values: Any) -> DataMix:
         begins = _number(share, "`from` of a stage")
         where = f"the stage from {float(begins):g} on"
         if not 0 < begins < 1 or begins in found:
-            raise ValueError(f"{where}: `from` is a share of the run between 0 and 1, another for each stage")
+            raise ValueError(
+                f"{where}: `from` is a share of the run between 0 and 1, another for each stage"
+            )
         if not isinstance(given, dict) or not given:
             raise ValueError(f"{where} needs `weights`, such as {{{names[0]}: 1}}")
         for name in map(str, given):
             if name not in names:
-                raise ValueError(f"{where} names {_shown(name)}, which isn't a source. {_meant(name, names)}")
-        found[begins] = {str(n): _number(w, f"the weight of source {n!r} in {where}") for n, w in given.items()}, where
+                raise ValueError(
+                    f"{where} names {_shown(name)}, which isn't a source. {_meant(name, names)}"
+                )
+        found[begins] = (
+            {
+                str(n): _number(w, f"the weight of source {n!r} in {where}")
+                for n, w in given.items()
+            },
+            where,
+        )
     for name in names:
         if not any(name in of_stage for of_stage, _ in found.values()):
-            raise ValueError(f"source {name!r} has no weight; a source that isn't read any more has weight 0")
-    planned = [Stage(begins, _slots(of_stage, names, where)) for begins, (of_stage, where) in sorted(found.items())]
+            raise ValueError(
+                f"source {name!r} has no weight; a source that isn't read any more has weight 0"
+            )
+    planned = [
+        Stage(begins, _slots(of_stage, names, where))
+        for begins, (of_stage, where) in sorted(found.items())
+    ]
     return DataMix(tuple(sources), tuple(planned))
 
 
@@ -190,7 +238,8 @@ def _shown(value: Any) -> str:
 
 
 def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> tuple[int, ...]:
-    """Whole weights without a common divisor, at most MOST_SLOTS together: finer ones by the largest remainders."""
+    """Whole weights without a common divisor, at most MOST_SLOTS together: finer ones by the
+    largest remainders."""
     total = sum(given.values())
     if total == 0:
         raise ValueError(f"the weights of {where} add up to 0")
@@ -205,7 +254,9 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
     for name, share, count in zip(names, shares, counts):
         if share > 0 and count == 0:
             tiny = f"the share of source {name!r} in {where}, {float(share):.2g}"
-            raise ValueError(f"{tiny}, is less than one row in {MOST_SLOTS:,}, which rounds to none")
+            raise ValueError(
+                f"{tiny}, is less than one row in {MOST_SLOTS:,}, which rounds to none"
+            )
     divisor = math.gcd(*counts)
     return tuple(count // divisor for count in counts)
 
@@ -214,21 +265,32 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
 
 
 def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[int]) -> DataMix:
-    """The same with at least such a share of some sources in each stage, which the others give up in proportion.
+    """The same with at least such a share of some sources in each stage, which the others give up
+    in proportion.
 
-    contexts: tokens in a row of each source; a stage with rows of another length than a source's reads none of it.
+    contexts: tokens in a row of each source; a stage with rows of another length than a source's
+    reads none of it.
     """
     stages = []
     for stage in mix.stages:
-        now = {name: Fraction(weight, sum(stage.weights)) for name, weight in zip(mix.names, stage.weights)}
+        now = {
+            name: Fraction(weight, sum(stage.weights))
+            for name, weight in zip(mix.names, stage.weights)
+        }
         length = {context for context, weight in zip(contexts, stage.weights) if weight}
         fitting = {name for name, context in zip(mix.names, contexts) if context in length}
-        raised = {name: share for name, share in shares.items() if share > now[name] and name in fitting}
+        raised = {
+            name: share for name, share in shares.items() if share > now[name] and name in fitting
+        }
         if raised:
-            given_up = sum((share for name, share in now.items() if name not in raised), Fraction(0))
+            given_up = sum(
+                (share for name, share in now.items() if name not in raised), Fraction(0)
+            )
             left = (1 - sum(raised.values())) / given_up
             shared = {name: raised.get(name, share * left) for name, share in now.items()}
-            stage = stage._replace(weights=_slots(shared, mix.names, "the mixture with more replay"))
+            stage = stage._replace(
+                weights=_slots(shared, mix.names, "the mixture with more replay")
+            )
         stages.append(stage)
     return replace(mix, stages=tuple(stages))
 
@@ -237,42 +299,61 @@ def described(mix: DataMix) -> str:
     """The mixture in words, without folders: what two runs of the same mixture have in common."""
     stages = []
     for stage in mix.stages:
-        shares = sorted((name, weight / sum(stage.weights)) for name, weight in zip(mix.names, stage.weights) if weight)
+        shares = sorted(
+            (name, weight / sum(stage.weights))
+            for name, weight in zip(mix.names, stage.weights)
+            if weight
+        )
         words = ", ".join(f"{name} {share:.10g}" for name, share in shares)
         stages.append(f"from {float(stage.begins):.10g} on {words}" if stage.begins else words)
-    capped = sorted(f"{source.name} {float(source.max_epochs):g}" for source in mix.sources if source.max_epochs)
+    capped = sorted(
+        f"{source.name} {float(source.max_epochs):g}" for source in mix.sources if source.max_epochs
+    )
     return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
 
 
 def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
     """contexts: tokens in a row of each source. Raises ValueError where a stage has several."""
     for stage in mix.stages:
-        found = {c: source for source, c, weight in zip(mix.sources, contexts, stage.weights) if weight}
+        found = {
+            c: source for source, c, weight in zip(mix.sources, contexts, stage.weights) if weight
+        }
         if len(found) > 1:
-            words = " and ".join(f"{context} in source {source.name!r}" for context, source in found.items())
+            words = " and ".join(
+                f"{context} in source {source.name!r}" for context, source in found.items()
+            )
             flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
-            said = f"{flag}: rows that are read together, from {float(stage.begins):g} of the run on,"
+            said = (
+                f"{flag}: rows that are read together, from {float(stage.begins):g} of the run on,"
+            )
             length, other = next(iter(found)), [*found.values()][1].path
-            again = command("prepare_data.py", input="...", context_length=length, output=f"{other}-{length}")
+            again = command(
+                "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
+            )
             raise ValueError(
-                f"{said} must hold equally many tokens, which are {words}: make rows of the same length from the text of "
+                f"{said} must hold equally many tokens, which are {words}: make rows of the same "
+                f"length from the text of "
                 f"{other!r} by {again}, or use a stage of --data_mix for each length."
             )
 
 
-# ------------------------------------------------------------------------------- which source stands where
+# ------------------------------------------------------------------------ which source stands where
 
 
 @lru_cache(maxsize=64)
 def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The source of each slot of a period: after any number of slots each source has its share, less than one row off.
+    """The source of each slot of a period: after any number of slots each source has its share,
+    less than one row off.
 
-    The j-th row of a source of weight w comes between j/w and (j+1)/w of the period, widened to whole slots, and the row
-    that is due first comes first: earliest deadlines on these windows, Baruah, Cohen, Plaxton and Varvel (1996),
-    Proportionate Progress, Algorithmica 15. It solves Tijdeman's chairman assignment problem (1980).
+    The j-th row of a source of weight w comes between j/w and (j+1)/w of the period, widened to
+    whole slots, and the row that is due first comes first: earliest deadlines on these windows,
+    Baruah, Cohen, Plaxton and Varvel (1996), Proportionate Progress, Algorithmica 15. It solves
+    Tijdeman's chairman assignment problem (1980).
     """
     length, taken = sum(weights), [0] * len(weights)
-    waiting = [(0, source) for source, weight in enumerate(weights) if weight]  # (slot from which it may come, source)
+    waiting = [
+        (0, source) for source, weight in enumerate(weights) if weight
+    ]  # (slot from which it may come, source)
     ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
     slots = []
     for slot in range(length):
@@ -310,12 +391,17 @@ def read_before(stages: Sequence[Stage], position: int) -> tuple[int, ...]:
 
 
 def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[int]:
-    """The position at which the row `number` of a source is read, counted from 0; None if that never comes."""
+    """The position at which the row `number` of a source is read, counted from 0; None if that
+    never comes."""
     for index, stage in enumerate(stages):
         weight = stage.weights[source]
         left = number - read_before(stages, stage.begins)[source]
         if weight and left >= 0:
-            position = stage.begins + left // weight * sum(stage.weights) + places(stage.weights)[source][left % weight]
+            position = (
+                stage.begins
+                + left // weight * sum(stage.weights)
+                + places(stage.weights)[source][left % weight]
+            )
             if index + 1 == len(stages) or position < stages[index + 1].begins:
                 return position
     return None

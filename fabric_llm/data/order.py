@@ -1,4 +1,5 @@
-"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere, on any devices."""
+"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere,
+on any devices."""
 
 from __future__ import annotations
 
@@ -14,16 +15,21 @@ ROUNDS, LEAST_BITS = 8, 6  # with fewer, small permutations aren't uniform
 
 
 def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
-    """The rows at the places `offsets` of an epoch, int64, same shape: a keyed permutation of range(row_count).
+    """The rows at the places `offsets` of an epoch, int64, same shape: a keyed permutation of
+    range(row_count).
 
-    Each place is computed by itself, and there is no table of all rows, which would take 8 GB a rank for a billion. It is a
-    Feistel network over the next power of two, walked until it comes to a row: Black and Rogaway (2002), Ciphers with
-    Arbitrary Finite Domains, https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf. Each round mixes with splitmix64 (Steele
-    et al. 2014), and not with a library's generator, so that no release of a library can change the order of a run.
+    Each place is computed by itself, and there is no table of all rows, which would take 8 GB a
+    rank for a billion. It is a Feistel network over the next power of two, walked until it comes to
+    a row: Black and Rogaway (2002), Ciphers with Arbitrary Finite Domains,
+    https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf. Each round mixes with splitmix64 (Steele
+    et al. 2014), and not with a library's generator, so that no release of a library can change the
+    order of a run.
     """
     bits = max((row_count - 1).bit_length(), LEAST_BITS)
     half = np.uint64(bits // 2)
-    masks = [np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)]  # the halves differ if bits is odd
+    masks = [
+        np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)
+    ]  # the halves differ if bits is odd
     rows, outside = offsets.astype(np.uint64), np.ones(offsets.shape, dtype=bool)
     with np.errstate(over="ignore"):
         keys = splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64))
@@ -37,7 +43,8 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
 
 
 def rows_at(positions: np.ndarray, row_count: int, seed: int) -> np.ndarray:
-    """The rows that are read at `positions`, sequences since the run began, one epoch after the other. int64, same shape."""
+    """The rows that are read at `positions`, sequences since the run began, one epoch after the
+    other. int64, same shape."""
     epochs, offsets = np.divmod(positions, row_count)
     rows = np.empty_like(offsets)
     for epoch in np.unique(epochs):
@@ -47,10 +54,12 @@ def rows_at(positions: np.ndarray, row_count: int, seed: int) -> np.ndarray:
 
 
 def spread(count: int, row_count: int) -> np.ndarray:
-    """`count` of `row_count` rows, evenly spread: one of each of `count` equal stretches. int64, ascending.
+    """`count` of `row_count` rows, evenly spread: one of each of `count` equal stretches. int64,
+    ascending.
 
-    So the files of a split, which lie one behind the other, have their shares. Where in its stretch a row lies says a hash: a
-    fixed stride would meet one kind alone of rows that alternate. Nothing but the two numbers says which rows they are.
+    So the files of a split, which lie one behind the other, have their shares. Where in its stretch
+    a row lies says a hash: a fixed stride would meet one kind alone of rows that alternate. Nothing
+    but the two numbers says which rows they are.
     """
     edges = np.arange(count + 1) * row_count // max(count, 1)
     within = splitmix64(np.arange(count, dtype=np.uint64)) % np.diff(edges).astype(np.uint64)
@@ -58,7 +67,8 @@ def spread(count: int, row_count: int) -> np.ndarray:
 
 
 def sample(rows: Any, count: int) -> np.ndarray:
-    """The numbers of at most `count` rows that are evaluated of a split, or of a probe. int64, ascending.
+    """The numbers of at most `count` rows that are evaluated of a split, or of a probe. int64,
+    ascending.
 
     They are those that its own method `sample` says, or are evenly spread.
     """
@@ -67,7 +77,8 @@ def sample(rows: Any, count: int) -> np.ndarray:
 
 
 def random_key(*parts: int) -> np.uint64:
-    """A hash of several integers, such as (seed, step, rank), to seed what depends on these alone."""
+    """A hash of several integers, such as (seed, step, rank), to seed what depends on these
+    alone."""
     key = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
@@ -85,10 +96,11 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowsRead:
-    """A record of the rows that were read: their number, and the sum of a hash of each row with its position.
+    """A record of the rows that were read: their number, and the sum of a hash of each row with its
+    position.
 
-    The sum doesn't depend on the order, so that the records of all ranks add up to one, which is compared with
-    `claimed_rows`.
+    The sum doesn't depend on the order, so that the records of all ranks add up to one, which is
+    compared with `claimed_rows`.
     """
 
     count: int = 0
@@ -106,7 +118,8 @@ class RowsRead:
 
 
 def claimed_rows(row_count: int, seed: int, first: int, end: int) -> RowsRead:
-    """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of `row_count` rows."""
+    """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of
+    `row_count` rows."""
     return claimed_by(lambda positions: rows_at(positions, row_count, seed), first, end)
 
 

@@ -1,7 +1,9 @@
-"""Rows without labels that ask whether a model uses its context: it copies a passage, it finds what stood far before.
+"""Rows without labels that ask whether a model uses its context: it copies a passage, it finds what
+stood far before.
 
-Their tokens are drawn from a text, as often as they are in it, so that nothing but the context tells what comes. A model that has
-lost the use of its context shows it here, and may not in its perplexity (arXiv 2506.00288).
+Their tokens are drawn from a text, as often as they are in it, so that nothing but the context
+tells what comes. A model that has lost the use of its context shows it here, and may not in its
+perplexity (arXiv 2506.00288).
 """
 
 from collections import defaultdict
@@ -15,7 +17,8 @@ from fabric_llm.data.order import spread
 
 PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
 ROWS_DRAWN_FROM, TOKENS_DRAWN_FROM = 256, 2**22  # of the text, at most
-# Of the probe of retrieval: places of a key in percent of the row, rows that are a half, a quarter as long, questions of each.
+# Of the probe of retrieval: places of a key in percent of the row, rows that are a half, a quarter
+# as long, questions of each.
 DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2
 SHORTEST = 8  # tokens of a text with a question
 
@@ -27,15 +30,18 @@ def drawn_from(split: Any) -> np.ndarray:
 
 
 def _text_of(split: Any, left_out: Sequence[int]) -> np.ndarray:
-    """The tokens of these rows without those of `left_out`, such as a document's end. int64 [tokens]"""
+    """The tokens of these rows without those of `left_out`, such as a document's end. int64
+    [tokens]"""
     ids = np.asarray(split[drawn_from(split)]["input_ids"]).ravel()
     return ids[~np.isin(ids, left_out)]
 
 
 def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: int) -> Rows:
-    """Rows of a passage of random tokens and the same passage again, of which only the second one is a target.
+    """Rows of a passage of random tokens and the same passage again, of which only the second one
+    is a target.
 
-    Repeated random tokens are how Olsson et al. (2022), "In-context Learning and Induction Heads", tell copying from knowledge.
+    Repeated random tokens are how Olsson et al. (2022), "In-context Learning and Induction Heads",
+    tell copying from knowledge.
     """
     length = max(1, min(LONGEST_PASSAGE, context_length // 2))
     generator = np.random.Generator(np.random.Philox(seed))
@@ -46,19 +52,27 @@ def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: i
 
 
 class Questions:
-    """The probe of retrieval: rows of text in which a key and its value stand somewhere, and at the end the key again.
+    """The probe of retrieval: rows of text in which a key and its value stand somewhere, and at the
+    end the key again.
 
-    The value behind it is the only target. Key and value are random tokens. Made when they are read: a row may hold a million tokens.
-    Each row is as long as the context; what comes behind a question of a shorter text is more text, which it doesn't see.
+    The value behind it is the only target. Key and value are random tokens. Made when they are
+    read: a row may hold a million tokens. Each row is as long as the context; what comes behind a
+    question of a shorter text is more text, which it doesn't see.
     """
 
     def __init__(self, split: Any, context_length: int, left_out: Sequence[int], seed: int) -> None:
-        """The text is repeated where a row is longer. Raises ValueError for rows that are too short."""
+        """The text is repeated where a row is longer. Raises ValueError for rows that are too
+        short."""
         if context_length < SHORTEST:
-            raise ValueError(f"--probes retrieval asks in rows of {SHORTEST} tokens and more, not {context_length}.")
+            raise ValueError(
+                f"--probes retrieval asks in rows of {SHORTEST} tokens and more, not "
+                f"{context_length}."
+            )
         self.text, self.context_length, self.seed = _text_of(split, left_out), context_length, seed
         self.value = min(4, max(1, context_length // 64))  # tokens; a key has twice as many
-        self.lengths = [n for n in (context_length >> half for half in range(LENGTHS)) if n >= SHORTEST]
+        self.lengths = [
+            n for n in (context_length >> half for half in range(LENGTHS)) if n >= SHORTEST
+        ]
 
     def __len__(self) -> int:
         return len(DEPTHS) * len(self.lengths) * EACH
@@ -68,16 +82,26 @@ class Questions:
         return np.arange(count)
 
     def about(self, number: int) -> tuple[int, int]:
-        """(length of the text that holds the question, tokens; depth of the key in it, percent). All depths come first."""
+        """(length of the text that holds the question, tokens; depth of the key in it, percent).
+        All depths come first."""
         return self.lengths[number // len(DEPTHS) % len(self.lengths)], DEPTHS[number % len(DEPTHS)]
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
         """input_ids and labels, each int64 [numbers, context]; of one number [context]."""
-        rows = [dict(zip(("input_ids", "labels"), self._row(int(n)))) for n in np.atleast_1d(numbers)]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if np.ndim(numbers) else rows[0]
+        rows = [
+            dict(zip(("input_ids", "labels"), self._row(int(n)))) for n in np.atleast_1d(numbers)
+        ]
+        return (
+            {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            if np.ndim(numbers)
+            else rows[0]
+        )
 
     def _row(self, number: int) -> tuple[np.ndarray, ...]:
-        (length, depth), generator = self.about(number), np.random.Generator(np.random.Philox([self.seed, number]))
+        (length, depth), generator = (
+            self.about(number),
+            np.random.Generator(np.random.Philox([self.seed, number])),
+        )
         begin = generator.integers(len(self.text))
         row = self.text[(begin + np.arange(self.context_length)) % len(self.text)]
         pair = generator.choice(self.text, 3 * self.value)  # the key, and behind it its value
@@ -88,10 +112,12 @@ class Questions:
         return row, labels
 
     def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-        """What evaluations say of the answers: `accuracy`, of their tokens; `exact`, of whole values; `margin`, of their logits.
+        """What evaluations say of the answers: `accuracy`, of their tokens; `exact`, of whole
+        values; `margin`, of their logits.
 
-        Also by the length of the text and the depth, in percent, such as accuracy_of_2048 and accuracy_of_2048_at_10. sums: as
-        language_model.by_row has them, [questions, 3]. targets: evaluated tokens of each question, [questions].
+        Also by the length of the text and the depth, in percent, such as accuracy_of_2048 and
+        accuracy_of_2048_at_10. sums: as language_model.by_row has them, [questions, 3]. targets:
+        evaluated tokens of each question, [questions].
         """
         groups: dict[str, list[int]] = defaultdict(list)
         for number in np.flatnonzero(targets).tolist():

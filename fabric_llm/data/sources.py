@@ -1,4 +1,5 @@
-"""Where rows of tokens come from: dataset folders, what is said of them before they are opened, and other files of flags.
+"""Where rows of tokens come from: dataset folders, what is said of them before they are opened, and
+other files of flags.
 
 A kind of folder is one entry of SOURCES. Nothing here imports torch, datasets or numpy.
 """
@@ -20,7 +21,10 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
-COPY, RETRIEVAL = PROBES = "copy", "retrieval"  # of what a model does with its context, see probes.py
+COPY, RETRIEVAL = PROBES = (
+    "copy",
+    "retrieval",
+)  # of what a model does with its context, see probes.py
 MOST_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
@@ -34,7 +38,8 @@ def open_saved(folder: Path, verify: str) -> TokenDataset:
     return open_dataset(folder, verify)
 
 
-# A file that tells the source of a folder -> what opens it: (folder, --verify_data) -> TokenDataset.
+# A file that tells the source of a folder -> what opens it: (folder, --verify_data) ->
+# TokenDataset.
 SOURCES: dict[str, Callable[[Path, str], TokenDataset]] = {"dataset_dict.json": open_saved}
 
 
@@ -49,7 +54,8 @@ def open_source(folder: Path, verify: str = "auto") -> TokenDataset:
 
 
 def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> None:
-    """Raises ValueError unless the names of its files, and of its columns, are those of a dataset of tokens.
+    """Raises ValueError unless the names of its files, and of its columns, are those of a dataset
+    of tokens.
 
     tokenizer: that of the model, for the command that makes one.
     """
@@ -58,41 +64,58 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
     for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):
         try:
             columns = json.loads(info.read_bytes())["features"]
-            texts = [str(name) for name, said in columns.items() if str(said.get("dtype")).endswith("string")]
+            texts = [
+                str(name)
+                for name, said in columns.items()
+                if str(said.get("dtype")).endswith("string")
+            ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if texts and "input_ids" not in columns:
             words |= {} if "text" in texts else {"text_field": texts[0]}
-            raise ValueError(f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {command(**words)}.")
+            raise ValueError(
+                f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {command(**words)}."
+            )
     if not folder.is_dir():
-        instead = nearest_of(folder) or " Make one with prepare_data.py --input ... --output data/mine."
+        instead = (
+            nearest_of(folder) or " Make one with prepare_data.py --input ... --output data/mine."
+        )
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
         said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
         if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
             listed = shlex.quote(json.dumps({"splits": splits}))
             path = shlex.quote(str(folder / "dataset_dict.json"))
-            raise ValueError(f"{said} If it holds the splits of one, echo {listed} > {path} writes it.")
+            raise ValueError(
+                f"{said} If it holds the splits of one, echo {listed} > {path} writes it."
+            )
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
 
 
 def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
-    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None without a manifest."""
+    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
+    without a manifest."""
     try:
         said = json.loads((folder / "manifest.json").read_bytes())
         numbers = said["splits"]["train"]["rows"], said["context_length"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return numbers if said.get("packed") and all(type(number) is int for number in numbers) else None
+    return (
+        numbers if said.get("packed") and all(type(number) is int for number in numbers) else None
+    )
 
 
 def parse_eval_data(given: Optional[str]) -> dict[str, str]:
-    """{name of the set: dataset folder} of --eval_data: validation sets besides those of the training data. Raises ValueError."""
+    """{name of the set: dataset folder} of --eval_data: validation sets besides those of the
+    training data. Raises ValueError."""
     folders: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (given or "").split(","))):
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
-            raise ValueError(f"--eval_data takes name=folder, comma-separated, such as general=data/x, not {part!r}.")
+            raise ValueError(
+                f"--eval_data takes name=folder, comma-separated, such as general=data/x, not "
+                f"{part!r}."
+            )
         if name in (*PROBES, *folders):
             why = "is the name of a probe" if name in PROBES else "is there twice"
             raise ValueError(f"--eval_data: {name!r} {why}; each set needs a name of its own.")
@@ -106,24 +129,34 @@ def parse_probes(given: Optional[str]) -> tuple[str, ...]:
     """The names in --probes. Raises ValueError."""
     names = tuple(dict.fromkeys(part.strip() for part in (given or "").split(",") if part.strip()))
     if unknown := [name for name in names if name not in PROBES]:
-        raise ValueError(f"--probes takes {' or '.join(PROBES)}, comma-separated, not {unknown[0]!r}.")
+        raise ValueError(
+            f"--probes takes {' or '.join(PROBES)}, comma-separated, not {unknown[0]!r}."
+        )
     return names
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of --sample_prompts, one a line or JSON lines with "prompt", without empty lines. Raises ValueError."""
+    """The prompts of --sample_prompts, one a line or JSON lines with "prompt", without empty lines.
+    Raises ValueError."""
     where, file = f"--sample_prompts {path!r}", Path(path)
     if file.exists() and not file.is_file():  # a pipe would block
         raise ValueError(f"{where} isn't a file.")
     try:
         if file.stat().st_size > LARGEST_PROMPTS:
-            raise ValueError(f"{where} is larger than 1 MiB: it holds prompts, one a line, at most {MOST_PROMPTS}.")
+            raise ValueError(
+                f"{where} is larger than 1 MiB: it holds prompts, one a line, at most "
+                f"{MOST_PROMPTS}."
+            )
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} isn't UTF-8 text.") from error
     except OSError as error:
         raise ValueError(f"{where} can't be read: {error.strerror}.") from error
-    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [
+        (number, line.rstrip("\r"))
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
     is_json = file.suffix == ".jsonl" or all(line.lstrip().startswith('{"') for _, line in lines)
     prompts: dict[str, None] = {}  # each once, in order
     for number, line in lines:
@@ -132,7 +165,9 @@ def read_prompts(path: str) -> list[str]:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 prompt = json.loads(line)["prompt"]
             if not isinstance(prompt, str) or prompt in ("", line):
-                raise ValueError(f'{where} line {number} isn\'t a JSON object with "prompt", a text.')
+                raise ValueError(
+                    f'{where} line {number} isn\'t a JSON object with "prompt", a text.'
+                )
         prompts[prompt] = None
     if not 1 <= len(prompts) <= MOST_PROMPTS:
         raise ValueError(f"{where} holds {len(prompts)} prompts; it takes 1 to {MOST_PROMPTS}.")

@@ -1,4 +1,5 @@
-"""Tasks of several choices as a validation set: each row is a context and a choice, and only the choice's tokens are targets.
+"""Tasks of several choices as a validation set: each row is a context and a choice, and only the
+choice's tokens are targets.
 
 The rows and how they are judged are those of lm-evaluation-harness; prepare/tasks.py writes them.
 """
@@ -18,8 +19,9 @@ from fabric_llm.data.dataset import TokenDataset, open_dataset
 from fabric_llm.data.order import spread
 
 TASKS = "tasks.json"  # in a folder of tasks: what each of them holds
-# Of each row: its task; its document, whose rows are in the order of the choices; whether it is a right answer; whether it is
-# the only choice, right if each of its tokens is the likeliest; characters of the choice, and bytes of what is predicted.
+# Of each row: its task; its document, whose rows are in the order of the choices; whether it is a
+# right answer; whether it is the only choice, right if each of its tokens is the likeliest;
+# characters of the choice, and bytes of what is predicted.
 SAID = ("task", "document", "gold", "alone", "characters", "bytes")
 
 
@@ -32,7 +34,8 @@ class Tasks(Rows):
         self.said = said
 
     def sample(self, count: int) -> np.ndarray:
-        """All choices of documents that are evenly spread over each task, as many as have `count` rows together, or one."""
+        """All choices of documents that are evenly spread over each task, as many as have `count`
+        rows together, or one."""
         firsts = np.append(0, np.flatnonzero(np.diff(self.said["document"])) + 1)
         sizes = np.diff(np.append(firsts, len(self)))
         by_task = np.argsort(self.said["task"][firsts], kind="stable")
@@ -45,19 +48,26 @@ class Tasks(Rows):
         return np.flatnonzero(np.isin(np.repeat(np.arange(len(sizes)), sizes), chosen))
 
     def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-        """`accuracy`, `accuracy_norm` and `bits_per_byte`, of all `documents` and of each task, such as accuracy_of_arc_easy.
+        """`accuracy`, `accuracy_norm` and `bits_per_byte`, of all `documents` and of each task,
+        such as accuracy_of_arc_easy.
 
-        As lm_eval's acc and acc_norm: the choice of the largest likelihood, or of the largest logarithm of it a character, is a
-        right one. Bits per byte, and `loss`, nats a token, are of the right answers. Documents that weren't evaluated are left
-        out. sums: as language_model.by_row has them, [rows, 3]. targets: [rows].
+        As lm_eval's acc and acc_norm: the choice of the largest likelihood, or of the largest
+        logarithm of it a character, is a right one. Bits per byte, and `loss`, nats a token, are of
+        the right answers. Documents that weren't evaluated are left out. sums: as
+        language_model.by_row has them, [rows, 3]. targets: [rows].
         """
         judged: dict[str, list[list[float]]] = defaultdict(list)
-        for rows in np.split(np.arange(len(self)), np.flatnonzero(np.diff(self.said["document"])) + 1):
+        for rows in np.split(
+            np.arange(len(self)), np.flatnonzero(np.diff(self.said["document"])) + 1
+        ):
             if not targets[rows].all():
                 continue
             losses, gold = sums[rows, 0], self.said["gold"][rows]
             with np.errstate(divide="ignore"):  # an empty choice
-                chosen = losses.argmin(), (losses / self.said["characters"][rows]).argmin()  # the first of equal ones
+                chosen = (
+                    losses.argmin(),
+                    (losses / self.said["characters"][rows]).argmin(),
+                )  # the first of equal ones
             right = [gold[choice] for choice in chosen]
             if self.said["alone"][rows[0]]:
                 right = [sums[rows[0], 1] == targets[rows[0]]] * 2
@@ -67,18 +77,32 @@ class Tasks(Rows):
         found = {"loss": math.nan, "documents": 0.0}
         for name, each in judged.items():  # the first is that of all tasks
             right, norm, nats, tokens, size = np.sum(each, axis=0, dtype=float).tolist()
-            found |= {f"accuracy{name}": right / len(each), f"accuracy_norm{name}": norm / len(each)}
+            found |= {
+                f"accuracy{name}": right / len(each),
+                f"accuracy_norm{name}": norm / len(each),
+            }
             found |= {f"bits_per_byte{name}": nats / math.log(2) / size} if size else {}
-            found |= {"loss": nats / tokens if tokens else math.nan, "documents": float(len(each))} if not name else {}
+            found |= (
+                {"loss": nats / tokens if tokens else math.nan, "documents": float(len(each))}
+                if not name
+                else {}
+            )
         return found
 
 
 def open_tasks(folder: Path, verify: str) -> TokenDataset:
-    """The tasks that prepare_data.py has written into `folder`. Raises ValueError as `open_dataset` does."""
+    """The tasks that prepare_data.py has written into `folder`. Raises ValueError as `open_dataset`
+    does."""
     dataset = open_dataset(folder, verify, ("validation",))
     try:
-        table = datasets.load_from_disk(str(folder / "validation")).select_columns(SAID).with_format("numpy")[:]
+        table = (
+            datasets.load_from_disk(str(folder / "validation"))
+            .select_columns(SAID)
+            .with_format("numpy")[:]
+        )
         rows = Tasks(dataset.validation, {name: np.asarray(table[name]) for name in SAID})
     except ValueError as error:
-        raise ValueError(f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}") from error
+        raise ValueError(
+            f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}"
+        ) from error
     return replace(dataset, train=rows, validation=rows)

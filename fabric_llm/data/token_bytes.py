@@ -1,4 +1,5 @@
-"""How many bytes of text each token stands for, so that losses of different tokenizers compare: in bits per byte."""
+"""How many bytes of text each token stands for, so that losses of different tokenizers compare: in
+bits per byte."""
 
 import json
 import re
@@ -16,10 +17,12 @@ NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallba
 
 
 def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
-    """UTF-8 bytes of text that each id from 0 to `size` - 1 stands for, int64 [size]; 0 for special tokens.
+    """UTF-8 bytes of text that each id from 0 to `size` - 1 stands for, int64 [size]; 0 for special
+    tokens.
 
-    tokenizer: a fast one of transformers. The bytes of a text's tokens add up to those of the text, but for what the tokenizer
-    itself changes: SentencePiece puts a space before a text, others normalise it.
+    tokenizer: a fast one of transformers. The bytes of a text's tokens add up to those of the text,
+    but for what the tokenizer itself changes: SentencePiece puts a space before a text, others
+    normalise it.
     """
     counts = np.zeros(size, dtype=np.int64)
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -43,7 +46,9 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
         return counts
     # What each of the others adds behind itself: at the beginning of a text decoders drop a space.
     once, twice = (
-        tokenizer.backend_tokenizer.decode_batch([[number] * times for number in words], skip_special_tokens=False)
+        tokenizer.backend_tokenizer.decode_batch(
+            [[number] * times for number in words], skip_special_tokens=False
+        )
         for times in (1, 2)
     )
     counts[words] = [len(two.encode()) - len(one.encode()) for one, two in zip(once, twice)]
@@ -81,5 +86,7 @@ def is_byte_level(backend: Tokenizer) -> bool:
 def _is_byte_level(state: dict[str, Any]) -> bool:
     steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
     return "ByteLevel" in [
-        one.get("type") for step in steps for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
+        one.get("type")
+        for step in steps
+        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
     ]

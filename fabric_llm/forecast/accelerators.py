@@ -10,11 +10,13 @@ from fabric_llm.model.flops import peak_tflops
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What is known of one device, or assumed: docs/planning.md, "Numbers of devices", has the source of each number."""
+    """What is known of one device, or assumed: docs/planning.md, "Numbers of devices", has the
+    source of each number."""
 
     name: str
     memory_gib: Optional[float]  # that PyTorch sees; None: as much as the machine has
-    link_gb: float  # GB/s to others of its node, in one direction: NVLink, Infinity Fabric, PCIe, or memory of CPUs
+    # GB/s to others of its node, in one direction: NVLink, Infinity Fabric, PCIe, or memory of CPUs
+    link_gb: float
     mfu: float  # part of the peak that the operations of a model reach where nothing else limits
 
     @property
@@ -23,7 +25,9 @@ class Accelerator:
         return peak_tflops(self.name) or CPU_TFLOPS
 
 
-CPU_TFLOPS = 0.25  # of two cores with AVX2, in float32, which reach 0.1 in docs/results/speed.md: a guess
+CPU_TFLOPS = (
+    0.25  # of two cores with AVX2, in float32, which reach 0.1 in docs/results/speed.md: a guess
+)
 KNOWN = [
     Accelerator("A100-40GB", 39.4, 300, 0.45),
     Accelerator("A100-80GB", 79.2, 300, 0.45),
@@ -39,7 +43,8 @@ KNOWN = [
 
 
 def accelerator(name: str) -> Accelerator:
-    """Of a name as people write it, such as h100 or rtx4090. Raises ValueError with those that are known."""
+    """Of a name as people write it, such as h100 or rtx4090. Raises ValueError with those that are
+    known."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower()).removeprefix("nvidia").removeprefix("amd")
@@ -52,20 +57,27 @@ def accelerator(name: str) -> Accelerator:
 
 
 def of_device(name: str, memory_gib: float) -> Optional[Accelerator]:
-    """Of the device that torch.cuda.get_device_name names so; None if it isn't known, or is a part of one."""
-    found = [one for one in KNOWN if one.memory_gib and one.name.split("-")[0] in name and peak_tflops(name) == one.tflops]
+    """Of the device that torch.cuda.get_device_name names so; None if it isn't known, or is a part
+    of one."""
+    found = [
+        one
+        for one in KNOWN
+        if one.memory_gib and one.name.split("-")[0] in name and peak_tflops(name) == one.tflops
+    ]
     return min(found, key=lambda one: abs(one.memory_gib - memory_gib), default=None)
 
 
-# Seconds by which NCCL chooses among its algorithms, of its protocol for large messages: to begin, and to pass a message on over
-# NVLink, and to another node: baseLatencies and hwLatencies (Ring, Simple) of
+# Seconds by which NCCL chooses among its algorithms, of its protocol for large messages: to begin,
+# and to pass a message on over NVLink, and to another node: baseLatencies and hwLatencies (Ring,
+# Simple) of
 # https://github.com/NVIDIA/nccl/blob/5067397c2676d5aed50042fc39e5c8ee96eb0027/src/graph/tuning.cc
 BEGIN, INSIDE, BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 
 
-# Seconds in which the host tells a device to do one operation, the least that it takes however small the tensors: measured, the
-# fastest of 200 forward and backward passes of a Llama of 8 layers of 64 elements, 1,765 operations in 13.8 ms, on one core of a
-# Xeon. And to update a tensor: 11.2 ms for 272 of them, with an H100 (docs/results/gpu.md, "The optimizer").
+# Seconds in which the host tells a device to do one operation, the least that it takes however
+# small the tensors: measured, the fastest of 200 forward and backward passes of a Llama of 8 layers
+# of 64 elements, 1,765 operations in 13.8 ms, on one core of a Xeon. And to update a tensor: 11.2
+# ms for 272 of them, with an H100 (docs/results/gpu.md, "The optimizer").
 DISPATCH, UPDATE = 7.8e-6, 41e-6
 
 
@@ -91,7 +103,8 @@ class Seconds:
 
 
 def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> float:
-    """Bytes that a device sends to exchange heads, see fast_paths.share_rows. tokens: of the device, in a step.
+    """Bytes that a device sends to exchange heads, see fast_paths.share_rows. tokens: of the
+    device, in a step.
 
     passes: forward and backward, and those that are made a second time.
     """
@@ -106,10 +119,12 @@ def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> fl
 def message_bytes(
     placement: Any, gathered_bytes: int, reduced_bytes: int, syncs: int, micro_batches: int
 ) -> tuple[float, float]:
-    """(bytes that a device sends to others of its node in a step, bytes that a node sends over the network).
+    """(bytes that a device sends to others of its node in a step, bytes that a node sends over the
+    network).
 
-    gathered_bytes: of all weights. reduced_bytes: of their gradients, as they are sent. syncs: backward passes that reduce them.
-    To gather, or to reduce and scatter, each of n parties must send (n - 1) / n of the whole; for an all-reduce, both.
+    gathered_bytes: of all weights. reduced_bytes: of their gradients, as they are sent. syncs:
+    backward passes that reduce them. To gather, or to reduce and scatter, each of n parties must
+    send (n - 1) / n of the whole; for an all-reduce, both.
     """
     how, nodes = placement.sharding.sharding_strategy, placement.num_nodes
     inside, between = (placement.devices - 1) / placement.devices, (nodes - 1) / nodes
@@ -122,12 +137,17 @@ def message_bytes(
 
 
 def latency(placement: Any, units: int, syncs: int, micro_batches: int) -> float:
-    """Seconds of a step that messages take to be passed on from device to device, however few bytes they have: NCCL's estimate.
+    """Seconds of a step that messages take to be passed on from device to device, however few bytes
+    they have: NCCL's estimate.
 
-    n devices gather, or reduce and scatter, in a ring of n - 1 turns, and reduce for all in a tree of nodes. units: layers and the
-    rest, of which one after the other is sent.
+    n devices gather, or reduce and scatter, in a ring of n - 1 turns, and reduce for all in a tree
+    of nodes. units: layers and the rest, of which one after the other is sent.
     """
-    how, devices, nodes = placement.sharding.sharding_strategy, placement.devices, placement.num_nodes
+    how, devices, nodes = (
+        placement.sharding.sharding_strategy,
+        placement.devices,
+        placement.num_nodes,
+    )
     tree = BEGIN + 2 * ceil(log2(nodes)) * BETWEEN if nodes > 1 else 0.0
     if placement.strategy in ("single", "ddp") or how == "NO_SHARD":
         return units * syncs * (tree + 2 * (devices - 1) * INSIDE)

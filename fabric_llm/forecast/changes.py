@@ -1,4 +1,5 @@
-"""What to change in flags, as data: `until_it_fits`, the cheapest first, and `fastest`, of those that fit."""
+"""What to change in flags, as data: `until_it_fits`, the cheapest first, and `fastest`, of those
+that fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -11,7 +12,13 @@ from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
-LESS_AND_LESS = ("none", "selective", "every:2", "full", "offload")  # activations that are kept: each recomputes more
+LESS_AND_LESS = (
+    "none",
+    "selective",
+    "every:2",
+    "full",
+    "offload",
+)  # activations that are kept: each recomputes more
 MOST_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
@@ -21,7 +28,9 @@ def changed(flags: Flags, change: Change) -> Flags:
     for field in fields(flags):
         group = getattr(flags, field.name)
         if is_dataclass(group) and not isinstance(group, type):
-            found[field.name] = replace(group, **{name: change[name] for name in vars(group).keys() & change.keys()})
+            found[field.name] = replace(
+                group, **{name: change[name] for name in vars(group).keys() & change.keys()}
+            )
     return replace(flags, **found)
 
 
@@ -31,9 +40,11 @@ def words_of(change: Change) -> list[str]:
 
 
 def until_it_fits(own: Flags, flags: Flags, outlook: Outlook) -> list[tuple[Change, Outlook]]:
-    """[(change, the outlook with it and those before)], the cheapest first, each with less memory than the one before.
+    """[(change, the outlook with it and those before)], the cheapest first, each with less memory
+    than the one before.
 
-    The last one is the first that takes less than `CLOSE` of a device or, if none does, the first that fits. None may fit.
+    The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
+    that fits. None may fit.
     """
     found: list[tuple[Change, Outlook]] = []
     for change in _cheapest_first(lambda: (flags, outlook)):
@@ -48,12 +59,15 @@ def until_it_fits(own: Flags, flags: Flags, outlook: Outlook) -> list[tuple[Chan
     return found[: fits[0]] if fits else found
 
 
-def fastest(own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]) -> Optional[tuple[Change, Outlook]]:
-    """(change, the outlook with it) of the shortest step that takes less than `CLOSE` of a device; None if none does.
+def fastest(
+    own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]
+) -> Optional[tuple[Change, Outlook]]:
+    """(change, the outlook with it) of the shortest step that takes less than `CLOSE` of a device;
+    None if none does.
 
-    Checkpointing that recomputes more comes later, and of each kind micro-batches are doubled while they fit, up to the whole
-    batch of a device. Of equally fast steps the first kind wins, with its largest micro-batch. At most `MOST_TRIES` are looked
-    at, of each of which `tell` is told.
+    Checkpointing that recomputes more comes later, and of each kind micro-batches are doubled while
+    they fit, up to the whole batch of a device. Of equally fast steps the first kind wins, with its
+    largest micro-batch. At most `MOST_TRIES` are looked at, of each of which `tell` is told.
     """
     best: Optional[tuple[Change, Outlook]] = None
     tries = 0
@@ -85,7 +99,9 @@ def _shardings(flags: Flags) -> list[Change]:
         return [{}]
     names = [asked, "FULL_SHARD", "SHARD_GRAD_OP", *["HYBRID_SHARD"] * (nodes > 1)]
     strategy, is_ddp = {"strategy": "fsdp"}, flags.fsdp.strategy == "ddp"
-    found = [{**(strategy if is_ddp else {}), "sharding_strategy": name} for name in dict.fromkeys(names)]
+    found = [
+        {**(strategy if is_ddp else {}), "sharding_strategy": name} for name in dict.fromkeys(names)
+    ]
     return [{"strategy": "ddp"}, *found] if is_ddp else found
 
 
@@ -109,25 +125,39 @@ def _attempt(own: Flags, flags: Flags) -> Optional[Outlook]:
 
 def _sizes(flags: Flags) -> tuple[int, int, int, int]:
     """(sequences of a micro-batch, sequences of a step, devices of a node, nodes)."""
-    devices, nodes = 1 if flags.devices.devices == "auto" else flags.devices.devices, flags.devices.num_nodes
+    devices, nodes = (
+        1 if flags.devices.devices == "auto" else flags.devices.devices,
+        flags.devices.num_nodes,
+    )
     size, _, batch = batch_sizes(flags, devices, nodes)
     return size, batch, devices, nodes
 
 
-def _of_the_same_batch(flags: Flags, size: int, world_size: int, sharing: Optional[int] = None) -> Change:
-    """Micro-batches of `size` sequences, and as many of them as keep a step's; {} where these don't divide.
+def _of_the_same_batch(
+    flags: Flags, size: int, world_size: int, sharing: Optional[int] = None
+) -> Change:
+    """Micro-batches of `size` sequences, and as many of them as keep a step's; {} where these don't
+    divide.
 
     sharing: ranks that share each row; None: as many as the flags say.
     """
-    batch, groups = _sizes(flags)[1], world_size // (sharing or flags.devices.context_parallel)  # each reads other rows
+    batch, groups = (
+        _sizes(flags)[1],
+        world_size // (sharing or flags.devices.context_parallel),
+    )  # each reads other rows
     if not groups or batch % (size * groups):
         return {}
     count = batch // (size * groups)
-    return {"micro_batch_size": size, "gradient_accumulation_steps": count, "global_batch_size": batch}
+    return {
+        "micro_batch_size": size,
+        "gradient_accumulation_steps": count,
+        "global_batch_size": batch,
+    }
 
 
 def _on_more(flags: Flags, world_size: int) -> Change:
-    """The largest micro-batches, of those that the present ones can be divided into, that keep a step's batch on so many devices.
+    """The largest micro-batches, of those that the present ones can be divided into, that keep a
+    step's batch on so many devices.
 
     {} where none do.
     """
@@ -137,9 +167,11 @@ def _on_more(flags: Flags, world_size: int) -> Change:
 
 
 def _cheapest_first(now: Callable[[], tuple[Flags, Outlook]]) -> Iterator[Change]:
-    """Changes that may need less memory. now: the flags with those that were taken, and their outlook.
+    """Changes that may need less memory. now: the flags with those that were taken, and their
+    outlook.
 
-    Where the model and its optimizer don't fit by themselves, fewer activations don't help before they do.
+    Where the model and its optimizer don't fit by themselves, fewer activations don't help before
+    they do.
     """
     if not now()[1].state_fits:
         for change in _of_the_state(lambda: now()[0]):
@@ -167,7 +199,10 @@ def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
         yield {"activation_checkpointing": "offload"}
     for sharing in (2, 4, 8):
         if devices % sharing == 0 and sharing > now().devices.context_parallel:
-            yield {"context_parallel": sharing, **_of_the_same_batch(now(), size, devices * nodes, sharing)}
+            yield {
+                "context_parallel": sharing,
+                **_of_the_same_batch(now(), size, devices * nodes, sharing),
+            }
 
 
 def _of_the_state(now: Callable[[], Flags]) -> Iterator[Change]:

@@ -1,6 +1,7 @@
 """How many bytes a rank needs, of what, and at which moment of a step it needs most.
 
-`predict` makes a step without memory (trace.py). What a GPU needs besides is assumed: `CONTEXT_BYTES` and `SLACK`.
+`predict` makes a step without memory (trace.py). What a GPU needs besides is assumed:
+`CONTEXT_BYTES` and `SLACK`.
 """
 
 import warnings
@@ -15,7 +16,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.fsdp import _flat_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
@@ -25,7 +30,17 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from fabric_llm.base.faults import one_line
 from fabric_llm.forecast import trace
-from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
+from fabric_llm.model import (
+    fast_paths,
+    freezing,
+    gate,
+    language_model,
+    layers,
+    loading,
+    offload,
+    strategy,
+    tiles,
+)
 from fabric_llm.model.flops import windows
 from fabric_llm.model.strategy_rules import Placement, wrap_size
 from fabric_llm.plan.plan import ModelPlan
@@ -64,8 +79,11 @@ class Memory:
 
     parts: dict[str, int]  # at the peak
     moment: str  # of the peak
-    least: int  # at the update, when no activation is there: whatever is recomputed, a step takes that much
-    elsewhere: dict[str, int] = field(default_factory=dict)  # the most that is in the host's memory instead
+    # at the update, when no activation is there: whatever is recomputed, a step takes that much
+    least: int
+    elsewhere: dict[str, int] = field(
+        default_factory=dict
+    )  # the most that is in the host's memory instead
     operations: int = 0  # of tensors, of a micro-batch: what a device is told one by one
 
     @property
@@ -82,7 +100,9 @@ def predict(work: Work) -> Memory:
     most = moments.pop(ELSEWHERE)
     operations = most.pop(OPERATIONS)
     here = {
-        moment: {label: size for label, size in held.items() if size and label not in work.elsewhere}
+        moment: {
+            label: size for label, size in held.items() if size and label not in work.elsewhere
+        }
         for moment, held in moments.items()
     }
     moment = max(here, key=lambda name: sum(here[name].values()))
@@ -97,12 +117,18 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     """As `_traced_step`, of all layers and rows of any length, from steps with a few of these."""
     shortest = LONG * work.placement.context_parallel
     if (context := work.context_length) > shortest:
-        if _traced(work.model.config, context)._attn_implementation != UNMASKED and context > MOST_MASKED:
+        if (
+            _traced(work.model.config, context)._attn_implementation != UNMASKED
+            and context > MOST_MASKED
+        ):
             raise ValueError(
-                f"{work.model.name!r} can't be planned with --context_length {context}: its attention here makes a "
+                f"{work.model.name!r} can't be planned with --context_length {context}: its "
+                f"attention here makes a "
                 f"mask of each row, which is planned up to {MOST_MASKED:,} tokens."
             )
-        half, whole = (_moments(replace(work, context_length=length)) for length in (shortest // 2, shortest))
+        half, whole = (
+            _moments(replace(work, context_length=length)) for length in (shortest // 2, shortest)
+        )
         return _further(half, [((context - shortest // 2) / (shortest - shortest // 2), whole)])
     kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
     # Units of at least so many parameters are others where there are fewer layers.
@@ -112,7 +138,9 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     return _further(fewest, [(cut.times, one_more) for cut, one_more in zip(cuts, with_one_more)])
 
 
-def _further(moments: dict[str, Counter[str]], more: list[tuple[float, dict[str, Counter[str]]]]) -> dict[str, Counter[str]]:
+def _further(
+    moments: dict[str, Counter[str]], more: list[tuple[float, dict[str, Counter[str]]]]
+) -> dict[str, Counter[str]]:
     """What is held where what each of `more` has beyond `moments` is there so many times."""
     found = {}
     for moment, held in moments.items():
@@ -134,16 +162,24 @@ def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str
         setup_module=lambda model, move_to_device: model,
     )
     skeleton = _skeleton(work)
-    with _ranks(placement.world_size), _as_on_devices(work, fabric), _sharing(placement.context_parallel):
+    with (
+        _ranks(placement.world_size),
+        _as_on_devices(work, fabric),
+        _sharing(placement.context_parallel),
+    ):
         ledger = trace.Ledger(placement.kind == "cpu", work.elsewhere)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
                 _step(work, skeleton, left_out, fabric, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(f"{work.model.name!r} can't be planned: its code depends on the tokens ({error}).") from error
+            raise ValueError(
+                f"{work.model.name!r} can't be planned: its code depends on the tokens ({error})."
+            ) from error
         except RuntimeError as error:
             said = one_line(error)[:200].rstrip(".")
-            raise ValueError(f"{work.model.name!r} can't be planned: its code can't run here: {said}.") from error
+            raise ValueError(
+                f"{work.model.name!r} can't be planned: its code can't run here: {said}."
+            ) from error
     for _, held in ledger.peaks.values() if trace.LAYERS not in work.elsewhere else ():
         held[trace.ACTIVATIONS] += held.pop(trace.LAYERS, 0)
     ledger.most[OPERATIONS] = ledger.operations
@@ -163,7 +199,9 @@ def _skeleton(work: Work) -> Any:
     return skeleton
 
 
-def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, ledger: trace.Ledger) -> None:
+def _step(
+    work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, ledger: trace.Ledger
+) -> None:
     """The calls of the loop in train.py that take memory, in its order."""
     name, model_plan = work.placement.strategy, work.model
     model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
@@ -174,7 +212,9 @@ def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, led
         tiles.tile(skeleton, tiled_modules(skeleton))
     offloads = work.placement.kind == "cuda" and model_plan.activation_checkpointing == "offload"
     followed = trace.Layers(skeleton, ledger, left_out, model_plan.compiles, offloads)
-    wrapped = strategy.wrap(fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding)
+    wrapped = strategy.wrap(
+        fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding
+    )
     followed.wrapped = wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     ledger.label = trace.OPTIMIZER
@@ -185,13 +225,21 @@ def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, led
     ledger.label = trace.BATCH
     shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
-    precision, count = model_plan.precision, min(work.micro_batches, 2)  # from the second on all are alike
+    precision, count = (
+        model_plan.precision,
+        min(work.micro_batches, 2),
+    )  # from the second on all are alike
     sums = None
     if model_plan.sums_in_float32 and count == 2:
         ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
         sums = step.GradientSums(wrapped.parameters())
-        local = [strategy.local_part(parameter) if parameter.requires_grad else None for parameter in sums.parameters]
-        sums.sums = [None if one is None else torch.zeros_like(one, dtype=torch.float32) for one in local]
+        local = [
+            strategy.local_part(parameter) if parameter.requires_grad else None
+            for parameter in sums.parameters
+        ]
+        sums.sums = [
+            None if one is None else torch.zeros_like(one, dtype=torch.float32) for one in local
+        ]
     syncs = strategy.syncs_every_micro_batch(name, sums is not None)
     done: list[Any] = []
     if name == "ddp":
@@ -215,7 +263,8 @@ def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, led
 
 
 def tiled_modules(skeleton: Any) -> list[str]:
-    """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random numbers isn't known."""
+    """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random
+    numbers isn't known."""
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     for module in probe.modules():
         strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
@@ -226,24 +275,32 @@ def tiled_modules(skeleton: Any) -> list[str]:
 def _fill_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+            module._buffers[key] = (
+                None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+            )
 
 
 def _traced(config: Any, context_length: int) -> Any:
     """The configuration with an attention that can be traced and takes the memory of the run's.
 
-    A CPU's SDPA keeps what a GPU's flash kernels and packed attention keep: queries, keys, values, the output, a number a query.
+    A CPU's SDPA keeps what a GPU's flash kernels and packed attention keep: queries, keys, values,
+    the output, a number a query.
     """
     seen = (window for window in windows(config.get_text_config()) if window is not None)
     config = deepcopy(config)
     is_packed = config._attn_implementation in (fast_paths.PACKED, "flash_attention_2")
-    if is_packed or config._attn_implementation == "sdpa" and all(window >= context_length for window in seen):
+    if (
+        is_packed
+        or config._attn_implementation == "sdpa"
+        and all(window >= context_length for window in seen)
+    ):
         config._attn_implementation = UNMASKED
     return config
 
 
 def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> None:
-    """DistributedDataParallel holds buckets from its first step on, and moves gradients there in a backward pass that syncs."""
+    """DistributedDataParallel holds buckets from its first step on, and moves gradients there in a
+    backward pass that syncs."""
     buckets = {parameter: torch.empty_like(parameter) for parameter in trained}
 
     def move(parameter: nn.Parameter) -> None:
@@ -255,7 +312,8 @@ def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> 
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """The loss of a chunk, compiled: its logits are read where they are, and their gradient is the only other tensor."""
+    """The loss of a chunk, compiled: its logits are read where they are, and their gradient is the
+    only other tensor."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -285,7 +343,9 @@ def _sharing(ranks: int) -> Iterator[None]:
     def attention(module: nn.Module, *tensors: Tensor, **more: Any) -> tuple[Tensor, None]:
         mask = tensors[3:]
         return fast_paths.share_rows(
-            lambda *whole: sdpa_attention_forward(module, *whole, *mask, **more)[0], group, *tensors[:3]
+            lambda *whole: sdpa_attention_forward(module, *whole, *mask, **more)[0],
+            group,
+            *tensors[:3],
         ), None
 
     if group is not None:
@@ -298,24 +358,38 @@ def _sharing(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
-    """In the body the mesh of the ranks, which has numbers and isn't to be traced, is there; and chunks are those of the devices."""
+    """In the body the mesh of the ranks, which has numbers and isn't to be traced, is there; and
+    chunks are those of the devices."""
     is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
     mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
     with ExitStack() as patches, warnings.catch_warnings():
         patches.enter_context(patch.object(strategy, "_mesh", lambda *_: mesh))
-        # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has moved it.
-        has_data = patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
+        # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has
+        # moved it.
+        has_data = patch.object(
+            _flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0
+        )
         patches.enter_context(has_data)
-        # Without memory torch multiplies grouped matrices in bfloat16 alone; transformers' own way makes the same tensors.
-        is_bf16 = patch.object(moe, "_can_use_grouped_mm", lambda hidden, weight, offs: weight.dtype == torch.bfloat16)
+        # Without memory torch multiplies grouped matrices in bfloat16 alone; transformers' own way
+        # makes the same tensors.
+        is_bf16 = patch.object(
+            moe, "_can_use_grouped_mm", lambda hidden, weight, offs: weight.dtype == torch.bfloat16
+        )
         patches.enter_context(is_bf16)
         if work.placement.kind == "cuda":
-            most = max(1, fast_paths.LOGITS_AT_ONCE["cuda"] // work.model.config.get_text_config().vocab_size)
+            most = max(
+                1,
+                fast_paths.LOGITS_AT_ONCE["cuda"] // work.model.config.get_text_config().vocab_size,
+            )
             patches.enter_context(patch.object(fast_paths, "_tokens_at_once", lambda *_: most))
             inputs = patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,
-                put=lambda self, hidden, tensor: (tensor.shape, tensor.dtype) if tensor.shape == hidden().shape else tensor,
-                get=lambda self, kept: kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1]),
+                put=lambda self, hidden, tensor: (
+                    (tensor.shape, tensor.dtype) if tensor.shape == hidden().shape else tensor
+                ),
+                get=lambda self, kept: (
+                    kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1])
+                ),
             )
             patches.enter_context(inputs)
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

@@ -1,4 +1,5 @@
-"""Flags and a config.json -> what a run needs: memory of device and host, disk, time and money. Nothing is loaded or started."""
+"""Flags and a config.json -> what a run needs: memory of device and host, disk, time and money.
+Nothing is loaded or started."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -14,7 +15,16 @@ from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict
-from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, positions, strategy_rules, weights
+from fabric_llm.model import (
+    fast_paths,
+    flops,
+    freezing,
+    language_model,
+    loading,
+    positions,
+    strategy_rules,
+    weights,
+)
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks
@@ -25,7 +35,8 @@ from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
 GIB = 2**30
-# Parts of a device's memory above which a run doesn't fit, and may not (Fujii et al., https://arxiv.org/abs/2411.06465).
+# Parts of a device's memory above which a run doesn't fit, and may not (Fujii et al.,
+# https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
 # The part of a step's operations that is computed a second time.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
@@ -84,10 +95,15 @@ class Outlook:
 
 
 def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Outlook:
-    """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what can't be planned."""
-    device = accelerators.accelerator("CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name)
+    """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what
+    can't be planned."""
+    device = accelerators.accelerator(
+        "CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name
+    )
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
-    micro_batch_size, micro_batches, batch = batch_sizes(flags, placement.devices, placement.num_nodes)
+    micro_batch_size, micro_batches, batch = batch_sizes(
+        flags, placement.devices, placement.num_nodes
+    )
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     model, skeleton = _model(flags, placement.kind)
     context, assumed = _context(flags, model.config.get_text_config())
@@ -95,23 +111,35 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
     elsewhere = OFFLOADED if flags.fsdp.cpu_offload and placement.kind == "cuda" else frozenset()
-    memory = memory_of(Work(placement, model, micro_batch_size, micro_batches, context, average, elsewhere))
+    memory = memory_of(
+        Work(placement, model, micro_batch_size, micro_batches, context, average, elsewhere)
+    )
     parameters = list(skeleton.parameters())
     host = _host(flags, placement, skeleton, memory, average)
     if model.activation_checkpointing == "offload" and placement.kind == "cuda":
         tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
-        of_a_token = model.config.get_text_config().hidden_size * (4 if model.precision == "32-true" else 2)
-        host["inputs of layers"] = tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
+        of_a_token = model.config.get_text_config().hidden_size * (
+            4 if model.precision == "32-true" else 2
+        )
+        host["inputs of layers"] = (
+            tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
+        )
     operations = batch * flops.of_model(skeleton).of_row(context)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     mfu = _mfu(own, device)
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    reduced = trained * (4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size())
+    reduced = trained * (
+        4
+        if wide or is_sharded and flags.fsdp.reduce_dtype == "float32"
+        else parameters[0].element_size()
+    )
     syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
     syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
-    sent = accelerators.message_bytes(placement, count * (4 if wide else 2), reduced, syncs, micro_batches)
+    sent = accelerators.message_bytes(
+        placement, count * (4 if wide else 2), reduced, syncs, micro_batches
+    )
     passed_on = accelerators.latency(placement, units, syncs, micro_batches)
     sharing = placement.context_parallel
     exchanged = 0.0
@@ -119,13 +147,18 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         passes = 2 + 3 * again  # a forward pass is a third of the operations
         text_config = model.config.get_text_config()
         exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens // world, passes)
-        exchanged /= device.link_gb * 1e9 if sharing <= placement.devices else own.network * 1e9 / 8 / placement.devices
+        exchanged /= (
+            device.link_gb * 1e9
+            if sharing <= placement.devices
+            else own.network * 1e9 / 8 / placement.devices
+        )
     launch = accelerators.DISPATCH * memory.operations * micro_batches
     if placement.kind == "cuda":
         launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
-        messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8)) + passed_on,
+        messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8))
+        + passed_on,
         hidden=flags.fsdp.backward_prefetch != "none",
         exchange=exchanged,
         launch=0.0 if own.like else launch,  # the speed of a run has it
@@ -149,7 +182,9 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         seconds=seconds,
         link_bytes=sent[0],
         network_bytes=sent[1],
-        price=None if None in (own.price_per_hour, steps) else own.price_per_hour * world * steps * seconds.step / 3600,
+        price=None
+        if None in (own.price_per_hour, steps)
+        else own.price_per_hour * world * steps * seconds.step / 3600,
         assumed=assumed,
     )
 
@@ -176,8 +211,12 @@ def _place(flags: Flags, kind: str) -> Placement:
     world = devices * flags.devices.num_nodes
     if flags.devices.tpu:
         raise Fault("--tpu true can't be planned: what XLA keeps isn't known.")
-    name = strategy_rules.strategy(fsdp.strategy, world, False, flags.model.precision, kind, sharding)
-    return Placement(name, sharding, devices, flags.devices.num_nodes, kind, flags.devices.context_parallel)
+    name = strategy_rules.strategy(
+        fsdp.strategy, world, False, flags.model.precision, kind, sharding
+    )
+    return Placement(
+        name, sharding, devices, flags.devices.num_nodes, kind, flags.devices.context_parallel
+    )
 
 
 def _recomputed(activation_checkpointing: str) -> float:
@@ -194,17 +233,23 @@ def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
     if own.mfu is not None:
         raise Fault("--mfu and --like both say how fast a device is: take one of them.")
     if mfu > 1 and device.name != "CPU":  # whose peak is a guess
-        raise Fault(f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see --accelerator_name.")
+        raise Fault(
+            f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see "
+            f"--accelerator_name."
+        )
     return mfu
 
 
 def tflops_of(run: Path) -> float:
-    """10^12 operations a second and device that a run has reached, with those that it recomputed. Raises Fault.
+    """10^12 operations a second and device that a run has reached, with those that it recomputed.
+    Raises Fault.
 
     The median of its logged steps but for the first, during which it compiled.
     """
     lines = [record for _, record in json_lines(run / "metrics.jsonl")]
-    reached = [line["model_tflops_per_device"] for line in lines if "model_tflops_per_device" in line][1:]
+    reached = [
+        line["model_tflops_per_device"] for line in lines if "model_tflops_per_device" in line
+    ][1:]
     if not reached:
         raise Fault(f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps.")
     asked = read_yaml(run / "arguments.yaml")["activation_checkpointing"]
@@ -212,7 +257,8 @@ def tflops_of(run: Path) -> float:
 
 
 def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
-    """(training rows, tokens in each) of each dataset that the flags name, None for one that doesn't say so."""
+    """(training rows, tokens in each) of each dataset that the flags name, None for one that
+    doesn't say so."""
     folders = [flags.data.train_data_dir] if flags.data.train_data_dir is not None else []
     if flags.data.data_mix:
         folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
@@ -239,17 +285,23 @@ def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
         return training.max_step
     rows = tuple(one[0] for one in datasets if one is not None)
     if flags.data.data_mix:
-        return lay_out(mixture_text.parse(flags.data.data_mix), rows, batch, None, training.number_epochs)[2]
+        return lay_out(
+            mixture_text.parse(flags.data.data_mix), rows, batch, None, training.number_epochs
+        )[2]
     return ceil(rows[0] / batch * training.number_epochs)
 
 
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
-    """(how the model trains, the model without memory), as make_plan.py has it where all that can be measured is well."""
+    """(how the model trains, the model without memory), as make_plan.py has it where all that can
+    be measured is well."""
     asked = flags.model
     if asked.rope is not None:
         positions.parse(asked.rope)
     if asked.model_name is None:
-        raise Fault("--model_name is missing: a plan needs the folder of a config.json, or a name on the hub.")
+        raise Fault(
+            "--model_name is missing: a plan needs the folder of a config.json, or a name on the "
+            "hub."
+        )
     config = loading.load_config(asked.model_name)
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
@@ -278,22 +330,32 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     return replace(model, loss=loss), skeleton
 
 
-def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:
-    """Bytes of a node's memory, by what they are for (docs/fsdp.md, "Models larger than a host")."""
+def _host(
+    flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]
+) -> dict[str, int]:
+    """Bytes of a node's memory, by what they are for (docs/fsdp.md, "Models larger than a
+    host")."""
     ranks, parameters = placement.devices, dict(skeleton.named_parameters())
     world = placement.world_size
     part = {"NO_SHARD": 1, "HYBRID_SHARD": ranks}.get(placement.sharding.sharding_strategy, world)
     part = 1 if placement.strategy in ("ddp", "single") else part
     held = sum(p.nbytes for p in parameters.values())
-    units = (sum(parameters[n].nbytes for n in some if n in parameters) for some in weights.units(skeleton).values())
-    found = {"processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * (placement.kind == "cuda")) * GIB)}
+    units = (
+        sum(parameters[n].nbytes for n in some if n in parameters)
+        for some in weights.units(skeleton).values()
+    )
+    found = {
+        "processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * (placement.kind == "cuda")) * GIB)
+    }
     if placement.kind == "cpu":
         found["what devices hold"] = ranks * memory.peak
     found["one layer, while it loads or saves"] = max(units, default=0)
     if memory.elsewhere:
         found["offloaded"] = ranks * sum(memory.elsewhere.values())
     if average == "host":
-        found["moving average"] = ranks * sum(4 * p.numel() for p in parameters.values() if p.requires_grad) // part
+        found["moving average"] = (
+            ranks * sum(4 * p.numel() for p in parameters.values() if p.requires_grad) // part
+        )
     if flags.save.async_save:
         whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
         found["copies for --async_save"] = (

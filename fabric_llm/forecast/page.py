@@ -1,4 +1,5 @@
-"""A run before it begins: `python plan.py --html FILE` writes one HTML file, with its memory and, where there is data, its steps."""
+"""A run before it begins: `python plan.py --html FILE` writes one HTML file, with its memory and,
+where there is data, its steps."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,24 +22,39 @@ from fabric_llm.training.schedule import arguments_of, lr_at
 
 
 def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
-    """As rank 0 of the run makes it, with train.py's checks and sentences; None where the flags name no data."""
+    """As rank 0 of the run makes it, with train.py's checks and sentences; None where the flags
+    name no data."""
     if flags.data.train_data_dir is None and flags.data.data_mix is None:
         return None
     if own.tokens is not None:
-        raise Fault("--html with a dataset draws the steps of --max_step, or of --number_epochs, and takes no --tokens.")
+        raise Fault(
+            "--html with a dataset draws the steps of --max_step, or of --number_epochs, and "
+            "takes no --tokens."
+        )
     checks.check_training(flags)
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
     directory = run_directory.directory(flags)
-    return make_plan.make_plan(flags, start.place(flags), directory, run_directory.choose(flags, directory))
+    return make_plan.make_plan(
+        flags, start.place(flags), directory, run_directory.choose(flags, directory)
+    )
 
 
 def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
-    plain: dict[str, Any] = {"title": outlook.model, "lead": outlook.on, "sections": {}, "headline": []}
+    plain: dict[str, Any] = {
+        "title": outlook.model,
+        "lead": outlook.on,
+        "sections": {},
+        "headline": [],
+    }
     drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
     peak = outlook.memory.peak
-    below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"
+    below = (
+        f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}"
+        if outlook.used
+        else "of a device"
+    )
     costs = "" if outlook.price is None else f"{outlook.price:,.2f} for them"
     time = "A step", f"{outlook.seconds.step:.3g} s", "--max_step or --tokens says how many"
     if outlook.hours is not None:
@@ -49,7 +65,9 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
         ("Disk", f"{outlook.checkpoint_bytes * outlook.kept_checkpoints / GIB:,.2f} GiB", costs),
     ]
     parts = {**outlook.memory.parts, "together": peak}
-    rows = [[name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()]
+    rows = [
+        [name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()
+    ]
     page.write_page(
         output,
         "Plan of a run",
@@ -65,20 +83,35 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
 
 
 def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -> None:
-    """Write the page of plans on more and more devices. Raises Fault (2) where it can't be written."""
+    """Write the page of plans on more and more devices. Raises Fault (2) where it can't be
+    written."""
     first, hidden, run = rows[0].outlook, sweep.hidden(rows), reading.Run("", output)
     drawn = [
-        ("efficiency", "Tokens per second and device", "% of the most on the fewest", lambda row: 100 * row.efficiency),
+        (
+            "efficiency",
+            "Tokens per second and device",
+            "% of the most on the fewest",
+            lambda row: 100 * row.efficiency,
+        ),
         ("none", "The same, if no messages are hidden", "%", lambda row: 100 * row.none_hidden),
         ("step", "A step", "seconds", lambda row: row.outlook.seconds.step),
-        ("memory", "Memory of a device at its peak", "GiB", lambda row: row.outlook.memory.peak / GIB),
+        (
+            "memory",
+            "Memory of a device at its peak",
+            "GiB",
+            lambda row: row.outlook.memory.peak / GIB,
+        ),
     ]
     for how in hidden:
         of = [row for row in rows if row.sharding == how]
         counts = np.array([row.devices for row in of])
         for name, _, _, value in drawn:
-            run.numbers.setdefault(name, {})[how] = reading.Series(counts, np.array([value(row) for row in of]))
-    charts = figures.charts([figures.Figure(name, title, unit) for name, title, unit, _ in drawn], [run])
+            run.numbers.setdefault(name, {})[how] = reading.Series(
+                counts, np.array([value(row) for row in of])
+            )
+    charts = figures.charts(
+        [figures.Figure(name, title, unit) for name, title, unit, _ in drawn], [run]
+    )
     ticks = [row.devices for row in rows]
     for chart in charts:
         axis = {"type": "log", "tickvals": ticks, "title": {"text": "Devices"}}
@@ -93,7 +126,9 @@ def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -
         charts=charts,
         numbers=(sweep.TITLES, [row.cells() for row in rows]),
         assumed=sweep.assumptions(own, rows),
-        runs=[{"headline": [(how, words, "") for how, words in hidden.items()], "flags": shown(flags)}],
+        runs=[
+            {"headline": [(how, words, "") for how, words in hidden.items()], "flags": shown(flags)}
+        ],
     )
 
 
@@ -102,15 +137,20 @@ def shown(flags: Flags) -> dict[str, str]:
     return {name: page.shown(value) for name, value in flags.flat().items()}
 
 
-def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[int, str]], Progress]:
-    """(the lines that the run will log, (step, kind) of what happens, where it ends), by the run's own functions."""
+def course(
+    plan: Plan, flags: Flags
+) -> tuple[list[dict[str, Any]], list[tuple[int, str]], Progress]:
+    """(the lines that the run will log, (step, kind) of what happens, where it ends), by the run's
+    own functions."""
     lines, happens, progress, shares = [], [], plan.start, None
     has_sets = flags.evaluation.eval_iters > 0
     if has_sets and save.evaluates_first(plan, flags):
         happens.append((progress.step, "evaluated"))
     while not plan.is_over(progress):
         before, progress = progress, plan.after(progress)
-        lr = lr_at(before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training)))
+        lr = lr_at(
+            before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training))
+        )
         line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
         lines.append(line)
         if plan.data.mixture is not None:
@@ -118,7 +158,9 @@ def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[i
             if last_shares not in (None, shares):
                 happens.append((before.step, "stage"))
             read = plan.data.mixture.read_before(progress.position)
-            line["sources"] = {name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()}
+            line["sources"] = {
+                name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()
+            }
         _, evaluates, saves = save.due_after(before, progress, plan, flags)
         if has_sets and evaluates:
             happens.append((progress.step, "evaluated"))
@@ -143,7 +185,9 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
         "sections": {"curves": "Curves"},
         "charts": figures.charts(figures.FIGURES, [run]),
-        "marks": figures.marks([run], [[reading.Event(step, kind) for step, kind in happens if kind == "stage"]]),
+        "marks": figures.marks(
+            [run], [[reading.Event(step, kind) for step, kind in happens if kind == "stage"]]
+        ),
         "headline": [
             ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
             ("Tokens", page.number(last.tokens - start.tokens), batch),

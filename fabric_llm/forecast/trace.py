@@ -1,14 +1,14 @@
 """A training step of one rank without memory: which bytes its tensors would take, and when.
 
-The model is wrapped, run and differentiated by the functions that a run calls, on fake tensors, which have
-shapes and no data, and over a process group that sends nothing. So what a strategy gathers, copies and frees
-isn't described here a second time: `Ledger` counts each storage when it is made, when FSDP resizes it, and
-when it is gone.
+The model is wrapped, run and differentiated by the functions that a run calls, on fake tensors,
+which have shapes and no data, and over a process group that sends nothing. So what a strategy
+gathers, copies and frees isn't described here a second time: `Ledger` counts each storage when it
+is made, when FSDP resizes it, and when it is gone.
 
-A model has many equal layers, or equal groups of layers. `cuts` says which of them a step can do without:
-each one more adds the same bytes to each moment, so that a step with one more says what all of them add.
-From one layer to the next the sum of what is held changes by the same number of bytes each time, so that the
-peak isn't among those that are left out.
+A model has many equal layers, or equal groups of layers. `cuts` says which of them a step can do
+without: each one more adds the same bytes to each moment, so that a step with one more says what
+all of them add. From one layer to the next the sum of what is held changes by the same number of
+bytes each time, so that the peak isn't among those that are left out.
 """
 
 from __future__ import annotations
@@ -33,18 +33,26 @@ from fabric_llm.model.strategy import local_part, repeated_layers
 # What a storage is of.
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 HEAD, BACKWARD, GATHERED = "loss head", "backward pass", "gathered units and messages"
-OPTIMIZER, AVERAGE, BATCH, SUMS = "optimizer state", "moving average", "batch", "float32 sums of gradients"
+OPTIMIZER, AVERAGE, BATCH, SUMS = (
+    "optimizer state",
+    "moving average",
+    "batch",
+    "float32 sums of gradients",
+)
 LAYERS, MEASURED = "activations of layers", "a layer that is looked at"
-ENDS = 4  # layers of a kind that stay: two at each end, since nothing is gathered ahead of the outermost
+# layers of a kind that stay: two at each end, since nothing is gathered ahead of the outermost
+ENDS = 4
 # What modules call the number of their layer, which doesn't make it another kind.
 NUMBERS = re.compile("idx|index|layer_(id|num)|block_id")
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of all storages that are alive, by what they are, and their composition at the peak of each moment."""
+    """Bytes of all storages that are alive, by what they are, and their composition at the peak of
+    each moment."""
 
     def __init__(self, copies_messages: bool = False, elsewhere: Collection[str] = ()) -> None:
-        """copies_messages: as gloo does with what it reduces and scatters, and NCCL doesn't. elsewhere: labels of what the host has."""
+        """copies_messages: as gloo does with what it reduces and scatters, and NCCL doesn't.
+        elsewhere: labels of what the host has."""
         super().__init__()
         self.copies_messages, self.elsewhere = copies_messages, elsewhere
         self.most: Counter[str] = Counter()  # that was held of each of these labels
@@ -55,12 +63,22 @@ class Ledger(TorchDispatchMode):
         self.total = 0
         self.operations = 0
         self.peaks: dict[str, tuple[int, Counter[str]]] = {}  # moment -> the most in it, by label
-        self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
-        self.stream: Optional[torch.Size] = None  # the shape of the residual stream, while a compiled layer is looked at
+        self.multiplied: set[int] = (
+            set()
+        )  # storages that matrix products and attention have read or made
+        self.stream: Optional[torch.Size] = (
+            None  # the shape of the residual stream, while a compiled layer is looked at
+        )
         self.sums: list[Tensor] = []  # what has been added to it
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.copies_messages and operation.namespace == "c10d" and "reduce_scatter" in str(operation):
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            self.copies_messages
+            and operation.namespace == "c10d"
+            and "reduce_scatter" in str(operation)
+        ):
             sent = max(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor))
             self.put(-1, sent, GATHERED)
             self.put(-1, 0)
@@ -81,10 +99,13 @@ class Ledger(TorchDispatchMode):
         return result
 
     def see(self, storage: Any, is_empty: bool = False) -> None:
-        """Count a storage that is new. is_empty: made without a value, outside of layers that is to be sent or received."""
+        """Count a storage that is new. is_empty: made without a value, outside of layers that is to
+        be sent or received."""
         key = storage._cdata
         if key not in self.alive:
-            self.multiplied.discard(key)  # of a storage that is gone, whose address is this one's now
+            self.multiplied.discard(
+                key
+            )  # of a storage that is gone, whose address is this one's now
             outside = self.label in (ACTIVATIONS, BACKWARD)
             self.put(key, storage.nbytes(), GATHERED if is_empty and outside else self.label)
             weakref.finalize(storage, self.put, key, 0)
@@ -104,7 +125,8 @@ class Ledger(TorchDispatchMode):
             self.peaks[self.moment] = self.total, self.held.copy()
 
     def resizes(self) -> AbstractContextManager[Any]:
-        """In the body, count what FSDP does to storages: it gives them memory before a unit computes, and takes it afterwards."""
+        """In the body, count what FSDP does to storages: it gives them memory before a unit
+        computes, and takes it afterwards."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:
@@ -125,7 +147,8 @@ class Cut(NamedTuple):
 
 
 def cuts(kinds: Sequence[Any]) -> list[Cut]:
-    """What to leave out of layers of these kinds. A step with all cuts, and one more for each cut, has fewer layers than all."""
+    """What to leave out of layers of these kinds. A step with all cuts, and one more for each cut,
+    has fewer layers than all."""
     found: list[Cut] = []
 
     def layers_of(some: list[Cut]) -> int:
@@ -143,7 +166,8 @@ def cuts(kinds: Sequence[Any]) -> list[Cut]:
 
 
 def _longest(kinds: Sequence[Any], begin: int, end: int) -> Optional[Cut]:
-    """The cut of most layers among those from `begin` up to `end`, None where nothing repeats often enough."""
+    """The cut of most layers among those from `begin` up to `end`, None where nothing repeats often
+    enough."""
     best = None
     for period in range(1, (end - begin) // 3 + 1):
         at_each_end = max(1, ENDS // 2 // period)  # groups that stay
@@ -173,7 +197,11 @@ def kind(layer: nn.Module) -> Any:
         (
             name,
             type(module),
-            tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in module._parameters.items() if p is not None),
+            tuple(
+                (key, p.shape, p.dtype, p.requires_grad)
+                for key, p in module._parameters.items()
+                if p is not None
+            ),
             tuple(
                 (key, value)
                 for key, value in vars(module).items()
@@ -185,13 +213,16 @@ def kind(layer: nn.Module) -> Any:
 
 
 class _CompiledLayer(torch.autograd.Function):
-    """What a compiled layer keeps for its backward pass, what that works with, and the gradients that it makes."""
+    """What a compiled layer keeps for its backward pass, what that works with, and the gradients
+    that it makes."""
 
     @staticmethod
     def forward(ctx: Any, keeps: Keeps, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.kept = torch.empty(keeps.bytes, dtype=torch.uint8), hidden if keeps.its_input else None
         ctx.works_with_bytes = keeps.backward_bytes
-        ctx.needs = [(one.shape, one.dtype) if one.requires_grad else None for one in (hidden, *parameters)]
+        ctx.needs = [
+            (one.shape, one.dtype) if one.requires_grad else None for one in (hidden, *parameters)
+        ]
         return torch.empty(keeps.shape, dtype=keeps.dtype)
 
     @staticmethod
@@ -200,7 +231,11 @@ class _CompiledLayer(torch.autograd.Function):
         made = [None if one is None else torch.zeros(one[0], dtype=one[1]) for one in others]
         torch.zeros(ctx.works_with_bytes, dtype=torch.uint8)
         ctx.kept = None
-        return None, None if of_hidden is None else torch.zeros(of_hidden[0], dtype=of_hidden[1]), *made
+        return (
+            None,
+            None if of_hidden is None else torch.zeros(of_hidden[0], dtype=of_hidden[1]),
+            *made,
+        )
 
 
 class Keeps(NamedTuple):
@@ -214,7 +249,8 @@ class Keeps(NamedTuple):
 
 
 class LeftOut(nn.Module):
-    """What is in the place of a layer that a step does without: the settings of the layer, which its model may ask."""
+    """What is in the place of a layer that a step does without: the settings of the layer, which
+    its model may ask."""
 
 
 class Layers:
@@ -232,13 +268,19 @@ class Layers:
 
         compiles: see `_measured`. offloads: the inputs of layers are on no device.
         """
-        self.ledger, self.layers, self.compiles = ledger, [*repeated_layers(model).values()], compiles
+        self.ledger, self.layers, self.compiles = (
+            ledger,
+            [*repeated_layers(model).values()],
+            compiles,
+        )
         self.kinds = [kind(layer) if compiles else None for layer in self.layers]
         self.keeps: dict[Any, Keeps] = {}  # of each kind
         self.offloads = offloads
         self.is_forward = True
         self.wrapped = model
-        self.wrap: Callable[[Tensor], Any] = lambda hidden: hidden  # in what layers return their hidden states
+        self.wrap: Callable[[Tensor], Any] = lambda hidden: (
+            hidden
+        )  # in what layers return their hidden states
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._forward, number, list(_places(layer)))
             if number in left_out:
@@ -271,12 +313,13 @@ class Layers:
         return output
 
     def _measured(self, layer: nn.Module, hidden: Tensor, forward: Callable[[], Any]) -> Keeps:
-        """What a compiled layer keeps: of what an eager one does, what matrix products and attention have read or made, and the sums of
-        the residual stream, which norms take.
+        """What a compiled layer keeps: of what an eager one does, what matrix products and
+        attention have read or made, and the sums of the residual stream, which norms take.
 
-        What lies between them, such as the float32 copies of a norm, the compiler fuses, and computes again in the backward pass.
-        That works with the gradients of what is kept, of which about a half is there at once. A layer that is checkpointed as a
-        whole keeps its input, and has all of that in its backward pass.
+        What lies between them, such as the float32 copies of a norm, the compiler fuses, and
+        computes again in the backward pass. That works with the gradients of what is kept, of which
+        about a half is there at once. A layer that is checkpointed as a whole keeps its input, and
+        has all of that in its backward pass.
         """
         ledger = self.ledger
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
@@ -309,7 +352,9 @@ class Layers:
 
     def mark_gradients(self) -> None:
         """Say which storages are gradients, which were made as something else."""
-        for gradient in (p.grad for p in self.wrapped.parameters() if p.is_leaf and p.grad is not None):
+        for gradient in (
+            p.grad for p in self.wrapped.parameters() if p.is_leaf and p.grad is not None
+        ):
             key = local_part(gradient).untyped_storage()._cdata
             if key in self.ledger.alive:
                 self.ledger.put(key, self.ledger.alive[key][0], GRADIENTS)
@@ -328,7 +373,8 @@ def _wrapping(output: Any) -> Callable[[Tensor], Any]:
 
 
 def _places(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where the parameters of a layer are. FSDP puts other tensors there while the layer computes."""
+    """Where the parameters of a layer are. FSDP puts other tensors there while the layer
+    computes."""
     for module in layer.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,20 +1,32 @@
-"""A causal language model from transformers: loaded unit by unit, sharded over the devices, and equal to the reference.
+"""A causal language model from transformers: loaded unit by unit, sharded over the devices, and
+equal to the reference.
 
-folders         `check_model_folder`: what a model's folder may hold and declare, before torch is imported
+folders         `check_model_folder`: what a model's folder may hold and declare, before torch is
+                imported
 tokenizer       `load_tokenizer`, `save_tokenizer`: as transformers 4 and 5 read it
 loading         `load_config`, `build_skeleton`, `open_weights`: what a model's files say of it
-tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, read and written one tensor at a time
-weights         `Stored`, `Drawn`, `fill`: weights from files or random numbers, unit by unit, to every rank's part
-reference       `load_reference`: the model as transformers has it, on one CPU, in the memory that there is
-language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary loss of its routers
-fast_paths      `chunked_loss`, `packed_attention`: to plain transformers' numbers, in less time and memory
-layers          `checkpoint_activations`, `compile_layers`: what is done to each of the repeated layers
+tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, read and written one
+                tensor at a time
+weights         `Stored`, `Drawn`, `fill`: weights from files or random numbers, unit by unit, to
+                every rank's part
+reference       `load_reference`: the model as transformers has it, on one CPU, in the memory that
+                there is
+language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary
+                loss of its routers
+fast_paths      `chunked_loss`, `packed_attention`: to plain transformers' numbers, in less time and
+                memory
+layers          `checkpoint_activations`, `compile_layers`: what is done to each of the repeated
+                layers
 offload         `offloading`: the inputs of recomputed layers, in the memory of the host
 tiles           `found_in`, `tile`: MLPs and norms that take a row's tokens a part at a time
-positions       `scaled`: a configuration with the rotary positions of --rope; `with_older_names`: as transformers 4 reads them
+positions       `scaled`: a configuration with the rotary positions of --rope; `with_older_names`:
+                as transformers 4 reads them
 freezing        `frozen_names`, `freeze`: which parameters --freeze and --train_only mean
-strategy_rules  `Placement`, `strategy`: the devices of a run, and which strategies go with which flags, without torch
-strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about sharding
-gate            `outputs_of`, `find_leak`: is it the model that transformers loads, and which fast paths can it take?
+strategy_rules  `Placement`, `strategy`: the devices of a run, and which strategies go with which
+                flags, without torch
+strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about
+                sharding
+gate            `outputs_of`, `find_leak`: is it the model that transformers loads, and which fast
+                paths can it take?
 flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do
 """

@@ -1,11 +1,14 @@
-"""What is computed otherwise than in plain transformers, to the same numbers: the loss of a batch, attention of packed rows.
+"""What is computed otherwise than in plain transformers, to the same numbers: the loss of a batch,
+attention of packed rows.
 
-`chunked_loss` takes each chunk of tokens through the model's own code between its last layer and its logits, so that a bias, tied
-weights, soft-capping or a scale of the logits count as they do in the model. The gradients of the hidden states and of the head
-are made in the same pass: nothing is computed again, and the peak memory doesn't grow with vocabulary x tokens.
+`chunked_loss` takes each chunk of tokens through the model's own code between its last layer and
+its logits, so that a bias, tied weights, soft-capping or a scale of the logits count as they do in
+the model. The gradients of the hidden states and of the head are made in the same pass: nothing is
+computed again, and the peak memory doesn't grow with vocabulary x tokens.
 
-`packed_attention` costs the sum of the documents' squares, without a mask of context x context. transformers knows it as "packed",
-and a model's layers hear where documents end in the arguments that are there for flash attention (`cu_seq_lens_q` and so on).
+`packed_attention` costs the sum of the documents' squares, without a mask of context x context.
+transformers knows it as "packed", and a model's layers hear where documents end in the arguments
+that are there for flash attention (`cu_seq_lens_q` and so on).
 """
 
 import inspect
@@ -29,16 +32,24 @@ from transformers.masking_utils import AttentionMaskInterface
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
 PACKED = "packed"
 HOPPER = (9, 0)  # compute capability of an H100 or H200
-# What varlen_attn, PyTorch's kernel for packed documents on GPUs, takes: heads of one size, a multiple of the one number and up to
-# the other, and GPUs of this compute capability. See pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+# What varlen_attn, PyTorch's kernel for packed documents on GPUs, takes: heads of one size, a
+# multiple of the one number and up to the other, and GPUs of this compute capability. See
+# pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 HEAD_SIZES, MOST_HEAD_SIZE, LEAST_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
-NOT_HERE = ("softcap", "s_aux", "position_bias")  # of some models' attention: what isn't computed here
-Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
+NOT_HERE = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+)  # of some models' attention: what isn't computed here
+Loss = Callable[
+    [Tensor, Tensor], Tensor
+]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
 
 
 class Head:
-    """What a causal LM does after its last layer: hidden states [tokens, hidden size] -> logits [tokens, vocabulary]."""
+    """What a causal LM does after its last layer: hidden states [tokens, hidden size] -> logits
+    [tokens, vocabulary]."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         """Raises ValueError where layers and head of a model can't be told apart."""
@@ -46,11 +57,16 @@ class Head:
         if not isinstance(self.base, nn.Module) or self.base is causal_lm:
             raise ValueError(f"{type(causal_lm).__name__} has no layers apart from its head")
         inside = set(self.base.modules())
-        outside = [module for module in causal_lm.modules() if module not in inside and module is not causal_lm]
+        outside = [
+            module
+            for module in causal_lm.modules()
+            if module not in inside and module is not causal_lm
+        ]
         # Not to be sharded each by itself: they are called once for each chunk.
         self.together = {causal_lm, self.base, *outside}
         # By name: FSDP puts other tensors in the place of a module's parameters while it runs.
-        # Those that train: FSDP's tensors would all have gradients where one parameter of their unit has.
+        # Those that train: FSDP's tensors would all have gradients where one parameter of their
+        # unit has.
         self.places = [
             (module, name)
             for module in outside
@@ -66,8 +82,13 @@ class Head:
         return outputs.last_hidden_state, outputs
 
     def tensors(self) -> list[Tensor]:
-        """The parameters that it uses, as they are now, each once where several modules share it."""
-        tensors = {id(tensor): tensor for module, name in self.places if (tensor := getattr(module, name)) is not None}
+        """The parameters that it uses, as they are now, each once where several modules share
+        it."""
+        tensors = {
+            id(tensor): tensor
+            for module, name in self.places
+            if (tensor := getattr(module, name)) is not None
+        }
         return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -76,7 +97,9 @@ class Head:
         before = vars(self.base).get("forward")
         self.base.forward = lambda *args, **inputs: outputs
         try:
-            return self.causal_lm(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
+            return self.causal_lm(
+                input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)
+            ).logits[0]
         finally:
             del self.base.forward
             if before is not None:
@@ -84,18 +107,23 @@ class Head:
 
 
 def chunked_loss(head: Head, token_loss: Loss, hidden: Tensor, targets: Tensor) -> Tensor:
-    """`token_loss(head(hidden), targets)`, float32 scalar. hidden: [tokens, hidden size]. targets: int64 [tokens].
+    """`token_loss(head(hidden), targets)`, float32 scalar. hidden: [tokens, hidden size]. targets:
+    int64 [tokens].
 
     Where no gradient is wanted, targets may have more columns, and the loss may be a vector.
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(head, token_loss, targets, hidden, *head.tensors())
-    return _ChunkedLoss.apply(head, token_loss, targets, hidden.detach())  # else it would make gradients all the same
+    return _ChunkedLoss.apply(
+        head, token_loss, targets, hidden.detach()
+    )  # else it would make gradients all the same
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, head: Head, token_loss: Loss, targets: Tensor, hidden: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, head: Head, token_loss: Loss, targets: Tensor, hidden: Tensor, *tensors: Tensor
+    ) -> Tensor:
         size = _tokens_at_once(head.causal_lm, hidden)
         needs_grad, needs_hidden = any(ctx.needs_input_grad), ctx.needs_input_grad[3]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -105,7 +133,9 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(needs_grad):
                 chunk = chunk.detach().requires_grad_(needs_hidden)
                 logits = head(chunk)
-                leaf = logits.detach().requires_grad_(logits.requires_grad)  # PyTorch's compiler warns of any other
+                leaf = logits.detach().requires_grad_(
+                    logits.requires_grad
+                )  # PyTorch's compiler warns of any other
                 loss = token_loss(leaf, chunk_targets)
             total = total + loss.detach()
             if loss.requires_grad:
@@ -117,7 +147,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 for place, (before, gradient) in enumerate(zip(sums, gradients)):
                     if gradient is not None:
                         sums[place] = gradient.float() if before is None else before.add_(gradient)
-        ctx.gradients = (torch.cat(of_hidden) if needs_hidden else None, *sums) if needs_grad else ()
+        ctx.gradients = (
+            (torch.cat(of_hidden) if needs_hidden else None, *sums) if needs_grad else ()
+        )
         ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in tensors)]
         return total
 
@@ -125,7 +157,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Optional[Tensor], ...]:
         gradients, ctx.gradients = ctx.gradients, ()
-        scaled = [None if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes)]
+        scaled = [
+            None if g is None else g.mul_(factor).to(dtype)
+            for g, dtype in zip(gradients, ctx.dtypes)
+        ]
         return None, None, None, *scaled
 
 
@@ -133,27 +168,38 @@ def _tokens_at_once(causal_lm: PreTrainedModel, hidden: Tensor) -> int:
     vocabulary = causal_lm.config.get_text_config().vocab_size
     if hidden.device.type != "cpu":
         return max(1, LOGITS_AT_ONCE["cuda"] // vocabulary)
-    # Each chunk makes a gradient of the whole head. With fewer tokens than a hidden state has elements, that gradient would be
-    # larger than the logits, and moving it would take most of the time: 2.2 times that of all logits at 42 tokens of 576.
+    # Each chunk makes a gradient of the whole head. With fewer tokens than a hidden state has
+    # elements, that gradient would be larger than the logits, and moving it would take most of the
+    # time: 2.2 times that of all logits at 42 tokens of 576.
     return max(hidden.shape[-1], LOGITS_AT_ONCE["cpu"] // vocabulary)
 
 
 def takes_documents(model_class: type[PreTrainedModel]) -> bool:
-    """Whether transformers says that the class takes `of_documents`. gate.takes_packed_attention measures if it uses them."""
+    """Whether transformers says that the class takes `of_documents`. gate.takes_packed_attention
+    measures if it uses them."""
     return model_class._supports_flash_attn and model_class._supports_sdpa
 
 
 def of_documents(ends: Tensor, longest: int, group: Optional[ProcessGroup]) -> dict[str, Any]:
-    """What transformers hands to the attention of each layer. ends: see batches.document_ends. longest: at least the tokens of
-    the longest document. One such number for all batches, and a mark that batches differ in their documents, spare compiled layers
-    from being compiled again. group: the ranks that share the rows, each of which has a part of them."""
+    """What transformers hands to the attention of each layer. ends: see batches.document_ends.
+    longest: at least the tokens of the longest document. One such number for all batches, and a
+    mark that batches differ in their documents, spare compiled layers from being compiled again.
+    group: the ranks that share the rows, each of which has a part of them."""
     maybe_mark_dynamic(ends, 0)
-    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    given = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     return given if group is None else {**given, "context_group": group}
 
 
-def no_kernel(capability: tuple[int, int], precision: str, head_size: int, dropout: float) -> Optional[str]:
-    """Why a GPU of this compute capability has no kernel for packed documents, in words; None where it has one.
+def no_kernel(
+    capability: tuple[int, int], precision: str, head_size: int, dropout: float
+) -> Optional[str]:
+    """Why a GPU of this compute capability has no kernel for packed documents, in words; None where
+    it has one.
 
     head_size, dropout: the largest that the model's attention has in training.
     """
@@ -181,18 +227,26 @@ def packed_attention(
     context_group: Optional[ProcessGroup] = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document, as transformers calls it. Returns [rows, context, heads, head size].
+    """Causal attention inside each document, as transformers calls it. Returns [rows, context,
+    heads, head size].
 
-    query: [rows, heads, context, head size], key and value: the same, with as many heads or a part of them. Without
-    boundaries each row is one document. Raises NotImplementedError for what some models add to the scores.
+    query: [rows, heads, context, head size], key and value: the same, with as many heads or a part
+    of them. Without boundaries each row is one document. Raises NotImplementedError for what some
+    models add to the scores.
 
     context_group: ranks that have a part of each row's positions, see `share_rows`.
     """
     if context_group is not None:
         more |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
-        more |= {"sliding_window": sliding_window, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+        more |= {
+            "sliding_window": sliding_window,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "max_length_q": max_length_q,
+        }
         whole = partial(packed_attention, module, **more)
-        return share_rows(lambda *tensors: whole(*tensors)[0], context_group, query, key, value), None
+        return share_rows(
+            lambda *tensors: whole(*tensors)[0], context_group, query, key, value
+        ), None
     if added := [name for name in NOT_HERE if more.get(name) is not None]:
         raise NotImplementedError(f"packed attention has no {added[0]}")
     rows, heads, context, _ = query.shape
@@ -202,19 +256,25 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.arange(0, rows * context + 1, context, dtype=torch.int32, device=query.device)
+        cu_seq_lens_q = torch.arange(
+            0, rows * context + 1, context, dtype=torch.int32, device=query.device
+        )
         max_length_q = context
     sizes = query.shape[-1], value.shape[-1]
     is_flash = _has_kernel(query, max(sizes)) and not dropout
     if groups > 1 and not (is_flash and KNOWS_GROUPS):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # [tokens, heads, head size]
+    flat = [
+        tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)
+    ]  # [tokens, heads, head size]
     if is_flash:
         ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
         options: dict[str, Any] = {"enable_gqa": True} if groups > 1 and KNOWS_GROUPS else {}
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
         flat, scaling = _of_one_size(flat), sizes[0] ** -0.5 if scaling is None else scaling
-        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, **options)[..., : sizes[1]]
+        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, **options)[
+            ..., : sizes[1]
+        ]
     else:
         out = _one_by_one(flat, cu_seq_lens_q, scaling, dropout, sliding_window)
     return out.unflatten(0, (rows, context)), None
@@ -222,20 +282,31 @@ def packed_attention(
 
 def _has_kernel(query: Tensor, head_size: int) -> bool:
     """GPUs that are too old for it never get here, see run/reference.py."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_size <= MOST_HEAD_SIZE
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head_size <= MOST_HEAD_SIZE
+    )
 
 
 def _of_one_size(flat: list[Tensor]) -> list[Tensor]:
-    """[tokens, heads, head size], filled up with zeros to the one head size that varlen_attn takes: they add nothing to a score."""
+    """[tokens, heads, head size], filled up with zeros to the one head size that varlen_attn takes:
+    they add nothing to a score."""
     wanted = -(-max(tensor.shape[-1] for tensor in flat) // HEAD_SIZES) * HEAD_SIZES
-    return [tensor if tensor.shape[-1] == wanted else F.pad(tensor, (0, wanted - tensor.shape[-1])) for tensor in flat]
+    return [
+        tensor if tensor.shape[-1] == wanted else F.pad(tensor, (0, wanted - tensor.shape[-1]))
+        for tensor in flat
+    ]
 
 
-def share_rows(attention: Callable[..., Tensor], group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`attention(query, key, value)` of ranks that have a part of each row's positions: [rows, context, heads, head size].
+def share_rows(
+    attention: Callable[..., Tensor], group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """`attention(query, key, value)` of ranks that have a part of each row's positions: [rows,
+    context, heads, head size].
 
-    They exchange positions for heads, of which each then has a part and all positions, and exchange them back: DeepSpeed-Ulysses,
-    https://arxiv.org/abs/2309.14509.
+    They exchange positions for heads, of which each then has a part and all positions, and exchange
+    them back: DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
     """
     if key.shape[1] % group.size():  # each rank needs those of its queries
         key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
@@ -249,7 +320,8 @@ def _positions_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank gives every other one its part of a dimension, and lays the parts that it is given one behind the other in another."""
+    """Each rank gives every other one its part of a dimension, and lays the parts that it is given
+    one behind the other in another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
@@ -262,23 +334,40 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
-    """By a functional collective, which can be a part of a compiled graph, as a checkpointed layer must be as a whole."""
+    """By a functional collective, which can be a part of a compiled graph, as a checkpointed layer
+    must be as a whole."""
     parts = torch.stack(tensor.chunk(group.size(), dim=given))
-    received = wait_tensor(all_to_all_single(parts.flatten(0, 1), None, None, group)).view(parts.shape)
+    received = wait_tensor(all_to_all_single(parts.flatten(0, 1), None, None, group)).view(
+        parts.shape
+    )
     return torch.cat(received.unbind(), dim=joined)
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch
-def _one_by_one(flat: list[Tensor], ends: Tensor, scaling: Optional[float], dropout: float, window: Optional[int]) -> Tensor:
+def _one_by_one(
+    flat: list[Tensor],
+    ends: Tensor,
+    scaling: Optional[float],
+    dropout: float,
+    window: Optional[int],
+) -> Tensor:
     lengths = ends.diff().tolist()
     queries, keys, values = (tensor.split(lengths) for tensor in flat)
-    return torch.cat([_of_document(*one, scaling, dropout, window) for one in zip(queries, keys, values)])
+    return torch.cat(
+        [_of_document(*one, scaling, dropout, window) for one in zip(queries, keys, values)]
+    )
 
 
 def _of_document(
-    query: Tensor, key: Tensor, value: Tensor, scaling: Optional[float], dropout: float, window: Optional[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: Optional[float],
+    dropout: float,
+    window: Optional[int],
 ) -> Tensor:
-    """query, key, value: [tokens, heads, head size]. Of a window as many queries at once: a mask of all would be tokens x tokens."""
+    """query, key, value: [tokens, heads, head size]. Of a window as many queries at once: a mask of
+    all would be tokens x tokens."""
     length = len(query)
     size = length if window is None or window >= length else window
     found = []
@@ -288,8 +377,13 @@ def _of_document(
             places = torch.arange(first, end, device=query.device)
             apart = places[begin - first :, None] - places
             mask = (apart >= 0) & (apart < window)
-        some = (tensor.transpose(0, 1)[None] for tensor in (query[begin:end], key[first:end], value[first:end]))
-        out = F.scaled_dot_product_attention(*some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling)
+        some = (
+            tensor.transpose(0, 1)[None]
+            for tensor in (query[begin:end], key[first:end], value[first:end])
+        )
+        out = F.scaled_dot_product_attention(
+            *some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
         found.append(out[0].transpose(0, 1))
     return found[0] if len(found) == 1 else torch.cat(found)
 

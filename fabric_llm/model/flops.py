@@ -1,10 +1,13 @@
-"""How many floating-point operations a training step needs, and how many a device can do in a second.
+"""How many floating-point operations a training step needs, and how many a device can do in a
+second.
 
-Counted as in Chowdhery et al. (2022), PaLM, https://arxiv.org/abs/2204.02311, appendix B: a multiplication and an addition are
-two operations, the backward pass takes twice the forward pass, and what activation checkpointing computes again doesn't count.
-Different from there, attention counts the pairs of tokens that see each other, and no others: those of one document, each token
-and the ones before it. PaLM counts all pairs of a row, which are twice as many for a row of one document. What the state of a
-recurrent layer (Mamba, linear attention) takes isn't counted, only its matrices.
+Counted as in Chowdhery et al. (2022), PaLM, https://arxiv.org/abs/2204.02311, appendix B: a
+multiplication and an addition are two operations, the backward pass takes twice the forward pass,
+and what activation checkpointing computes again doesn't count. Different from there, attention
+counts the pairs of tokens that see each other, and no others: those of one document, each token and
+the ones before it. PaLM counts all pairs of a row, which are twice as many for a row of one
+document. What the state of a recurrent layer (Mamba, linear attention) takes isn't counted, only
+its matrices.
 """
 
 import re
@@ -17,11 +20,17 @@ from transformers import PreTrainedModel
 
 OF_TRAINING = 3  # forward once, backward twice
 WITHOUT_GRADIENT = 2 / 3  # of them: a frozen matrix has no gradient itself
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what configurations call it
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)  # what configurations call it
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
 
-# Dense bfloat16 peak of one device in TFLOP/s, without sparsity, from NVIDIA's data sheets (AMD's for MI); float16 where there is
-# no bfloat16 (V100, T4). Of the words that are in a device's name, the longest apply.
+# Dense bfloat16 peak of one device in TFLOP/s, without sparsity, from NVIDIA's data sheets (AMD's
+# for MI); float16 where there is no bfloat16 (V100, T4). Of the words that are in a device's name,
+# the longest apply.
 PEAK_TFLOPS = {
     2500: ("GB200",),
     2250: ("B200",),
@@ -50,12 +59,21 @@ PARTS = ("MIG", "Laptop", "Max-Q")  # a part of a device, or a slower one
 
 
 def peak_tflops(device_name: str) -> Optional[float]:
-    """Dense bfloat16 peak of the device that torch.cuda.get_device_name names so; None for one that isn't known."""
+    """Dense bfloat16 peak of the device that torch.cuda.get_device_name names so; None for one that
+    isn't known."""
 
     def has(words: str) -> bool:  # not as a part of longer ones
-        return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name) is not None
+        return (
+            re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name)
+            is not None
+        )
 
-    known = {words: float(peak) for peak, devices in PEAK_TFLOPS.items() for words in devices if has(words)}
+    known = {
+        words: float(peak)
+        for peak, devices in PEAK_TFLOPS.items()
+        for words in devices
+        if has(words)
+    }
     return known[max(known, key=len)] if known and not any(map(has, PARTS)) else None
 
 
@@ -64,14 +82,19 @@ class Flops:
     """Operations of forward and backward pass."""
 
     of_token: float  # of matrices that a token is multiplied with
-    of_pair: dict[Optional[int], float]  # of two tokens, one of which sees the other, by the layers' window in tokens
+    of_pair: dict[
+        Optional[int], float
+    ]  # of two tokens, one of which sees the other, by the layers' window in tokens
 
     def of(self, tokens_at: np.ndarray) -> float:
-        """Operations for tokens of which `tokens_at[k]` have k tokens of their document before them, int64 [context]."""
+        """Operations for tokens of which `tokens_at[k]` have k tokens of their document before
+        them, int64 [context]."""
         total = float(tokens_at.sum()) * self.of_token
         sees = np.arange(1, len(tokens_at) + 1)  # itself as well
         for window, flops in self.of_pair.items():
-            total += float(tokens_at @ (sees if window is None else np.minimum(sees, window))) * flops
+            total += (
+                float(tokens_at @ (sees if window is None else np.minimum(sees, window))) * flops
+            )
         return total
 
     def of_row(self, context: int) -> float:
@@ -86,16 +109,25 @@ class Flops:
 def of_model(causal_lm: PreTrainedModel) -> Flops:
     """The operations of a model, which may be on the meta device.
 
-    Each token is multiplied with all matrices but the embeddings, and of the experts with those that are chosen. The output layer
-    counts, also where it is tied to the embedding. A frozen matrix counts for two thirds.
+    Each token is multiplied with all matrices but the embeddings, and of the experts with those
+    that are chosen. The output layer counts, also where it is tied to the embedding. A frozen
+    matrix counts for two thirds.
     """
     config = causal_lm.config.get_text_config()
     experts, chosen = experts_of(config)
     multiplied = 0.0
     for path, module in causal_lm.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim > 1 and not name.endswith("bias") and not isinstance(module, nn.Embedding):
-                is_expert = "experts" in path.split(".") or parameter.ndim == 3 and len(parameter) == experts
+            if (
+                parameter.ndim > 1
+                and not name.endswith("bias")
+                and not isinstance(module, nn.Embedding)
+            ):
+                is_expert = (
+                    "experts" in path.split(".")
+                    or parameter.ndim == 3
+                    and len(parameter) == experts
+                )
                 passes = 1.0 if parameter.requires_grad else WITHOUT_GRADIENT
                 multiplied += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
     of_pair: dict[Optional[int], float] = {}
@@ -105,11 +137,18 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """(experts of a layer, those that each token goes through); 1, 1 where the configuration doesn't say."""
+    """(experts of a layer, those that each token goes through); 1, 1 where the configuration
+    doesn't say."""
     found = []
     for names in (EXPERTS, CHOSEN):
-        values = (getattr(part, name, None) for part in (config, getattr(config, "ffn_config", None)) for name in names)
-        found.append(next((value for value in values if isinstance(value, int) and value > 0), None))
+        values = (
+            getattr(part, name, None)
+            for part in (config, getattr(config, "ffn_config", None))
+            for name in names
+        )
+        found.append(
+            next((value for value in values if isinstance(value, int) and value > 0), None)
+        )
     return (1, 1) if None in found else (found[0], found[1])
 
 
@@ -123,15 +162,20 @@ def windows(config: Any) -> list[Optional[int]]:
     )
     if kinds is None:
         return [window] * count if getattr(config, "num_attention_heads", None) else []
-    attention = [kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"]
+    attention = [
+        kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"
+    ]
     local = {"sliding_attention": window, "chunked_attention": chunk}
     return [local.get(kind) for kind in attention]
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Of all heads together: what a pair is compared by, and what is taken from a token that is seen; 0, 0, so that the pairs
-    aren't counted, where the configuration has no such numbers, or others for each layer."""
-    heads, width, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    """Of all heads together: what a pair is compared by, and what is taken from a token that is
+    seen; 0, 0, so that the pairs aren't counted, where the configuration has no such numbers, or
+    others for each layer."""
+    heads, width, size = (
+        getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "head_dim")
+    )
     if not isinstance(heads, int) or heads < 1 or not isinstance(size or width, int):
         return 0, 0
     size = size or width // heads

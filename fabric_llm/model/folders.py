@@ -1,7 +1,7 @@
 """What a model's folder may hold, and what its JSON may declare. Nothing here imports torch.
 
-transformers expands some numbers of a configuration into lists, tables and modules as it reads it: `read_json` bounds them in
-the document itself, and what is built from it is `limited`.
+transformers expands some numbers of a configuration into lists, tables and modules as it reads it:
+`read_json` bounds them in the document itself, and what is built from it is `limited`.
 """
 
 import json
@@ -22,7 +22,8 @@ from fabric_llm.base.names import command, hub_name
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# What may stand beside a configuration that random weights are drawn for: anything else may be weights.
+# What may stand beside a configuration that random weights are drawn for: anything else may be
+# weights.
 NO_WEIGHTS = re.compile(
     r".*\.(json|jsonl|ya?ml|toml|txt|md|rst|html|csv|tsv|jinja|py|ipynb|sh|log|lock|metadata|tag"
     r"|png|jpe?g|gif|svg|pdf|arrow|parquet|model|spm|vocab|bpe|merges|tiktoken|sha256)"
@@ -30,19 +31,29 @@ NO_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 
-MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
+MOST_BYTES = (
+    4 * 2**20
+)  # of a file; configurations have a few thousand, of quantised models some hundred thousand
 MOST_LAYERS = 4096
-MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
+MOST_ENTRIES = (
+    2**15
+)  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
 MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
 # How names end that say how many there are.
 COUNTS = re.compile(r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$")
 LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
-MOST_CPU_SECONDS = 10  # to build the modules without memory, several times what the largest models take
+MOST_CPU_SECONDS = (
+    10  # to build the modules without memory, several times what the largest models take
+)
 MOST_MEMORY_BYTES = 2 * 2**30
 
 
 MOST_TOKENIZER_BYTES = 128 * 2**20  # Gemma's has 33 million
-MOST_TOKENS = 2**24  # the largest vocabularies have a million; tokenizers allocates as many as the largest number says
+MOST_TOKENS = (
+    2**24
+    # the largest vocabularies have a million; tokenizers allocates as many as the largest number
+    # says
+)
 
 
 class TooMuch(ValueError):
@@ -50,7 +61,8 @@ class TooMuch(ValueError):
 
 
 def check_model_folder(name: str, flag: str = "--model_name") -> None:
-    """A model's folder, or what may be a name on the hub. Raises ValueError, Fault (77) for code."""
+    """A model's folder, or what may be a name on the hub. Raises ValueError, Fault (77) for
+    code."""
     folder = Path(name)
     if not folder.is_dir():
         return hub_name(flag, name)
@@ -72,7 +84,8 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
     pickled = sorted(path.name for path in folder.iterdir() if path.name.endswith(PICKLES))
     if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise Fault(
-            f"{str(folder / pickled[0])!r} is a pickle, which can run code when opened, and there are no safetensors "
+            f"{str(folder / pickled[0])!r} is a pickle, which can run code when opened, and there "
+            f"are no safetensors "
             "beside it: refused.",
             REFUSED,
         )
@@ -108,7 +121,8 @@ def _require_none_that_may_be_weights(folder: Path) -> None:
 
 
 def check_tokenizer_file(path: Path) -> None:
-    """Raises ValueError where a tokenizer.json isn't one, or is larger than anybody could want, before it is loaded."""
+    """Raises ValueError where a tokenizer.json isn't one, or is larger than anybody could want,
+    before it is loaded."""
     if not path.is_file():
         return
     if (instead := files.instead_of_content(path)) is not None:
@@ -124,7 +138,10 @@ def check_tokenizer_file(path: Path) -> None:
         raise ValueError(f"{str(path)!r} is nested too deeply to be read.") from None
     largest = max(numbers, default=0)
     if largest >= MOST_TOKENS:
-        raise ValueError(f"{str(path)!r} has a token with the number {largest}; at most {MOST_TOKENS:,} tokens are read.")
+        raise ValueError(
+            f"{str(path)!r} has a token with the number {largest}; at most {MOST_TOKENS:,} tokens "
+            f"are read."
+        )
 
 
 def _token_numbers(document: Any) -> list[int]:
@@ -138,16 +155,23 @@ def _token_numbers(document: Any) -> list[int]:
 
 
 def weights_name(name: Any, where: Path) -> None:
-    """Raises Fault (77) unless `name`, read from the file `where`, is a safetensors file, or their index, beside it."""
+    """Raises Fault (77) unless `name`, read from the file `where`, is a safetensors file, or their
+    index, beside it."""
     check_name(str(name), where)
     if not str(name).endswith((".safetensors", ".safetensors.index.json")):
-        raise Fault(f"{str(where)!r} names the weights {name!r}, which aren't safetensors: refused.", REFUSED)
+        raise Fault(
+            f"{str(where)!r} names the weights {name!r}, which aren't safetensors: refused.",
+            REFUSED,
+        )
 
 
 def read_json(path: Path) -> Any:
-    """The JSON of a model's file. Raises TooMuch where it declares more than anybody could want to read, ValueError."""
+    """The JSON of a model's file. Raises TooMuch where it declares more than anybody could want to
+    read, ValueError."""
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise TooMuch(f"{path.name} has {size / 2**20:.1f} MiB; at most {MOST_BYTES // 2**20} MiB are read")
+        raise TooMuch(
+            f"{path.name} has {size / 2**20:.1f} MiB; at most {MOST_BYTES // 2**20} MiB are read"
+        )
     try:
         document = json.loads(path.read_bytes())
     except ValueError as error:
@@ -157,7 +181,9 @@ def read_json(path: Path) -> Any:
         where, value = left.pop()
         if isinstance(value, (list, dict)):
             if len(value) > MOST_ENTRIES:
-                raise TooMuch(f"it declares {len(value)} entries ({where}); at most {MOST_ENTRIES} are read")
+                raise TooMuch(
+                    f"it declares {len(value)} entries ({where}); at most {MOST_ENTRIES} are read"
+                )
             parts = value.items() if isinstance(value, dict) else (("", part) for part in value)
             left += [(".".join(filter(None, (where, key))), part) for key, part in parts]
             if isinstance(value, dict):
@@ -169,9 +195,15 @@ def read_json(path: Path) -> Any:
         elif isinstance(value, (int, float)):
             if LARGEST_NUMBER < abs(value) < math.inf:
                 raise TooMuch(f"it holds a number that float32 can't ({where}: {str(value)[:20]})")
-            most = MOST_LAYERS if (counted := COUNTS.search(where)) and counted[2] == "layer" else MOST_ENTRIES
+            most = (
+                MOST_LAYERS
+                if (counted := COUNTS.search(where)) and counted[2] == "layer"
+                else MOST_ENTRIES
+            )
             if counted and value > most:
-                raise TooMuch(f"it declares {value} {counted[1]} ({where}); at most {most} are read")
+                raise TooMuch(
+                    f"it declares {value} {counted[1]} ({where}); at most {most} are read"
+                )
     for largest in both:
         if (count := largest["expert"] * largest["layer"]) > MOST_EXPERTS:
             where = f"{largest['expert']} in each of {largest['layer']} layers"
@@ -181,10 +213,11 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """In the body, which builds what a model's files declare, little time and memory, for whatever nobody has thought of.
+    """In the body, which builds what a model's files declare, little time and memory, for whatever
+    nobody has thought of.
 
-    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other threads have as little memory: for
-    what is read for the first time, before anything runs.
+    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other
+    threads have as little memory: for what is read for the first time, before anything runs.
     """
     problems: list[str] = []
 
@@ -194,15 +227,26 @@ def limited() -> Iterator[None]:
 
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = [in_use + MOST_MEMORY_BYTES, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    most = [
+        in_use + MOST_MEMORY_BYTES,
+        *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY),
+    ]
     before = signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1)  # again and again, where an exception is swallowed
+    signal.setitimer(
+        signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1
+    )  # again and again, where an exception is swallowed
     try:
         yield
     except Exception as error:
-        if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and "allocate" in str(error):  # torch's
-            problems.append(f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory")
+        if (
+            isinstance(error, MemoryError)
+            or isinstance(error, RuntimeError)
+            and "allocate" in str(error)
+        ):  # torch's
+            problems.append(
+                f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory"
+            )
         if not problems:
             raise
     finally:

@@ -1,4 +1,5 @@
-"""Which parameters train: what --freeze and --train_only say, against the names of a model. Imports no torch."""
+"""Which parameters train: what --freeze and --train_only say, against the names of a model. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -24,17 +25,25 @@ def words(given: Optional[str]) -> tuple[str, ...]:
 def check(freeze: Optional[str], train_only: Optional[str]) -> None:
     """The two flags by themselves. Raises ValueError."""
     if freeze is not None and train_only is not None:
-        raise ValueError("--freeze and --train_only are both given: each says which parameters train, so take one.")
+        raise ValueError(
+            "--freeze and --train_only are both given: each says which parameters train, so take "
+            "one."
+        )
     for flag, given in zip(FLAGS, (freeze, train_only)):
         if given is not None and not words(given):
-            raise ValueError(f"--{flag} takes patterns of parameter names, comma-separated, not {given!r}.")
+            raise ValueError(
+                f"--{flag} takes patterns of parameter names, comma-separated, not {given!r}."
+            )
 
 
-def frozen_names(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]) -> frozenset[str]:
+def frozen_names(
+    causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
+) -> frozenset[str]:
     """Names, as `named_parameters` gives them, of the parameters that the flags freeze.
 
-    A pattern (of fnmatch) is compared with all names of a parameter: a tied weight is one parameter with two names, which is
-    chosen by either. Raises ValueError for a pattern without a match, and where nothing is left to train.
+    A pattern (of fnmatch) is compared with all names of a parameter: a tied weight is one parameter
+    with two names, which is chosen by either. Raises ValueError for a pattern without a match, and
+    where nothing is left to train.
     """
     frozen = _frozen(causal_lm, freeze, train_only)
     trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
@@ -44,7 +53,9 @@ def frozen_names(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: 
     return frozen
 
 
-def _frozen(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]) -> frozenset[str]:
+def _frozen(
+    causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
+) -> frozenset[str]:
     flag, given = ("freeze", freeze) if freeze is not None else ("train_only", train_only)
     if given is None:
         return frozenset()
@@ -53,8 +64,15 @@ def _frozen(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optio
         if not (found := _chosen(causal_lm, word)):
             names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
             close = nearest(word, [EMBEDDINGS, *names])
-            hint = f"did you mean {close[0]}?" if close else f"its last parameters are {', '.join(names[-2:])}."
-            raise ValueError(f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; {hint}")
+            hint = (
+                f"did you mean {close[0]}?"
+                if close
+                else f"its last parameters are {', '.join(names[-2:])}."
+            )
+            raise ValueError(
+                f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; "
+                f"{hint}"
+            )
         chosen |= found.keys()
     parameters = dict(causal_lm.named_parameters())
     return frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
@@ -66,7 +84,9 @@ def freeze(causal_lm: PreTrainedModel, names: Iterable[str]) -> None:
         causal_lm.get_parameter(name).requires_grad_(False)
 
 
-def tied_both_ways(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]) -> list[str]:
+def tied_both_ways(
+    causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
+) -> list[str]:
     """A sentence for each weight that is chosen by only some of its names."""
     said = "is frozen" if freeze is not None else "trains"
     return [
@@ -78,8 +98,11 @@ def tied_both_ways(causal_lm: PreTrainedModel, freeze: Optional[str], train_only
     ]
 
 
-def thawed(causal_lm: PreTrainedModel, schedule: dict[str, Any], frozen: frozenset[str]) -> frozenset[str]:
-    """Names of the parameters that train now, and didn't with the flags of `schedule`, which a checkpoint holds.
+def thawed(
+    causal_lm: PreTrainedModel, schedule: dict[str, Any], frozen: frozenset[str]
+) -> frozenset[str]:
+    """Names of the parameters that train now, and didn't with the flags of `schedule`, which a
+    checkpoint holds.
 
     causal_lm: frozen as it is now, maybe all of what trained then.
     """
@@ -87,13 +110,25 @@ def thawed(causal_lm: PreTrainedModel, schedule: dict[str, Any], frozen: frozens
 
 
 def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:
-    """First name, as `named_parameters` gives it -> all names, of each parameter that a word of the flags means."""
+    """First name, as `named_parameters` gives it -> all names, of each parameter that a word of the
+    flags means."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     if word == EMBEDDINGS:
         modules = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-        wanted = {parameter for module in modules if module is not None for parameter in module.parameters()}
+        wanted = {
+            parameter
+            for module in modules
+            if module is not None
+            for parameter in module.parameters()
+        }
     else:
-        wanted = {p for p, all_names in names.items() if any(fnmatchcase(name, word) for name in all_names)}
-    return {all_names[0]: all_names for parameter, all_names in names.items() if parameter in wanted}
+        wanted = {
+            p
+            for p, all_names in names.items()
+            if any(fnmatchcase(name, word) for name in all_names)
+        }
+    return {
+        all_names[0]: all_names for parameter, all_names in names.items() if parameter in wanted
+    }

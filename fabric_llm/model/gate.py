@@ -1,11 +1,14 @@
-"""Is it the model that transformers loads, does it train as that would, and which fast paths and packed documents can it take?
+"""Is it the model that transformers loads, does it train as that would, and which fast paths and
+packed documents can it take?
 
-Before anything is built, rank 0 measures what the reference (see reference.py) takes. Before step 1 they are compared: rank 0 runs
-the reference on a few tokens, then all ranks run the wrapped model on them, twice. The first pass is eager, without gradients, and
-keeps what each leaf module makes, so that a difference can be named. The second is the one that trains: fast paths, such as a loss
-without logits, attention without a mask or compiled layers, must give the loss and the gradients of plain transformers, eager
-attention and all logits. Of each module's output the last positions are kept, of each parameter's gradient its norm and a sample,
-so that no second gradient takes up memory.
+Before anything is built, rank 0 measures what the reference (see reference.py) takes. Before step 1
+they are compared: rank 0 runs the reference on a few tokens, then all ranks run the wrapped model
+on them, twice. The first pass is eager, without gradients, and keeps what each leaf module makes,
+so that a difference can be named. The second is the one that trains: fast paths, such as a loss
+without logits, attention without a mask or compiled layers, must give the loss and the gradients of
+plain transformers, eager attention and all logits. Of each module's output the last positions are
+kept, of each parameter's gradient its norm and a sample, so that no second gradient takes up
+memory.
 """
 
 import inspect
@@ -30,23 +33,32 @@ from fabric_llm.model import fast_paths, positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
-from fabric_llm.model.strategy import PREFIX, local_part, original_name, reshard, shard_ranks, shards
+from fabric_llm.model.strategy import (
+    PREFIX,
+    local_part,
+    original_name,
+    reshard,
+    shard_ranks,
+    shards,
+)
 
 PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones
 SAMPLED_ELEMENTS = 4096  # of each parameter's gradient, evenly spaced
 SQUARED_AT_ONCE = 2**22  # elements of a gradient, of which float64 copies are made
-SMALL = 1e-3  # a layer with so little of the whole gradient's norm isn't compared: it may be nothing but rounding
+# a layer with so little of the whole gradient's norm isn't compared: it may be nothing but rounding
+SMALL = 1e-3
 Inputs = dict[str, Tensor]
 
-# The mean difference of logits that rounding explains on one device, as a part of their standard deviation: 25 to 1000 times what
-# was seen over 70 families (docs/results/families.md), a fifth of what a model that packed attention would change shows.
+# The mean difference of logits that rounding explains on one device, as a part of their standard
+# deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md), a fifth of
+# what a model that packed attention would change shows.
 SAME_DEVICE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 
 class Limits(NamedTuple):
-    """Differences that rounding explains: two ranks of a CPU differ from one by 1e-6 in float32, a GPU in bfloat16 sums in another
-    order and rounds after each of dozens of layers."""
+    """Differences that rounding explains: two ranks of a CPU differ from one by 1e-6 in float32, a
+    GPU in bfloat16 sums in another order and rounds after each of dozens of layers."""
 
     loss: float  # nats
     logits: float  # mean, as a part of their standard deviation
@@ -61,8 +73,9 @@ LIMITS = {
     "bf16-true": Limits(5e-2, 1e-1, 1.5e-1, 0.15, 0.03),
     "bf16-mixed": Limits(5e-2, 1e-1, 1.5e-1, 0.15, 0.03),
     "16-mixed": Limits(1e-2, 5e-2, 5e-2),
-    # With --float8 only gradients are compared by these, since all else is computed as without it. Random models of 2 to 32 layers
-    # have 0.02 to 0.22 of the norm and cosines from 0.99 down to 0.75 (docs/results/float8.md).
+    # With --float8 only gradients are compared by these, since all else is computed as without it.
+    # Random models of 2 to 32 layers have 0.02 to 0.22 of the norm and cosines from 0.99 down to
+    # 0.75 (docs/results/float8.md).
     "float8": Limits(0.15, 1e-1, 1.5e-1, 0.5, 0.4),
 }
 
@@ -72,7 +85,9 @@ class Outputs(NamedTuple):
 
     loss: float  # nats per target
     logits: Tensor  # float32 [positions, vocabulary], the last KEPT_POSITIONS
-    modules: dict[str, Tensor]  # leaf module's name -> its output at those positions, in the order of their calls
+    modules: dict[
+        str, Tensor
+    ]  # leaf module's name -> its output at those positions, in the order of their calls
     buffers: dict[str, Tensor]  # after the pass: FSDP casts them in its first
 
 
@@ -86,12 +101,15 @@ class Gradients(NamedTuple):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], Tensor]) -> Outputs:
-    """Run `forward(input_ids)`, which gives the logits of `model`, int64 [1, tokens] -> [1, tokens, vocabulary].
+    """Run `forward(input_ids)`, which gives the logits of `model`, int64 [1, tokens] -> [1, tokens,
+    vocabulary].
 
     Names are those in the unwrapped causal LM. The model is in evaluation afterwards.
     """
     modules: dict[str, Tensor] = {}
-    names = {module: _path(name) for name, module in model.named_modules() if not any(module.children())}
+    names = {
+        module: _path(name) for name, module in model.named_modules() if not any(module.children())
+    }
 
     def last_positions(output: Tensor) -> Tensor:  # a copy: a view would keep all of them
         return output[-KEPT_POSITIONS:].to("cpu", torch.float32, copy=True)
@@ -103,7 +121,9 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
 
     model.eval()
     handles = [module.register_forward_hook(keep) for module in names]
-    with torch.compiler.set_stance("force_eager"):  # compiled layers would keep the hooks in their graphs
+    with torch.compiler.set_stance(
+        "force_eager"
+    ):  # compiled layers would keep the hooks in their graphs
         logits = forward(input_ids)[0].float()
     for handle in handles:
         handle.remove()
@@ -122,13 +142,20 @@ def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Opti
         found = ours.buffers.get(name)
         if found is None or found.dtype != expected.dtype or not torch.equal(found, expected):
             dtype = "missing" if found is None else found.dtype
-            return f"the buffer {name} isn't the one that transformers makes ({dtype}, there {expected.dtype})."
+            return (
+                f"the buffer {name} isn't the one that transformers makes ({dtype}, there "
+                f"{expected.dtype})."
+            )
     limits, named = LIMITS[precision], "no module alone"
     logits = ((ours.logits - reference.logits).abs().mean() / reference.logits.std()).item()
     for name, expected in reference.modules.items():
         found = ours.modules.get(name)
         if found is not None and found.shape == expected.shape:
-            part = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
+            part = (
+                ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12))
+                .sqrt()
+                .item()
+            )
             if not part <= limits.module:  # NaN as well
                 named = f"{name} ({part:.1%} of its output)"
                 break
@@ -136,14 +163,19 @@ def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Opti
         if abs(ours.loss - reference.loss) <= limits.loss and logits <= limits.logits:
             return None
     return (
-        f"the model on the devices isn't the one that transformers loads: loss {ours.loss:.4f} instead of "
-        f"{reference.loss:.4f}, logits differ by {logits:.1%}; the first module that differs: {named}."
+        f"the model on the devices isn't the one that transformers loads: loss {ours.loss:.4f} "
+        f"instead of "
+        f"{reference.loss:.4f}, logits differ by {logits:.1%}; the first module that differs: "
+        f"{named}."
     )
 
 
 def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
-    """Those of a LanguageModel that one process holds. Each gradient is dropped as soon as it is sampled."""
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Those of a LanguageModel that one process holds. Each gradient is dropped as soon as it is
+    sampled."""
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     squares: dict[str, float] = {}
     samples: dict[str, Tensor] = {}
 
@@ -161,8 +193,11 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
     return Gradients(loss.item(), squares, samples)
 
 
-def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs, place: dict[str, int]) -> Gradients:
-    """Those of the wrapped model, right on rank 0. All ranks call it with the same inputs. No gradient is left.
+def gradients_of_wrapped(
+    fabric: Fabric, wrapped: nn.Module, inputs: Inputs, place: dict[str, int]
+) -> Gradients:
+    """Those of the wrapped model, right on rank 0. All ranks call it with the same inputs. No
+    gradient is left.
 
     place: see Placement.rows_of. Ranks that share rows each compute a part of the probe.
     """
@@ -170,7 +205,8 @@ def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs, pla
     if parts > 1:
         inputs = part_of(inputs, place["part"], parts)
     with warnings.catch_warnings():
-        # Without dropout a layer may return a view of its last product, which nobody writes into here.
+        # Without dropout a layer may return a view of its last product, which nobody writes into
+        # here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         loss = wrapped.eval()(**fabric.to_device(inputs)) / targets
         fabric.backward(loss * parts)  # strategies average over all ranks
@@ -200,8 +236,12 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
     limits = LIMITS[precision]
     if not abs(ours.loss - reference.loss) <= limits.loss:
         return f"the loss is {ours.loss:.4f} instead of {reference.loss:.4f}"
-    layers: dict[str, list[str]] = {}  # causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3
-    for name in [name for name in ours.squares if name in reference.squares]:  # others have no part in the loss
+    layers: dict[
+        str, list[str]
+    ] = {}  # causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3
+    for name in [
+        name for name in ours.squares if name in reference.squares
+    ]:  # others have no part in the loss
         path = _path(name)
         numbered = re.match(r"(.*?\.\d+)\.", path)
         layers.setdefault(numbered[1] if numbered else path.rpartition(".")[0], []).append(name)
@@ -212,7 +252,9 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
         if not expected > SMALL**2 * whole:
             continue
         norm = math.sqrt(sum(ours.squares[name] for name in names) / expected)
-        one, other = (torch.cat([g.samples[name] for name in names]).double() for g in (ours, reference))
+        one, other = (
+            torch.cat([g.samples[name] for name in names]).double() for g in (ours, reference)
+        )
         cosine = 1.0  # an embedding's sample may hold none of the probe's tokens
         if one.any() or other.any():
             cosine = (one @ other / (one.norm() * other.norm())).item()
@@ -220,12 +262,16 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
         excess = excess if math.isfinite(norm + cosine) else math.inf
         if excess > worst:
             worst = excess
-            words = f"the gradient of {layer} has {norm:.3f} times the norm, and a cosine of {cosine:.4f}"
+            words = (
+                f"the gradient of {layer} has {norm:.3f} times the norm, and a cosine of "
+                f"{cosine:.4f}"
+            )
     return words
 
 
 def _sampled(gradient: Tensor, offset: int, count: int) -> Tensor:
-    """The elements at every n-th place of a gradient with `count` elements. gradient: its flat part that begins at `offset`.
+    """The elements at every n-th place of a gradient with `count` elements. gradient: its flat part
+    that begins at `offset`.
 
     A copy: a view would keep the whole gradient, which would be sent to all ranks with it.
     """
@@ -234,16 +280,19 @@ def _sampled(gradient: Tensor, offset: int, count: int) -> Tensor:
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The sum of its squares, float64 scalar, in parts: torch makes a float64 copy of what it is given."""
+    """The sum of its squares, float64 scalar, in parts: torch makes a float64 copy of what it is
+    given."""
     parts = gradient.flatten().split(SQUARED_AT_ONCE)
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    return torch.stack(
+        [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]
+    ).sum()
 
 
 def idle_parameters(model: PreTrainedModel) -> frozenset[str]:
     """Names of parameters that train, but on which the loss of a few tokens doesn't depend.
 
-    Such as a vision tower, a router's bias that something else corrects, or experts that get none of
-    these tokens. Autograd's graph says so; no gradient is made.
+    Such as a vision tower, a router's bias that something else corrects, or experts that get none
+    of these tokens. Autograd's graph says so; no gradient is made.
     """
     rows = _rows(model)
     with attention(model, "eager"), torch.enable_grad():
@@ -260,7 +309,8 @@ def idle_parameters(model: PreTrainedModel) -> frozenset[str]:
 
 
 def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
-    """Whether the model's own code, given its hidden states alone, makes the logits that the whole model makes."""
+    """Whether the model's own code, given its hidden states alone, makes the logits that the whole
+    model makes."""
 
     def chunked(rows: Tensor) -> Tensor:
         head = fast_paths.Head(reference)
@@ -271,7 +321,8 @@ def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
 
 
 def takes_packed_attention(reference: PreTrainedModel) -> bool:
-    """Whether the model's layers make the same of packed documents with packed attention as with SDPA's mask."""
+    """Whether the model's layers make the same of packed documents with packed attention as with
+    SDPA's mask."""
     if not (fast_paths.takes_documents(type(reference)) and takes_positions(type(reference))):
         return False
     seen = set()
@@ -298,26 +349,45 @@ def heads_in_training(reference: PreTrainedModel) -> tuple[int, float]:
     """The largest (size of a head, dropout) that the attention of the model has in training."""
     sizes, dropouts = [0], [0.0]
 
-    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:
+    def watched(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
+    ) -> Any:
         sizes.extend([query.shape[-1], value.shape[-1]])
         dropouts.append(more.get("dropout") or 0.0)
         return fast_paths.packed_attention(module, query, key, value, *args, **more)
 
     watching = patch.dict(AttentionInterface._global_mapping, {fast_paths.PACKED: watched})
-    with attention(reference, fast_paths.PACKED), watching, torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with (
+        attention(reference, fast_paths.PACKED),
+        watching,
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):
         LanguageModel(reference.train())(_rows(reference))
     reference.eval()
     return max(sizes), max(dropouts)
 
 
-def _makes_the_same(reference: PreTrainedModel, fast: Callable[..., Tensor], **given: Tensor) -> bool:
-    """Whether the logits of a fast path are those of the plain one but for rounding; False for NaN."""
+def _makes_the_same(
+    reference: PreTrainedModel, fast: Callable[..., Tensor], **given: Tensor
+) -> bool:
+    """Whether the logits of a fast path are those of the plain one but for rounding; False for
+    NaN."""
     reference.eval()
     rows = _rows(reference)
     try:
         with torch.no_grad():
-            plain, found = LanguageModel(reference)(rows, **given).float(), fast(rows, **given).float()
-    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError):  # a model of another build
+            plain, found = (
+                LanguageModel(reference)(rows, **given).float(),
+                fast(rows, **given).float(),
+            )
+    except (
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+    ):  # a model of another build
         return False
     return ((found - plain).abs().mean() / plain.std()).item() <= SAME_DEVICE[reference.dtype]
 
@@ -325,7 +395,9 @@ def _makes_the_same(reference: PreTrainedModel, fast: Callable[..., Tensor], **g
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Another attention implementation of transformers in the body."""
-    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}.values()
+    configs = {
+        id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None
+    }.values()
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name
@@ -337,12 +409,15 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def find_leak(model: PreTrainedModel) -> Optional[float]:
-    """None if restarting positions alone make a packed document blind to the one before it, on the path that trains.
+    """None if restarting positions alone make a packed document blind to the one before it, on the
+    path that trains.
 
-    Else the largest change of its logits, as a part of their standard deviation, when the one before it is another. Autograd says
-    exactly whether there is a way: where attention is masked the gradient is zero, not small, whatever rounding does, and one that
-    is left, through a recurrent state or a convolution, isn't. What it can't see, positions that go on where they should restart,
-    makes a document's logits differ from those that it has alone by more than rounding.
+    Else the largest change of its logits, as a part of their standard deviation, when the one
+    before it is another. Autograd says exactly whether there is a way: where attention is masked
+    the gradient is zero, not small, whatever rounding does, and one that is left, through a
+    recurrent state or a convolution, isn't. What it can't see, positions that go on where they
+    should restart, makes a document's logits differ from those that it has alone by more than
+    rounding.
     """
     rows, places = _rows(model), torch.arange(16)[None]
     begins = torch.tensor([8, 5])  # of the second document in each row
@@ -355,21 +430,31 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
     model.eval()
     with torch.no_grad():
         packed, changed = (language_model(ids, **given)[second].float() for ids in (rows, others))
-        parts = [(slice(row, row + 1), slice(begin, None)) for row, begin in enumerate(begins.tolist())]
-        alone = [language_model(rows[part], **{name: value[part] for name, value in given.items()})[0] for part in parts]
+        parts = [
+            (slice(row, row + 1), slice(begin, None)) for row, begin in enumerate(begins.tolist())
+        ]
+        alone = [
+            language_model(rows[part], **{name: value[part] for name, value in given.items()})[0]
+            for part in parts
+        ]
     alone = torch.cat(alone).float()
     deviation = alone.std()
     limit = LIMITS["32-true" if model.dtype == torch.float32 else "bf16-true"].logits
-    found = found or any(not (some - alone).abs().mean() <= limit * deviation for some in (packed, changed))
+    found = found or any(
+        not (some - alone).abs().mean() <= limit * deviation for some in (packed, changed)
+    )
     differences = torch.stack([packed - changed, packed - alone])
     return (differences.abs().max() / deviation).item() if found else None
 
 
-def beyond_the_row(model: PreTrainedModel, lengths: Sequence[int], documents: bool = False) -> Optional[str]:
-    """What positions in a row of one of `lengths` tokens depend on besides their place, in words; None: on nothing.
+def beyond_the_row(
+    model: PreTrainedModel, lengths: Sequence[int], documents: bool = False
+) -> Optional[str]:
+    """What positions in a row of one of `lengths` tokens depend on besides their place, in words;
+    None: on nothing.
 
-    Its probe is a few positions, however long rows are. documents: rows hold documents of any length up to theirs, whose
-    positions restart. model: it has computed nothing yet.
+    Its probe is a few positions, however long rows are. documents: rows hold documents of any
+    length up to theirs, whose positions restart. model: it has computed nothing yet.
     """
     config = model.config.get_text_config()
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
@@ -388,8 +473,11 @@ def beyond_the_row(model: PreTrainedModel, lengths: Sequence[int], documents: bo
     return None
 
 
-def _depends_on_longest(rotary: nn.Module, lengths: Sequence[int], together: bool, given: dict[str, str]) -> bool:
-    """Whether the positions of a row depend on rows that the module has seen before it, or, `together`, in the same batch."""
+def _depends_on_longest(
+    rotary: nn.Module, lengths: Sequence[int], together: bool, given: dict[str, str]
+) -> bool:
+    """Whether the positions of a row depend on rows that the module has seen before it, or,
+    `together`, in the same batch."""
 
     def ends(module: nn.Module, *ends: int) -> Tensor:
         """Cosines and sines of the first and the last position of each row."""
@@ -401,20 +489,30 @@ def _depends_on_longest(rotary: nn.Module, lengths: Sequence[int], together: boo
         for other in lengths:
             used = deepcopy(rotary)
             beside = ends(used, other, one)[:, 1:]
-            if together and not torch.equal(beside, alone) or not torch.equal(ends(used, one), alone):
+            if (
+                together
+                and not torch.equal(beside, alone)
+                or not torch.equal(ends(used, one), alone)
+            ):
                 return True
     return False
 
 
 def sees_ahead(model: PreTrainedModel) -> bool:
-    """True if what the model says at a position depends on tokens after it: then its loss means nothing."""
+    """True if what the model says at a position depends on tokens after it: then its loss means
+    nothing."""
     early = torch.arange(16)[None] < 8
     return _depends(LanguageModel(model), _rows(model)[:1], {}, early, ~early)
 
 
-def _depends(model: LanguageModel, rows: Tensor, given: Inputs, here: Tensor, there: Tensor) -> bool:
-    """True if logits at the places `here` depend on embeddings at the places `there`, in training, dropout and all."""
-    if model.causal_lm.config._attn_implementation == "flex_attention":  # has no backward pass on CPUs
+def _depends(
+    model: LanguageModel, rows: Tensor, given: Inputs, here: Tensor, there: Tensor
+) -> bool:
+    """True if logits at the places `here` depend on embeddings at the places `there`, in training,
+    dropout and all."""
+    if (
+        model.causal_lm.config._attn_implementation == "flex_attention"
+    ):  # has no backward pass on CPUs
         return False
     embedded: list[Tensor] = []
 
@@ -425,12 +523,19 @@ def _depends(model: LanguageModel, rows: Tensor, given: Inputs, here: Tensor, th
     handle = model.causal_lm.get_input_embeddings().register_forward_hook(cut)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         logits = model.train()(rows, **given)[here].float()
-        weights = torch.arange(logits.numel()).view_as(logits).cos()  # a plain sum could be blind to some change
+        weights = (
+            torch.arange(logits.numel()).view_as(logits).cos()
+        )  # a plain sum could be blind to some change
         gradients = torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True)
     handle.remove()
-    return any(gradient is not None and bool((gradient[there] != 0).any()) for gradient in gradients)
+    return any(
+        gradient is not None and bool((gradient[there] != 0).any()) for gradient in gradients
+    )
 
 
 def _rows(model: PreTrainedModel) -> Tensor:
     """Two rows of 16 tokens."""
-    return torch.stack([torch.arange(16) * 7 + 3, torch.arange(16) * 5 + 2]) % model.config.get_text_config().vocab_size
+    return (
+        torch.stack([torch.arange(16) * 7 + 3, torch.arange(16) * 5 + 2])
+        % model.config.get_text_config().vocab_size
+    )

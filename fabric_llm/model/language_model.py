@@ -1,6 +1,7 @@
 """A causal language model that returns its loss. Another loss to train with goes into `token_loss`.
 
-Model classes that transformers doesn't have are registered at the end. docs/make_it_yours.md says what a class needs.
+Model classes that transformers doesn't have are registered at the end. docs/make_it_yours.md says
+what a class needs.
 """
 
 import inspect
@@ -30,15 +31,20 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of all targets, float32 scalar, in nats. What is evaluated, whatever is trained.
+    """Sum of the cross-entropies of all targets, float32 scalar, in nats. What is evaluated,
+    whatever is trained.
 
-    logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a part of a batch.
+    logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a
+    part of a batch.
     """
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _by_place(cross_entropy: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
-    """float32 [1 + PLACES]: the cross-entropy, and its parts by the places in the second column of `targets`."""
+def _by_place(
+    cross_entropy: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor
+) -> Tensor:
+    """float32 [1 + PLACES]: the cross-entropy, and its parts by the places in the second column of
+    `targets`."""
     targets, places = targets.unbind(dim=1)
     each = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
     by_place = torch.zeros(PLACES, device=logits.device).index_add_(0, places, each)
@@ -46,28 +52,44 @@ def _by_place(cross_entropy: Callable[[Tensor, Tensor], Tensor], logits: Tensor,
 
 
 def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
-    """float32 [1 + 3 x rows]: the cross-entropy, and of each row, which the second column of `targets` names, three sums over its targets.
+    """float32 [1 + 3 x rows]: the cross-entropy, and of each row, which the second column of
+    `targets` names, three sums over its targets.
 
-    These are the cross-entropy, how many are the likeliest token, and their margins: logit minus the largest one of other tokens.
+    These are the cross-entropy, how many are the likeliest token, and their margins: logit minus
+    the largest one of other tokens.
     """
-    logits, (targets, numbers) = logits[targets[:, 0] != IGNORED].float(), targets[targets[:, 0] != IGNORED].unbind(1)
-    each, own = F.cross_entropy(logits, targets, reduction="none"), logits.gather(1, targets[:, None])
+    logits, (targets, numbers) = (
+        logits[targets[:, 0] != IGNORED].float(),
+        targets[targets[:, 0] != IGNORED].unbind(1),
+    )
+    each, own = (
+        F.cross_entropy(logits, targets, reduction="none"),
+        logits.gather(1, targets[:, None]),
+    )
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     found = torch.stack([each, (margin > 0).float(), margin], dim=1)
-    return torch.cat([each.sum()[None], found.new_zeros(rows, 3).index_add_(0, numbers, found).flatten()])
+    return torch.cat(
+        [each.sum()[None], found.new_zeros(rows, 3).index_add_(0, numbers, found).flatten()]
+    )
 
 
 class LanguageModel(nn.Module):
-    """A causal LM that returns its loss, so that no logits leave the wrapped module (Fabric would copy them)."""
+    """A causal LM that returns its loss, so that no logits leave the wrapped module (Fabric would
+    copy them)."""
 
-    def __init__(self, causal_lm: PreTrainedModel, with_router_loss: bool = False, chunked: bool = False) -> None:
-        """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see fast_paths.py."""
+    def __init__(
+        self, causal_lm: PreTrainedModel, with_router_loss: bool = False, chunked: bool = False
+    ) -> None:
+        """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see
+        fast_paths.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
         self.head = fast_paths.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.together: set[nn.Module] = self.head.together if chunked else set()
-        self.tiled: set[nn.Module] = set()  # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
+        self.tiled: set[nn.Module] = (
+            set()
+        )  # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
@@ -75,7 +97,9 @@ class LanguageModel(nn.Module):
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
-        self.context_group: Optional[ProcessGroup] = None  # ranks that share the rows of a batch, see data/batches.part_of
+        self.context_group: Optional[ProcessGroup] = (
+            None  # ranks that share the rows of a batch, see data/batches.part_of
+        )
 
     def forward(
         self,
@@ -87,40 +111,58 @@ class LanguageModel(nn.Module):
         places: Optional[Tensor] = None,
         questions: Optional[Tensor] = None,
     ) -> Tensor:
-        """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the logits.
+        """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the
+        logits.
 
-        with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each times the row's targets.
+        with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each
+        times the row's targets.
 
-        input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are unshifted: position t is predicted from
-        the positions before it, -100 is no target. Labels of parts of rows have one column more: the ranks of `context_group` have
-        the other parts. Logits: [rows, context, vocabulary]. position_ids that restart keep
-        documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
+        input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are
+        unshifted: position t is predicted from the positions before it, -100 is no target. Labels
+        of parts of rows have one column more: the ranks of `context_group` have the other parts.
+        Logits: [rows, context, vocabulary]. position_ids that restart keep documents apart:
+        transformers reads the attention mask from them if no other is given and nothing is cached.
         document_ends: what packed attention takes in place of a mask, see batches.document_ends.
-        places: int64 [rows, context], numbers below PLACES, in an evaluation: float32 [1 + PLACES], the loss, and that of the targets
-        of each place. questions: int64 [rows], likewise, of rows that ask something: what `by_row` says.
+        places: int64 [rows, context], numbers below PLACES, in an evaluation: float32 [1 + PLACES],
+        the loss, and that of the targets of each place. questions: int64 [rows], likewise, of rows
+        that ask something: what `by_row` says.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in given.items() if value is not None}
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]  # columns that are another rank's
+        after = (
+            0 if labels is None else labels.shape[1] - input_ids.shape[1]
+        )  # columns that are another rank's
         if self.is_packed and position_ids is not None:
             group = self.context_group if after else None
-            ends = batches.document_ends(position_ids.cpu()) if document_ends is None else document_ends
+            ends = (
+                batches.document_ends(position_ids.cpu())
+                if document_ends is None
+                else document_ends
+            )
             longest = input_ids.shape[1] * (1 if group is None else group.size())
             given |= fast_paths.of_documents(ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)  # position t is predicted from those before it
+        targets = F.pad(
+            labels[:, 1:], (0, 1 - after), value=IGNORED
+        )  # position t is predicted from those before it
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         targets_of = targets.flatten()
         if places is not None:
-            loss_of, targets_of = partial(_by_place, loss_of), torch.stack([targets_of, places.flatten()], dim=1)
+            loss_of, targets_of = (
+                partial(_by_place, loss_of),
+                torch.stack([targets_of, places.flatten()], dim=1),
+            )
         elif questions is not None:
             numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
-            loss_of, targets_of = partial(by_row, len(targets)), torch.stack([targets_of, numbers.flatten()], dim=1)
+            loss_of, targets_of = (
+                partial(by_row, len(targets)),
+                torch.stack([targets_of, numbers.flatten()], dim=1),
+            )
         if self.head is None:
             outputs = self.causal_lm(**inputs)
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
@@ -133,28 +175,38 @@ class LanguageModel(nn.Module):
         if outputs.router_logits:  # none where the configuration leaves no layer with experts
             top_k = self.causal_lm.num_experts_per_tok
             group = self.context_group if after else None
-            of_rows = load_balancing_loss(outputs.router_logits, len(targets), top_k, attention_mask, group)
+            of_rows = load_balancing_loss(
+                outputs.router_logits, len(targets), top_k, attention_mask, group
+            )
         return torch.stack([loss, (of_rows * (targets != IGNORED).sum(dim=1)).sum()])
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
-    """What is trained, scalar: of the two losses of a model with `with_router_loss` the weighted sum."""
+    """What is trained, scalar: of the two losses of a model with `with_router_loss` the weighted
+    sum."""
     return losses if losses.ndim == 0 else losses[0] + router_aux_loss_coef * losses[1]
 
 
 def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> float:
-    """What the auxiliary loss of a mixture of experts is multiplied by in what is trained; 0 where there is none.
+    """What the auxiliary loss of a mixture of experts is multiplied by in what is trained; 0 where
+    there is none.
 
-    given: --router_aux_loss_coef; None: as the model's configuration says, where that asks for the routers' logits.
-    Raises ValueError for one that is given to a model without such a loss.
+    given: --router_aux_loss_coef; None: as the model's configuration says, where that asks for the
+    routers' logits. Raises ValueError for one that is given to a model without such a loss.
     """
     if given and not has_router_loss(causal_lm):
         name = type(causal_lm).__name__
-        raise ValueError(f"--router_aux_loss_coef {given}: transformers knows no auxiliary loss of {name}.")
+        raise ValueError(
+            f"--router_aux_loss_coef {given}: transformers knows no auxiliary loss of {name}."
+        )
     if given is not None:
         return float(given)
     asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
-    own = (getattr(causal_lm, name, None) for name in COEFFICIENTS if asked and has_router_loss(causal_lm))
+    own = (
+        getattr(causal_lm, name, None)
+        for name in COEFFICIENTS
+        if asked and has_router_loss(causal_lm)
+    )
     return float(next((value for value in own if value is not None), 0.0))
 
 
@@ -164,21 +216,29 @@ def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
     if not asked or has_router_loss(causal_lm):
         return None
     return (
-        f"Warning: the configuration says output_router_logits, but transformers knows no auxiliary loss of "
+        f"Warning: the configuration says output_router_logits, but transformers knows no "
+        f"auxiliary loss of "
         f"{type(causal_lm).__name__}: none is trained."
     )
 
 
 def has_router_loss(causal_lm: PreTrainedModel) -> bool:
-    """True for models whose own loss would hold that of the Switch Transformer, which `load_balancing_loss` is."""
+    """True for models whose own loss would hold that of the Switch Transformer, which
+    `load_balancing_loss` is."""
     function = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
     if function is None or not isinstance(getattr(causal_lm, "num_experts_per_tok", None), int):
         return False
-    return list(inspect.signature(function).parameters) == ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    return list(inspect.signature(function).parameters) == [
+        "gate_logits",
+        "num_experts",
+        "top_k",
+        "attention_mask",
+    ]
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group. Each rank's loss depends on every rank's part, so gradients are summed as well."""
+    """The sum over the ranks of a group. Each rank's loss depends on every rank's part, so
+    gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -198,29 +258,41 @@ def load_balancing_loss(
     attention_mask: Optional[Tensor] = None,
     group: Optional[ProcessGroup] = None,
 ) -> Tensor:
-    """The loss that asks that tokens are spread evenly over the experts, float32 [rows], of each row by itself.
+    """The loss that asks that tokens are spread evenly over the experts, float32 [rows], of each
+    row by itself.
 
-    transformers adds it only where it computes the cross-entropy itself, and over whatever happens to be in one forward pass: a
-    product of means over tokens, of which the mean over micro-batches isn't that of the whole batch. That of each row, averaged by
-    the rows' targets as the cross-entropy is, is the same however rows are spread over micro-batches and ranks.
+    transformers adds it only where it computes the cross-entropy itself, and over whatever happens
+    to be in one forward pass: a product of means over tokens, of which the mean over micro-batches
+    isn't that of the whole batch. That of each row, averaged by the rows' targets as the
+    cross-entropy is, is the same however rows are spread over micro-batches and ranks.
 
-    router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows, context], 0 for padding. group: the
-    ranks that have the other parts of the rows.
-    Fedus et al. (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all layers together:
-    experts x the sum over experts of (part of the tokens that it is chosen for) x (mean of its probability). 1 x top_k where
-    all is even. Only the probabilities have a gradient.
+    router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows,
+    context], 0 for padding. group: the ranks that have the other parts of the rows. Fedus et al.
+    (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all
+    layers together: experts x the sum over experts of (part of the tokens that it is chosen for) x
+    (mean of its probability). 1 x top_k where all is even. Only the probabilities have a gradient.
     """
     experts = router_logits[0].shape[-1]
-    chosen, probable = (torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2))
+    chosen, probable = (
+        torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2)
+    )
     context = router_logits[0].numel() // (rows * experts)
-    is_token = torch.ones(rows, context, device=chosen.device) if attention_mask is None else attention_mask.float()
+    is_token = (
+        torch.ones(rows, context, device=chosen.device)
+        if attention_mask is None
+        else attention_mask.float()
+    )
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1).view(rows, context, experts)
-        places = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        places = torch.zeros_like(probabilities).scatter_(
+            -1, probabilities.topk(top_k, dim=-1).indices, 1.0
+        )
         chosen = chosen + (places * is_token[..., None]).sum(dim=1)
         probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
     tokens = len(router_logits) * is_token.sum(dim=1, keepdim=True)
     if group is not None:
-        chosen, probable, tokens = (_Summed.apply(part, group) for part in (chosen, probable, tokens))
+        chosen, probable, tokens = (
+            _Summed.apply(part, group) for part in (chosen, probable, tokens)
+        )
     tokens = tokens.clamp(min=1)
     return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -1,4 +1,5 @@
-"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile it, compute it in 8 bits."""
+"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile it,
+compute it in 8 bits."""
 
 import shutil
 import warnings
@@ -21,8 +22,11 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.offload import offloading
 from fabric_llm.model.strategy import repeated_layers
 
-WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
-# Of batches, that layers are compiled for: each context to train and to evaluate on, and its last batch.
+WORTH_COMPILING = (
+    10**6
+)  # parameters of a layer: a smaller one spends less time than its compilation takes
+# Of batches, that layers are compiled for: each context to train and to evaluate on, and its last
+# batch.
 MOST_SHAPES = 64
 KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten.mm.default,
@@ -40,29 +44,41 @@ _gradient = meta_utils.safe_grad
 
 
 def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = False) -> None:
-    """Recompute layers in the backward pass instead of keeping their activations. Names of parameters stay as they are.
+    """Recompute layers in the backward pass instead of keeping their activations. Names of
+    parameters stay as they are.
 
-    which: `full`, every layer; `every:N`, one of N; `selective`, every layer but for matrix products and attention; `offload`, every
-    layer, whose input waits in the host's memory; `none`. compiles: layers are compiled as well, see `compile_layers`.
-    Raises ValueError where the model's layers can't do it.
+    which: `full`, every layer; `every:N`, one of N; `selective`, every layer but for matrix
+    products and attention; `offload`, every layer, whose input waits in the host's memory; `none`.
+    compiles: layers are compiled as well, see `compile_layers`. Raises ValueError where the model's
+    layers can't do it.
     """
     if which == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable(options)
     if which == "offload":
-        there = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        there = [
+            module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")
+        ]
         with compiling():
             call = offloading(there[0]._gradient_checkpointing_func, compiles)
         for module in there:
             module._gradient_checkpointing_func = call
     if which.startswith("every:"):
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = [
+            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
         if not layers:
-            raise ValueError(f"--activation_checkpointing {which}: {type(model).__name__} has all layers or none.")
+            raise ValueError(
+                f"--activation_checkpointing {which}: {type(model).__name__} has all layers or "
+                f"none."
+            )
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % int(which.removeprefix("every:")) == 0
 
@@ -73,12 +89,15 @@ def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPo
 
 
 def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
-    """Compile each layer in place, so that names stay as they are. Equal layers share one compilation.
+    """Compile each layer in place, so that names stay as they are. Equal layers share one
+    compilation.
 
-    recomputed: as `which` of `checkpoint_activations`, which has compiled what it offloads the inputs of, unseen by the compiler.
+    recomputed: as `which` of `checkpoint_activations`, which has compiled what it offloads the
+    inputs of, unseen by the compiler.
 
-    Each shape is compiled by itself: what torch would make of several depends on which came first, and a resumed run, which
-    doesn't begin with an evaluation, would train other kernels than the run that it goes on with.
+    Each shape is compiled by itself: what torch would make of several depends on which came first,
+    and a resumed run, which doesn't begin with an evaluation, would train other kernels than the
+    run that it goes on with.
     """
     with compiling():
         for layer in repeated_layers(model).values() if recomputed != "offload" else ():
@@ -91,74 +110,107 @@ def compiling() -> Iterator[None]:
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the compiler imports parts of torch that go away
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the compiler imports parts of torch that go away
         yield
 
 
 def _gradient_like(tensor: Any) -> Any:
     """The gradient that the compiler copies with a tensor, None where the two aren't alike.
 
-    FSDP1 keeps the gradients of earlier micro-batches split beside a unit that is whole, and torch's own function ends in a
-    RuntimeError there (pytorch issue 111317): whenever a later micro-batch is the first of its kind, as with another mask.
+    FSDP1 keeps the gradients of earlier micro-batches split beside a unit that is whole, and
+    torch's own function ends in a RuntimeError there (pytorch issue 111317): whenever a later
+    micro-batch is the first of its kind, as with another mask.
     """
     gradient = _gradient(tensor)
-    alike = gradient is not None and (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
+    alike = gradient is not None and (gradient.shape, gradient.dtype) == (
+        tensor.shape,
+        tensor.dtype,
+    )
     return gradient if alike else None
 
 
 def compile_loss(model: LanguageModel) -> None:
-    """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied to float32."""
+    """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied
+    to float32."""
     with compiling():
         model.token_loss = torch.compile(model.token_loss, dynamic=False)
         model.cross_entropy = torch.compile(model.cross_entropy, dynamic=False)
 
 
 def no_compiler(kind: str) -> Optional[str]:
-    """Why layers can't be compiled for devices of `kind` "cpu" or "cuda" on this machine; None where they can."""
+    """Why layers can't be compiled for devices of `kind` "cpu" or "cuda" on this machine; None
+    where they can."""
     if kind == "cuda":
         return None if has_triton() else "Triton isn't installed, or this GPU is too old for it"
-    return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "this machine has no C++ compiler (g++)"
+    return (
+        None
+        if any(map(shutil.which, ("c++", "g++", "clang++")))
+        else "this machine has no C++ compiler (g++)"
+    )
 
 
 def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> None:
-    """Have torchao make the products of the layers in 8 bits where they are trained, and as plain transformers elsewhere.
+    """Have torchao make the products of the layers in 8 bits where they are trained, and as plain
+    transformers elsewhere.
 
-    So what is evaluated, sampled and compared with an export is the model that is published. Names and dtypes of parameters stay.
-    recipe: `tensorwise`, one scale for each tensor; `rowwise`, one for each row. is_emulated: without a GPU's products in 8 bits.
-    Raises ValueError where the model has no such products. See https://github.com/pytorch/ao/tree/main/torchao/float8.
+    So what is evaluated, sampled and compared with an export is the model that is published. Names
+    and dtypes of parameters stay. recipe: `tensorwise`, one scale for each tensor; `rowwise`, one
+    for each row. is_emulated: without a GPU's products in 8 bits. Raises ValueError where the model
+    has no such products. See https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
     float8 = _torchao_float8()
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
     text_config = model.config.get_text_config()
-    experts = {getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+    experts = {
+        getattr(text_config, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    }
     inside = {module for layer in repeated_layers(model).values() for module in layer.modules()}
 
     def is_product(module: nn.Module, name: str) -> bool:
-        """Products of 8 bits have sizes that divide by 16. Routers, which choose experts, stay as they are."""
+        """Products of 8 bits have sizes that divide by 16. Routers, which choose experts, stay as
+        they are."""
         divides = module.in_features % 16 == module.out_features % 16 == 0
         is_router = module.out_features in experts
         return module in inside and module.weight.dtype == model.dtype and divides and not is_router
 
     class TrainedInFloat8(float8.float8_linear.Float8Linear):  # type: ignore[name-defined]
         def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) if torch.is_grad_enabled() else F.linear(input, self.weight, self.bias)
+            return (
+                super().forward(input)
+                if torch.is_grad_enabled()
+                else F.linear(input, self.weight, self.bias)
+            )
 
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_product)
-    found = [module for module in model.modules() if isinstance(module, float8.float8_linear.Float8Linear)]
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, float8.float8_linear.Float8Linear)
+    ]
     if not found:
-        raise ValueError(f"--float8 {recipe}: {type(model).__name__} has no linear layer whose sizes divide by 16.")
+        raise ValueError(
+            f"--float8 {recipe}: {type(model).__name__} has no linear layer whose sizes divide by "
+            f"16."
+        )
     for module in found:
         module.__class__ = TrainedInFloat8
 
 
 def no_float8(kind: str) -> Optional[str]:
-    """Why products can't be made in 8 bits on devices of `kind` "cpu" or "cuda"; None where they can. A CPU emulates them."""
+    """Why products can't be made in 8 bits on devices of `kind` "cpu" or "cuda"; None where they
+    can. A CPU emulates them."""
     try:
         _torchao_float8()
     except ImportError:
         return "torchao isn't installed: pip install torchao"
     if kind == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        return "this GPU has no products in 8 bits, as an H100, an L40S or an RTX 4090 and newer ones have"
+        return (
+            "this GPU has no products in 8 bits, as an H100, an L40S or an RTX 4090 and newer "
+            "ones have"
+        )
     return None
 
 
@@ -172,5 +224,8 @@ def _torchao_float8() -> Any:
 
 def is_worth_compiling(model: nn.Module) -> bool:
     """Whether the layers are large enough that compiling them pays."""
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in repeated_layers(model).values()]
+    sizes = [
+        sum(parameter.numel() for parameter in layer.parameters())
+        for layer in repeated_layers(model).values()
+    ]
     return max(sizes, default=0) >= WORTH_COMPILING

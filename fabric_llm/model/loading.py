@@ -1,6 +1,8 @@
-"""What files say of a causal language model: its configuration, its tokenizer, and where its weights are.
+"""What files say of a causal language model: its configuration, its tokenizer, and where its
+weights are.
 
-All ranks build the same model without memory, the *skeleton*. Its weights come to the devices unit by unit, see weights.py.
+All ranks build the same model without memory, the *skeleton*. Its weights come to the devices unit
+by unit, see weights.py.
 """
 
 import inspect
@@ -36,18 +38,34 @@ from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
-DRAWING = ("kaiming_uniform_", "normal_", "uniform_", "xavier_normal_", "xavier_uniform_")  # of torch.nn.init
-DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
+DRAWING = (
+    "kaiming_uniform_",
+    "normal_",
+    "uniform_",
+    "xavier_normal_",
+    "xavier_uniform_",
+)  # of torch.nn.init
+DTYPES = {
+    "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.float32,
+    "16-mixed": torch.float32,
+    "32-true": torch.float32,
+}
 
 
 def load_config(model_name: str) -> PretrainedConfig:
-    """The model's configuration. Raises ValueError where there is none or it isn't a causal LM's, Fault (77) for code."""
+    """The model's configuration. Raises ValueError where there is none or it isn't a causal LM's,
+    Fault (77) for code."""
     folders.check_model_folder(model_name)
     if not Path(model_name).is_dir():
         reach_hub()
     try:
-        document = _read_bounded(model_name, CONFIG_NAME) or {}  # AutoConfig says that there is none
-        for name in document.get("configuration_files", ()):  # others, for other versions of transformers
+        document = (
+            _read_bounded(model_name, CONFIG_NAME) or {}
+        )  # AutoConfig says that there is none
+        for name in document.get(
+            "configuration_files", ()
+        ):  # others, for other versions of transformers
             check_name(str(name), Path(model_name, CONFIG_NAME))
             _read_bounded(model_name, str(name))
         with folders.limited():
@@ -58,29 +76,42 @@ def load_config(model_name: str) -> PretrainedConfig:
         raise
     except Exception as error:  # transformers and huggingface_hub raise their own
         if "custom code" in str(error):
-            sentence = f"{model_name!r} needs Python code of its own, which is never run: use a model transformers has."
+            sentence = (
+                f"{model_name!r} needs Python code of its own, which is never run: use a "
+                f"model transformers has."
+            )
             raise Fault(sentence, REFUSED) from error
         raise _unreadable("The configuration", model_name, error) from error
     for name, value in vars(config).items():
         if callable(getattr(type(config), name, None)) and not callable(value):
-            raise ValueError(f"The configuration of {model_name!r} sets {name!r}, which is a method.")
-    vars(config).pop("auto_map", None)  # where code is that isn't used: not to be passed on by what is saved
+            raise ValueError(
+                f"The configuration of {model_name!r} sets {name!r}, which is a method."
+            )
+    vars(config).pop(
+        "auto_map", None
+    )  # where code is that isn't used: not to be passed on by what is saved
     if (weights := getattr(config, "transformers_weights", None)) is not None:
         folders.weights_name(weights, Path(model_name, CONFIG_NAME))
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"{model_name!r} is a {config.model_type!r} model, which isn't a causal language model.")
+        raise ValueError(
+            f"{model_name!r} is a {config.model_type!r} model, which isn't a causal language model."
+        )
     return config
 
 
 def _read_bounded(model_name: str, file: str) -> Optional[Any]:
-    """The JSON of a model's file, None where there is none. Raises TooMuch if it declares too much."""
+    """The JSON of a model's file, None where there is none. Raises TooMuch if it declares too
+    much."""
     found = cached_file(model_name, file)
     return None if found is None else folders.read_json(Path(found))
 
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint, here or on the hub."""
-    return Fault(f"{what} of {model_name!r} can't be read: {one_line(error)[:2000].rstrip('.')}.", _code_of(model_name))
+    return Fault(
+        f"{what} of {model_name!r} can't be read: {one_line(error)[:2000].rstrip('.')}.",
+        _code_of(model_name),
+    )
 
 
 def _code_of(model_name: str) -> int:
@@ -88,23 +119,35 @@ def _code_of(model_name: str) -> int:
 
 
 def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBase]:
-    """The tokenizer beside a model, which may be a name on the hub, or in a folder, a Path; None where there is none.
+    """The tokenizer beside a model, which may be a name on the hub, or in a folder, a Path; None
+    where there is none.
 
     Raises Fault for one that is code (77).
     """
     folder, model_name = Path(place), str(place)
     if isinstance(place, Path) and not folder.is_dir():
         return None
-    if folder.is_dir() and not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
+    if folder.is_dir() and not any(
+        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")
+    ):
         return None
     try:
         if (folder / CONFIG_NAME).is_file():  # is read as well
             folders.read_json(folder / CONFIG_NAME)
         with suppress(OSError):  # where there is none
-            document = json.loads(Path(cached_file(model_name, "tokenizer_config.json")).read_bytes())
-            for name in ("extra_ids", "offset"):  # of T5 and Pegasus: tokens that are made, and not listed
-                if isinstance(count := document.get(name), int) and count > (most := folders.MOST_ENTRIES):
-                    raise folders.TooMuch(f"it declares {count} tokens ({name}); at most {most} are read")
+            document = json.loads(
+                Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()
+            )
+            for name in (
+                "extra_ids",
+                "offset",
+            ):  # of T5 and Pegasus: tokens that are made, and not listed
+                if isinstance(count := document.get(name), int) and count > (
+                    most := folders.MOST_ENTRIES
+                ):
+                    raise folders.TooMuch(
+                        f"it declares {count} tokens ({name}); at most {most} are read"
+                    )
         with folders.limited():
             tokenizer = load_tokenizer(model_name)
     except Fault:
@@ -118,7 +161,8 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text to go on from, without the EOS that some tokenizers append: behind it another text would begin."""
+    """The tokens of a text to go on from, without the EOS that some tokenizers append: behind it
+    another text would begin."""
     encoded = tokenizer(text, return_special_tokens_mask=True)
     tokens, added = encoded["input_ids"], encoded["special_tokens_mask"]
     end = len(tokens)
@@ -128,7 +172,8 @@ def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
-    """Give `skeleton` the model's generation config, if it has one that can be saved again. Raises Fault."""
+    """Give `skeleton` the model's generation config, if it has one that can be saved again. Raises
+    Fault."""
     try:
         _read_bounded(model_name, "generation_config.json")
         config = GenerationConfig.from_pretrained(model_name)
@@ -136,14 +181,18 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
         if isinstance(error, OSError) and not Path(model_name, "generation_config.json").is_file():
             return
         raise _unreadable("generation_config.json", model_name, error) from error
-    for do_sample in (config.do_sample, True):  # Llama 2: a temperature without do_sample, read but not written
+    for do_sample in (
+        config.do_sample,
+        True,
+    ):  # Llama 2: a temperature without do_sample, read but not written
         was, config.do_sample = config.do_sample, do_sample
         with suppress(ValueError):
             config.validate(strict=True)
             skeleton.generation_config = config
             if do_sample != was and is_rank_zero():
                 print(
-                    f"generation_config.json of {model_name!r} has values for sampling without do_sample, which transformers "
+                    f"generation_config.json of {model_name!r} has values for sampling without "
+                    f"do_sample, which transformers "
                     "doesn't save: with do_sample in what is saved.",
                     flush=True,
                 )
@@ -157,20 +206,25 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> str:
-    """transformers' name of the attention implementation for an --attention, on devices of `kind` "cpu" or "cuda".
+    """transformers' name of the attention implementation for an --attention, on devices of `kind`
+    "cpu" or "cuda".
 
-    Raises ValueError where the model hasn't the one that is asked for, or this machine. transformers itself would take a
-    kernel from the hub, which is code, for a package that is missing.
+    Raises ValueError where the model hasn't the one that is asked for, or this machine.
+    transformers itself would take a kernel from the hub, which is code, for a package that is
+    missing.
     """
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    has_alibi = getattr(config, "alibi", False)  # Falcon's SDPA scales them otherwise than its eager attention
+    has_alibi = getattr(
+        config, "alibi", False
+    )  # Falcon's SDPA scales them otherwise than its eager attention
     has = {
         "packed": fast_paths.takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
         "flash_attention_2": model_class._supports_flash_attn
-        and "flash_attention_2" in (model_class._compatible_flash_implementations or ["flash_attention_2"]),
+        and "flash_attention_2"
+        in (model_class._compatible_flash_implementations or ["flash_attention_2"]),
         "flex_attention": model_class._supports_flex_attn,
         "eager": True,
     }
@@ -178,11 +232,18 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         return "sdpa" if has["sdpa"] and not has_alibi else "eager"
     if not has[attention]:
         known = " and ".join(name for name, there in has.items() if there)
-        raise ValueError(f"--attention {attention}: {model_class.__name__} has {known}; auto takes the best.")
+        raise ValueError(
+            f"--attention {attention}: {model_class.__name__} has {known}; auto takes the best."
+        )
     if attention == "flash_attention_2" and not (kind == "cuda" and is_flash_attn_2_available()):
-        raise ValueError(f"--attention {attention} needs a GPU and the package flash_attn, which aren't both here.")
+        raise ValueError(
+            f"--attention {attention} needs a GPU and the package flash_attn, which aren't both "
+            f"here."
+        )
     if attention == "flex_attention" and kind == "cpu":
-        raise ValueError(f"--attention {attention} needs a GPU: on a CPU torch has no gradients of it.")
+        raise ValueError(
+            f"--attention {attention} needs a GPU: on a CPU torch has no gradients of it."
+        )
     return attention
 
 
@@ -192,7 +253,8 @@ def takes_positions(model_class: type[PreTrainedModel]) -> bool:
 
 
 def has_weights(model_name: str) -> bool:
-    """False for a local directory with only a config.json. A sharded checkpoint's are in `weights/`."""
+    """False for a local directory with only a config.json. A sharded checkpoint's are in
+    `weights/`."""
     folder = Path(model_name)
     return not folder.is_dir() or _is_sharded(folder) or any(folder.glob("*.safetensors*"))
 
@@ -218,32 +280,47 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """`model`, made without weights, with the dtypes that `from_pretrained` would give it for `dtype`.
+    """`model`, made without weights, with the dtypes that `from_pretrained` would give it for
+    `dtype`.
 
-    There, routers and the like stay float32 where their class says so; `from_config` gives them the model's dtype.
+    There, routers and the like stay float32 where their class says so; `from_config` gives them the
+    model's dtype.
     """
     patterns = model._get_dtype_plan(dtype)
-    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]  # as transformers reads them
+    kept = [
+        re.compile(pattern.replace("*", ".*")) for pattern in patterns
+    ]  # as transformers reads them
     saved = model.state_dict()  # what a file can hold: not the buffers that are computed
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
-        if name in saved and tensor.is_floating_point() and any(pattern.search(name) for pattern in kept):
+        if (
+            name in saved
+            and tensor.is_floating_point()
+            and any(pattern.search(name) for pattern in kept)
+        ):
             tensor.data = tensor.data.float()
     return model
 
 
-def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """`build_skeleton` of a configuration read from `model_name`. Raises ValueError where it makes no possible model."""
+def checked_skeleton(
+    model_name: str, config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """`build_skeleton` of a configuration read from `model_name`. Raises ValueError where it makes
+    no possible model."""
     causal_lm_class(config)  # importing its code may take longer than building a model
     try:
         with folders.limited():
             skeleton = build_skeleton(config, dtype)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         if parameters > MOST_PARAMETERS:
-            raise folders.TooMuch(f"it declares {parameters:.1e} parameters; at most {MOST_PARAMETERS:.0e} are read")
+            raise folders.TooMuch(
+                f"it declares {parameters:.1e} parameters; at most {MOST_PARAMETERS:.0e} are read"
+            )
     except Exception as error:  # whatever sizes that nobody thought of lead to
         said = one_line(error)[:300].rstrip(".")
-        raise ValueError(f"The configuration of {model_name!r} makes no model here: {said}.") from error
+        raise ValueError(
+            f"The configuration of {model_name!r} makes no model here: {said}."
+        ) from error
     return skeleton
 
 
@@ -255,13 +332,19 @@ def quantized(config: PretrainedConfig) -> Optional[str]:
     return f"quantized ({method}), and only weights in 16 or 32 bits are trained"
 
 
-def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> weights.Source:
-    """Where the weights of a model, or of a checkpoint, come from, unit by unit: its files, or random numbers by `seed`.
+def open_weights(
+    model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int = 0
+) -> weights.Source:
+    """Where the weights of a model, or of a checkpoint, come from, unit by unit: its files, or
+    random numbers by `seed`.
 
-    Raises Fault where the files can't be read, or don't hold all weights of the model: 66 for a checkpoint, else 2.
+    Raises Fault where the files can't be read, or don't hold all weights of the model: 66 for a
+    checkpoint, else 2.
     """
     skeleton = build_skeleton(config, dtype)
-    if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:  # a checkpoint always has them
+    if (
+        not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT
+    ):  # a checkpoint always has them
         return weights.Drawn(skeleton, seed)
     try:
         if (how := quantized(config)) is not None:
@@ -269,12 +352,21 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
         return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, model_name)
     except Fault:
         raise
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        ImportError,
+        SafetensorError,
+    ) as error:
         raise _unreadable("The weights", model_name, error) from error
 
 
 def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
-    """Names of the files in a model's folder that hold weights, and which `open_weights` doesn't read."""
+    """Names of the files in a model's folder that hold weights, and which `open_weights` doesn't
+    read."""
     folder = Path(model_name)
     is_checkpoint = (folder / MANIFEST).is_file()
     if not folder.is_dir() or is_checkpoint or not has_weights(model_name):
@@ -282,17 +374,29 @@ def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
     read = [path.name for path in _weight_files(model_name, config)]
     there = (*folder.glob("*.safetensors"), *(folder / name for name in folders.WEIGHT_FILES[1:]))
     unread = {path.name for path in there if path.is_file()} - set(read)
-    return sorted(unread if read == [folders.WEIGHT_FILES[0]] else unread - set(folders.WEIGHT_FILES))
+    return sorted(
+        unread if read == [folders.WEIGHT_FILES[0]] else unread - set(folders.WEIGHT_FILES)
+    )
 
 
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
-    """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint hold another model."""
+    """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint
+    hold another model."""
     is_sharded = _is_sharded(Path(model_name))
-    files = Path(model_name, "weights").glob("*.safetensors") if is_sharded else _weight_files(model_name, config)
+    files = (
+        Path(model_name, "weights").glob("*.safetensors")
+        if is_sharded
+        else _weight_files(model_name, config)
+    )
     stored = Tensors(files, _code_of(model_name), f"The weights of {model_name!r}")
     if is_sharded:
-        wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in weights.saved(skeleton).items()}
-        held = {name: f"a part of {shape}" if stored.missing(name) else shape for name, shape in stored.shapes.items()}
+        wanted = {
+            PREFIX + name: tuple(tensor.shape) for name, tensor in weights.saved(skeleton).items()
+        }
+        held = {
+            name: f"a part of {shape}" if stored.missing(name) else shape
+            for name, shape in stored.shapes.items()
+        }
         for name in sorted(held.keys() | wanted.keys()):
             here, there = held.get(name, "nothing"), wanted.get(name, "nothing")
             if here != there:
@@ -303,8 +407,14 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
 def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
     named = getattr(config, "transformers_weights", None)
     names = folders.WEIGHT_FILES if named is None else (named,)
-    there = (cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names)
+    there = (
+        cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names
+    )
     if (found := next(filter(None, there), None)) is None:
         raise FileNotFoundError(f"it has no {' and no '.join(names)}")
-    paths = get_checkpoint_shard_files(model_name, found)[0] if found.endswith(".index.json") else [found]
+    paths = (
+        get_checkpoint_shard_files(model_name, found)[0]
+        if found.endswith(".index.json")
+        else [found]
+    )
     return [Path(path) for path in paths]

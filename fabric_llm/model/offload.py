@@ -1,7 +1,9 @@
-"""--activation_checkpointing offload: what recomputed layers keep, their inputs, waits in the host's memory.
+"""--activation_checkpointing offload: what recomputed layers keep, their inputs, waits in the
+host's memory.
 
-So a device holds no more activations than those of one layer, however many there are. Rajbhandari et al. (2020), ZeRO,
-https://arxiv.org/abs/1910.02054, section 6.1, and ALST, https://arxiv.org/abs/2506.13996, section 3.3.
+So a device holds no more activations than those of one layer, however many there are. Rajbhandari
+et al. (2020), ZeRO, https://arxiv.org/abs/1910.02054, section 6.1, and ALST,
+https://arxiv.org/abs/2506.13996, section 3.3.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Waiting:
-    """A tensor in pinned memory of the host, on its way there or back, and the one that was put there before it."""
+    """A tensor in pinned memory of the host, on its way there or back, and the one that was put
+    there before it."""
 
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream, before: Optional[Waiting]) -> None:
+    def __init__(
+        self, tensor: Tensor, stream: torch.cuda.Stream, before: Optional[Waiting]
+    ) -> None:
         self.stream, self.before, self.back = stream, before, None
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream())
@@ -35,14 +40,16 @@ class Waiting:
 
 
 class Inputs:
-    """Takes the inputs of layers in a forward pass, and gives them back in the backward pass, where the last one comes first."""
+    """Takes the inputs of layers in a forward pass, and gives them back in the backward pass, where
+    the last one comes first."""
 
     def __init__(self) -> None:
         self.stream: Optional[torch.cuda.Stream] = None
         self.last: Optional[Waiting] = None
 
     def put(self, hidden: weakref.ref[Tensor], tensor: Tensor) -> Any:
-        """What is kept in place of `tensor`. All but `hidden`, the input of a layer, stay where they are, and all do on a CPU.
+        """What is kept in place of `tensor`. All but `hidden`, the input of a layer, stay where
+        they are, and all do on a CPU.
 
         Autograd keeps this hook as long as what it returns, so it mustn't hold the input.
         """
@@ -67,9 +74,11 @@ class Inputs:
 
 
 def offloading(checkpoint: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    """A function that checkpoints a layer, as transformers calls it, whose input waits in the host's memory.
+    """A function that checkpoints a layer, as transformers calls it, whose input waits in the
+    host's memory.
 
-    compiles: the layer is compiled. The compiler doesn't follow hooks, and nothing that is called under them.
+    compiles: the layer is compiled. The compiler doesn't follow hooks, and nothing that is called
+    under them.
     """
     inputs = Inputs()
     run = torch.compile(_called, dynamic=False) if compiles else _called

@@ -1,4 +1,5 @@
-"""--rope: other frequencies of rotary positions, for rows that are longer than those that a model was trained on.
+"""--rope: other frequencies of rotary positions, for rows that are longer than those that a model
+was trained on.
 
 Nothing here imports torch before a model is built.
 """
@@ -25,13 +26,15 @@ def parse(given: str) -> tuple[str, float]:
         value = 0.0
     if kind not in (THETA, *SCALED) or not 1 < value <= LARGEST:
         raise ValueError(
-            f"--rope takes theta:THETA, such as theta:8e6, or {', '.join(SCALED)} with a factor above 1, such as yarn:4, not {given!r}."
+            f"--rope takes theta:THETA, such as theta:8e6, or {', '.join(SCALED)} with a factor "
+            f"above 1, such as yarn:4, not {given!r}."
         )
     return kind, value
 
 
 def length(config: Any) -> Optional[int]:
-    """Tokens that a transformers configuration with rotary positions was made for; None if it doesn't say."""
+    """Tokens that a transformers configuration with rotary positions was made for; None if it
+    doesn't say."""
     longest, scalings = getattr(config, "max_position_embeddings", None), _scalings(config)
     if not isinstance(longest, int) or not scalings:
         return None
@@ -49,37 +52,66 @@ def kinds(config: Any) -> set[str]:
 
 
 def _scalings(config: Any) -> list[dict[str, Any]]:
-    """The rotary positions of a model, or of each kind of layer; [] where the configuration has none."""
+    """The rotary positions of a model, or of each kind of layer; [] where the configuration has
+    none."""
     rope = getattr(config, "rope_parameters", None)
-    return [one for one in (rope, *rope.values()) if isinstance(one, dict)] if isinstance(rope, dict) else []
+    return (
+        [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+        if isinstance(rope, dict)
+        else []
+    )
 
 
 def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
-    """(a configuration with the positions of --rope, what has changed in a sentence). Raises ValueError.
+    """(a configuration with the positions of --rope, what has changed in a sentence). Raises
+    ValueError.
 
-    context_length: tokens of the longest row, for which `theta` makes the model. Scaling multiplies what it was made for.
+    context_length: tokens of the longest row, for which `theta` makes the model. Scaling multiplies
+    what it was made for.
     """
     (kind, value), found = parse(given), deepcopy(config)
     text, name = found.get_text_config(), type(config).__name__
-    rope, trained = getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
+    rope, trained = (
+        getattr(text, "rope_parameters", None),
+        getattr(text, "max_position_embeddings", None),
+    )
     if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
-        raise ValueError(f"--rope {given}: a model of {name} has no rotary positions that its configuration sets.")
+        raise ValueError(
+            f"--rope {given}: a model of {name} has no rotary positions that its configuration "
+            f"sets."
+        )
     own = rope.get(WHOLE_ROWS, rope)
     before = _in_words(own)
     if kind == THETA:
         own["rope_theta"], made_for = value, max(trained, context_length)
     elif (former := own.get("rope_type", "default")) != "default":
-        raise ValueError(f"--rope {given}: the positions of this model are scaled already ({former}); take theta:THETA.")
+        raise ValueError(
+            f"--rope {given}: the positions of this model are scaled already ({former}); take "
+            f"theta:THETA."
+        )
     else:
         made_for = int(trained * value)
-        own |= {"rope_type": kind, "factor": value, "original_max_position_embeddings": trained, **SCALED[kind]}
+        own |= {
+            "rope_type": kind,
+            "factor": value,
+            "original_max_position_embeddings": trained,
+            **SCALED[kind],
+        }
         if kind == "linear":  # knows no length
             del own["original_max_position_embeddings"]
     text.max_position_embeddings = made_for
     if _frequencies(found) == _frequencies(config):
-        raise ValueError(f"--rope {given}: a model of {name} has the same positions with it as before.")
+        raise ValueError(
+            f"--rope {given}: a model of {name} has the same positions with it as before."
+        )
     never = f"; positions from {trained:,} on were never trained" if made_for > trained else ""
-    return found, f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for {made_for:,}{never}."
+    return (
+        found,
+        (
+            f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for "
+            f"{made_for:,}{never}."
+        ),
+    )
 
 
 def _in_words(rope: dict[str, Any]) -> str:
@@ -93,7 +125,9 @@ def _frequencies(config: Any) -> list[list[float]]:
 
     skeleton = loading.build_skeleton(config, loading.DTYPES["32-true"])
     weights.compute_buffers(skeleton)
-    return [buffer.flatten().tolist() for name, buffer in skeleton.named_buffers() if "inv_freq" in name]
+    return [
+        buffer.flatten().tolist() for name, buffer in skeleton.named_buffers() if "inv_freq" in name
+    ]
 
 
 def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:

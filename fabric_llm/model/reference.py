@@ -1,7 +1,9 @@
-"""The reference: the model as transformers has it, on the CPU of one process, in no more memory than it is given.
+"""The reference: the model as transformers has it, on the CPU of one process, in no more memory
+than it is given.
 
-A model that is larger than that has the weights of one layer at a time: they are read when its forward begins, and again when
-its backward pass does, which recomputes it. What is outside of the layers stays.
+A model that is larger than that has the weights of one layer at a time: they are read when its
+forward begins, and again when its backward pass does, which recomputes it. What is outside of the
+layers stays.
 """
 
 from functools import partial
@@ -17,10 +19,13 @@ from fabric_llm.model.weights import Source, compute_buffers, first_names, units
 WRITE_INTO_WEIGHTS = ("rwkv",)  # types of models whose layers do, before they compute
 
 
-def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = float("inf")) -> PreTrainedModel:
+def load_reference(
+    model: PreTrainedModel, source: Source, limit_bytes: float = float("inf")
+) -> PreTrainedModel:
     """`model`, which is on the meta device, with the weights of `source`. One process calls it.
 
-    limit_bytes: of weights that may be in memory at once; layers of a larger model are read one by one.
+    limit_bytes: of weights that may be in memory at once; layers of a larger model are read one by
+    one.
     """
     compute_buffers(model)
     model.apply(replacing(_nothing))
@@ -30,7 +35,8 @@ def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = 
     streamed = _layers_by_themselves(model) if whole > limit_bytes else set()
     if whole > limit_bytes and not streamed:
         print(
-            f"The layers of {type(model).__name__} can't be computed one by one: the reference takes {whole / 2**30:.1f} GiB of "
+            f"The layers of {type(model).__name__} can't be computed one by one: the reference "
+            f"takes {whole / 2**30:.1f} GiB of "
             "rank 0's memory, for all weights at once."
         )
     for unit in names.keys() - streamed:
@@ -67,7 +73,10 @@ def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
     if model.config.model_type in WRITE_INTO_WEIGHTS:
         return set()
     layers = repeated_layers(model)
-    holders = {name: next((layer for layer in layers if name.startswith(f"{layer}.")), "") for name in first_names(model)}
+    holders = {
+        name: next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+        for name in first_names(model)
+    }
     tied = [(holders[name], holders[first]) for name, first in first_names(model).items()]
     return layers.keys() - {layer for pair in tied if pair[0] != pair[1] for layer in pair}
 

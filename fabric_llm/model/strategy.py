@@ -41,7 +41,8 @@ Fill = Callable[[nn.Module], None]
 def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1800.0) -> Fabric:
     """Fabric for the strategy and devices of a run. Starts nothing: that is `fabric.launch()`.
 
-    timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
+    timeout_seconds: of the process group's own patience; a little more than that of watch.py, which
+    can say more.
     """
     name, kind = placement.strategy, placement.kind
     sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
@@ -49,21 +50,37 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
-    plugin = lightning.MixedPrecision(precision, device=kind) if precision.endswith("-mixed") else lightning.Precision()
+    plugin = (
+        lightning.MixedPrecision(precision, device=kind)
+        if precision.endswith("-mixed")
+        else lightning.Precision()
+    )
     if name == "fsdp":
-        strategy, plugin = AnyDeviceFSDPStrategy(timeout=timeout), AnyDeviceFSDPPrecision(precision, kind)
+        strategy, plugin = (
+            AnyDeviceFSDPStrategy(timeout=timeout),
+            AnyDeviceFSDPPrecision(precision, kind),
+        )
     elif name == "fsdp2":
         how = {"data_parallel_size": placement.world_size, "tensor_parallel_size": 1}
         # `wrap` shards the model.
-        strategy = lightning.ModelParallelStrategy(lambda model, mesh: model, **how, timeout=timeout)
+        strategy = lightning.ModelParallelStrategy(
+            lambda model, mesh: model, **how, timeout=timeout
+        )
     elif name == "ddp":
-        # Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the option.
+        # Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the
+        # option.
         known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        strategy = lightning.DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **{sync: False})
-    # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's.
+        strategy = lightning.DDPStrategy(
+            gradient_as_bucket_view=True, timeout=timeout, **{sync: False}
+        )
+    # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM
+    # job for srun's.
     elastic = lightning.TorchElasticEnvironment.detect()
-    plugins = [plugin, lightning.TorchElasticEnvironment() if elastic else lightning.LightningEnvironment()]
+    plugins = [
+        plugin,
+        lightning.TorchElasticEnvironment() if elastic else lightning.LightningEnvironment(),
+    ]
     return Fabric(accelerator=kind, **sizes, strategy=strategy, plugins=plugins)
 
 
@@ -71,11 +88,14 @@ class AnyDeviceFSDPStrategy(lightning.FSDPStrategy):
     """FSDPStrategy, also on CPU (Fabric refuses the class itself there)."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return module  # as `wrap` made it: Fabric's own would look for metrics in it, and import torchmetrics for that
+        # as `wrap` made it: Fabric's own would look for metrics in it, and import torchmetrics for
+        # that
+        return module
 
 
 class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
-    """FSDPPrecision that leaves the module as it is (`module.to(bfloat16)` would round RoPE's frequencies), also on CPU."""
+    """FSDPPrecision that leaves the module as it is (`module.to(bfloat16)` would round RoPE's
+    frequencies), also on CPU."""
 
     def __init__(self, precision: str, kind: str) -> None:
         super().__init__(precision)
@@ -87,11 +107,14 @@ class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
     def forward_context(self) -> AbstractContextManager:
         if not self.precision.endswith("-mixed"):
             return nullcontext()
-        return torch.autocast(self.kind, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
+        return torch.autocast(
+            self.kind, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        )
 
 
 def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
-    """The modules that are gathered as one. Raises ValueError for a class name that the model doesn't have."""
+    """The modules that are gathered as one. Raises ValueError for a class name that the model
+    doesn't have."""
     if policy == "none":
         return []
     if (smallest := wrap_size(policy)) is not None:
@@ -102,29 +125,39 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     found = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(names - {type(module).__name__ for module in found}):
         there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
-        raise ValueError(f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has {', '.join(there)}.")
+        raise ValueError(
+            f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has "
+            f"{', '.join(there)}."
+        )
     return found
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model by name, none of them inside another: of the classes that it names itself, else of its
-    longest list."""
-    kinds = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    """The decoder layers of a model by name, none of them inside another: of the classes that it
+    names itself, else of its longest list."""
+    kinds = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
     if not any(type(module).__name__ in kinds for module in model.modules()):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in layers):
+        if type(module).__name__ in kinds and not any(
+            name.startswith(f"{outer}.") for outer in layers
+        ):
             layers[name] = module
     return layers
 
 
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
-    """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype; children before parents.
+    """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype;
+    children before parents.
 
-    A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must have one dtype. Raises
-    ValueError for a module that holds parameters of several itself.
+    A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must
+    have one dtype. Raises ValueError for a module that holds parameters of several itself.
     """
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
@@ -136,7 +169,8 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
         held = {parameter.dtype for parameter in module.parameters(recurse=False)}
         if len(held) > 1:
             raise ValueError(
-                f"{type(module).__name__} holds parameters of {' and '.join(sorted(map(str, held)))} itself, which can't be "
+                f"{type(module).__name__} holds parameters of "
+                f"{' and '.join(sorted(map(str, held)))} itself, which can't be "
                 "sharded together: take --strategy ddp, or another --precision."
             )
         dtype = next(iter(held), main if module in units else outside)
@@ -150,17 +184,24 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
 
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
-    """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with all its holders."""
+    """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with
+    all its holders."""
 
     def holders(module: nn.Module) -> Counter[int]:
-        return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        return Counter(
+            id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
+        )
 
     of_model = holders(model)
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # others are never called
+        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
+            visit(c) for c in module.children()
+        )
+        has_forward = not isinstance(
+            module, (nn.ModuleList, nn.ModuleDict)
+        )  # others are never called
         whole = all(held == of_model[key] for key, held in holders(module).items())
         if count < minimum or module is model or not has_forward or not whole:
             return count
@@ -172,9 +213,10 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
 
 
 def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """What puts parameters with the tensors that `make` makes in the place of those on the meta device that a module itself holds."""
-    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a strategy has sharded isn't kept
-    # whole.
+    """What puts parameters with the tensors that `make` makes in the place of those on the meta
+    device that a module itself holds."""
+    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
+    # strategy has sharded isn't kept whole.
     there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
     def replace_parameters(module: nn.Module) -> None:
@@ -182,14 +224,19 @@ def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
             if meta is not None and meta.is_meta:
                 parameter = there.get(id(meta))
                 if parameter is None:
-                    there[id(meta)] = parameter = nn.Parameter(make(meta), requires_grad=meta.requires_grad)
+                    there[id(meta)] = parameter = nn.Parameter(
+                        make(meta), requires_grad=meta.requires_grad
+                    )
                 module._parameters[key] = parameter
 
     return replace_parameters
 
 
-def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str, how: Sharding) -> nn.Module:
-    """The model, with its parameters on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
+def wrap(
+    fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str, how: Sharding
+) -> nn.Module:
+    """The model, with its parameters on the meta device -> the model on the devices, filled,
+    wrapped and set up by Fabric.
 
     fill: gives the ranks their parts of the weights, see weights.py.
     """
@@ -199,10 +246,16 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     # Just before a strategy shards a module.
     give_memory = replacing(lambda meta: torch.empty_like(meta, device=fabric.device))
     if name in ("fsdp", "fsdp2"):
-        units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together}
+        units = {
+            unit
+            for unit in modules_to_wrap(model, how.auto_wrap_policy)
+            if unit not in model.together
+        }
         if name == "fsdp":
             units |= _unlike_the_outermost(model, units) - model.together
-        for module in model.tiled:  # its gradients are made at once, for which all of it must be there
+        for (
+            module
+        ) in model.tiled:  # its gradients are made at once, for which all of it must be there
             if inside := units.intersection(module.modules()):
                 units = units - inside | {module}
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
@@ -216,30 +269,53 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     return fabric.setup_module(model, move_to_device=False)
 
 
-def _wrap_fsdp(fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding) -> nn.Module:
-    kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
-    policy = {m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model}
+def _wrap_fsdp(
+    fabric: Fabric,
+    model: nn.Module,
+    dtypes: Units,
+    give_memory: Fill,
+    precision: str,
+    how: Sharding,
+) -> nn.Module:
+    kept = {
+        "mixed_precision": None
+    }  # what a unit of another dtype than the model's gets: it computes in its own
+    policy = {
+        m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model
+    }
     mixed = None
     if precision != "32-true":
         dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-        # Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16.
-        mixed = fsdp.MixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, how.reduce_dtype), buffer_dtype=None)
-    # FSDP1 would take NO_SHARD for what is sharded over one rank, and add gradients up over that rank alone.
+        # Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be
+        # bfloat16.
+        mixed = fsdp.MixedPrecision(
+            param_dtype=dtype, reduce_dtype=getattr(torch, how.reduce_dtype), buffer_dtype=None
+        )
+    # FSDP1 would take NO_SHARD for what is sharded over one rank, and add gradients up over that
+    # rank alone.
     one_a_node = how.sharding_strategy == "HYBRID_SHARD" and fabric.strategy.num_processes == 1
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
-        warnings.filterwarnings("ignore", message=".*requires_grad=True and False")  # such as a router's bias
+        warnings.filterwarnings(
+            "ignore", message=".*NO_SHARD.*"
+        )  # the user, or a single rank, asked for it
+        warnings.filterwarnings(
+            "ignore", message=".*requires_grad=True and False"
+        )  # such as a router's bias
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
             param_init_fn=give_memory,
-            sharding_strategy=fsdp.ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
+            sharding_strategy=fsdp.ShardingStrategy[
+                how.sharding_strategy if sharded else "NO_SHARD"
+            ],
             device_mesh=_mesh(fabric, how) if sharded else None,
             mixed_precision=mixed,
             # On a CPU all is there already.
             cpu_offload=fsdp.CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),
-            backward_prefetch=None if how.backward_prefetch == "none" else fsdp.BackwardPrefetch[how.backward_prefetch],
+            backward_prefetch=None
+            if how.backward_prefetch == "none"
+            else fsdp.BackwardPrefetch[how.backward_prefetch],
             limit_all_gathers=how.limit_all_gathers,
             device_id=fabric.device,
             use_orig_params=True,
@@ -247,35 +323,53 @@ def _wrap_fsdp(fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fil
 
 
 def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set[nn.Module]:
-    """Modules outside of `units` whose parameters are frozen where most train, or train where most are frozen.
+    """Modules outside of `units` whose parameters are frozen where most train, or train where most
+    are frozen.
 
-    FSDP1 makes gradients of all that it gathers as one if a part of it trains: with the embeddings frozen, which stay with the
-    outermost unit, the last norm would cost the gradients of both.
+    FSDP1 makes gradients of all that it gathers as one if a part of it trains: with the embeddings
+    frozen, which stay with the outermost unit, the last norm would cost the gradients of both.
     """
     inside = {module for unit in units for module in unit.modules()}
-    held = {m: own for m in model.modules() if m not in inside and (own := list(m.parameters(recurse=False)))}
+    held = {
+        m: own
+        for m in model.modules()
+        if m not in inside and (own := list(m.parameters(recurse=False)))
+    }
     must_stay = [own for module, own in held.items() if module in model.together] or held.values()
     counts = Counter(id(parameter) for own in held.values() for parameter in own)
     trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
     return {
         module
         for module, own in held.items()
-        if all(p.requires_grad != trained and counts[id(p)] == 1 for p in own)  # tied weights stay together
+        if all(
+            p.requires_grad != trained and counts[id(p)] == 1 for p in own
+        )  # tied weights stay together
     }
 
 
-def _wrap_fsdp2(fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding) -> nn.Module:
+def _wrap_fsdp2(
+    fabric: Fabric,
+    model: nn.Module,
+    dtypes: Units,
+    give_memory: Fill,
+    precision: str,
+    how: Sharding,
+) -> nn.Module:
     pinned = fabric.device.type == "cuda"
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),
         # None: all but the outermost unit, which the backward pass needs first
         "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
-        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if how.cpu_offload else fsdp.OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
+        if how.cpu_offload
+        else fsdp.OffloadPolicy(),
     }
     own = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = own
     if precision != "32-true":
-        mixed = replace(own, param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype))
+        mixed = replace(
+            own, param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype)
+        )
     for unit, dtype in dtypes.items():
         for module in unit.modules():
             give_memory(module)
@@ -293,21 +387,26 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
 
 
 def context_group(ranks: int) -> Optional[ProcessGroup]:
-    """The ranks side by side that share the rows of this one, so many; None where it has them alone. All ranks call it."""
+    """The ranks side by side that share the rows of this one, so many; None where it has them
+    alone. All ranks call it."""
     return None if ranks == 1 else torch.distributed.new_subgroups(group_size=ranks)[0]
 
 
 def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
-    """The process group that the parameters of a wrapped model are split over, None where ranks hold them whole."""
+    """The process group that the parameters of a wrapped model are split over, None where ranks
+    hold them whole."""
     root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
     if root is not None:
-        return None if root.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD else root.process_group
+        return (
+            None if root.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD else root.process_group
+        )
     parameter = next(model.parameters())
     return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
 
 
 def shard_ranks(model: nn.Module) -> list[int]:
-    """The ranks that together hold the parameters of a wrapped model once: this rank alone where each holds them whole."""
+    """The ranks that together hold the parameters of a wrapped model once: this rank alone where
+    each holds them whole."""
     if (group := shard_group(model)) is not None:
         return torch.distributed.get_process_group_ranks(group)
     return [0 if alone() else torch.distributed.get_rank()]
@@ -327,10 +426,11 @@ class Shard(NamedTuple):
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
-    """The parameters of a wrapped model, by the names that they have in the unwrapped one. All ranks call it.
+    """The parameters of a wrapped model, by the names that they have in the unwrapped one. All
+    ranks call it.
 
-    Both FSDPs split in the order of ranks, FSDP2 between rows: what comes before is what lower ranks hold, and no field of
-    theirs is read.
+    Both FSDPs split in the order of ranks, FSDP2 between rows: what comes before is what lower
+    ranks hold, and no field of theirs is read.
     """
     named = {original_name(name): parameter for name, parameter in model.named_parameters()}
     group, rank = shard_group(model), 0
@@ -346,10 +446,13 @@ def shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
-    """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of `numbers`."""
+    """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of
+    `numbers`."""
     if group is None:
         return numbers
-    total = numbers.to(communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
+    total = numbers.to(
+        communication_device(group)
+    )  # offloaded gradients are on the CPU, NCCL is not
     torch.distributed.all_reduce(total, group=group)
     return total.to(numbers.device)
 
@@ -361,18 +464,24 @@ def communication_device(group: Optional[ProcessGroup] = None) -> str:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward fsdp and fsdp2 leave the outermost unit whole: split it again.
+    """After a forward pass without a backward fsdp and fsdp2 leave the outermost unit whole: split
+    it again.
 
-    Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is whole, and the next pass of
-    fsdp would take the whole unit that is there, also where its weights have changed since. After a backward pass fsdp forgets
-    the units that are neither split nor trained, whose tensors aren't parameters any more until it is told.
+    Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is
+    whole, and the next pass of fsdp would take the whole unit that is there, also where its weights
+    have changed since. After a backward pass fsdp forgets the units that are neither split nor
+    trained, whose tensors aren't parameters any more until it is told.
     """
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
         handle = module._handle if isinstance(module, FSDP) else None
         ran = handle is not None and module._is_root is not None
-        if ran and not handle.needs_unshard() and (handle.uses_sharded_strategy or not handle.flat_param.requires_grad):
+        if (
+            ran
+            and not handle.needs_unshard()
+            and (handle.uses_sharded_strategy or not handle.flat_param.requires_grad)
+        ):
             _reshard(module, handle, handle.uses_sharded_strategy)
 
 
@@ -384,5 +493,6 @@ def original_name(name: str) -> str:
 
 
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:
-    """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and stay where they are."""
+    """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and
+    stay where they are."""
     return name not in ("ddp", "single") or sums_in_float32

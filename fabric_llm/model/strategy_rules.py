@@ -1,4 +1,5 @@
-"""The devices of a run, and which strategies, precisions and flags of sharding go together. Nothing here imports torch."""
+"""The devices of a run, and which strategies, precisions and flags of sharding go together. Nothing
+here imports torch."""
 
 import importlib.util
 from contextlib import suppress
@@ -40,14 +41,25 @@ class Placement:
         return {"rank": reader, "world_size": readers, "part": part, "parts": self.context_parallel}
 
 
-def strategy(name: str, world_size: Optional[int], tpu: bool, precision: str, kind: Optional[str], sharding: Sharding) -> str:
-    """The strategy's name for `auto`, checked against the rest. Raises ValueError where they don't go together.
+def strategy(
+    name: str,
+    world_size: Optional[int],
+    tpu: bool,
+    precision: str,
+    kind: Optional[str],
+    sharding: Sharding,
+) -> str:
+    """The strategy's name for `auto`, checked against the rest. Raises ValueError where they don't
+    go together.
 
-    world_size, kind ("cpu" or "cuda"): None where they aren't known yet; what depends on them isn't checked then.
+    world_size, kind ("cpu" or "cuda"): None where they aren't known yet; what depends on them isn't
+    checked then.
     """
     if tpu:
         if importlib.util.find_spec("torch_xla") is None:
-            raise ValueError("--tpu true needs the package torch_xla, which isn't installed on this machine.")
+            raise ValueError(
+                "--tpu true needs the package torch_xla, which isn't installed on this machine."
+            )
         return "xla"
     if name == "auto" and world_size is not None:
         name = "fsdp" if world_size > 1 else "single"
@@ -56,9 +68,15 @@ def strategy(name: str, world_size: Optional[int], tpu: bool, precision: str, ki
     if precision == "16-mixed" and kind == "cpu":
         raise ValueError("--precision 16-mixed needs a GPU; on a CPU take bf16-mixed or 32-true.")
     if name == "fsdp2" and precision == "16-mixed":
-        raise ValueError("--precision 16-mixed doesn't go with --strategy fsdp2; take bf16-mixed, or --strategy fsdp.")
+        raise ValueError(
+            "--precision 16-mixed doesn't go with --strategy fsdp2; take bf16-mixed, or "
+            "--strategy fsdp."
+        )
     if name == "fsdp2" and sharding.sharding_strategy == "NO_SHARD":
-        raise ValueError("--sharding_strategy NO_SHARD doesn't go with --strategy fsdp2; --strategy ddp is the same.")
+        raise ValueError(
+            "--sharding_strategy NO_SHARD doesn't go with --strategy fsdp2; --strategy ddp is the "
+            "same."
+        )
     if sharding.cpu_offload and name in ("ddp", "single"):
         raise ValueError(f"--cpu_offload true needs --strategy fsdp or fsdp2; here it is {name}.")
     wrap_size(sharding.auto_wrap_policy)
@@ -72,13 +90,17 @@ def wrap_size(policy: str) -> Optional[int]:
     with suppress(ValueError, OverflowError):
         if (count := int(float(policy.removeprefix("size:")))) >= 1:
             return count
-    raise ValueError(f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as size:1e8.")
+    raise ValueError(
+        f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as "
+        f"size:1e8."
+    )
 
 
 def offload(strategy: str, cpu_offload: bool, micro_batches: int) -> None:
     """FSDP1 overwrites the offloaded gradient of the micro-batch before, without a word."""
     if strategy == "fsdp" and cpu_offload and micro_batches > 1:
         raise ValueError(
-            f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} micro-batches a step): "
+            f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} "
+            f"micro-batches a step): "
             "take --strategy fsdp2, or a larger --micro_batch_size."
         )

@@ -1,4 +1,5 @@
-"""Safetensors files, read and written one tensor at a time. A file is open only meanwhile, and nothing in it runs code."""
+"""Safetensors files, read and written one tensor at a time. A file is open only meanwhile, and
+nothing in it runs code."""
 
 import json
 import math
@@ -21,12 +22,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_MAP.items()}  # of safetenso
 class Tensors(Mapping[str, Tensor]):
     """Name -> tensor, on the CPU, which is read from safetensors files when it is asked for.
 
-    Files of Hugging Face hold whole tensors. Those of torch.distributed.checkpoint hold parts, and the offsets of each part in
-    their headers; replicas of a part have the same offsets.
+    Files of Hugging Face hold whole tensors. Those of torch.distributed.checkpoint hold parts, and
+    the offsets of each part in their headers; replicas of a part have the same offsets.
     """
 
     def __init__(self, files: Iterable[Path], code: int = NO_CHECKPOINT, of: str = "") -> None:
-        """of: what they hold, in words. Raises Fault (`code`) for a file that can't be read, here and where a tensor is asked for."""
+        """of: what they hold, in words. Raises Fault (`code`) for a file that can't be read, here
+        and where a tensor is asked for."""
         self.code, self.of = code, of
         # Name -> offsets of a part -> its file and its shape.
         self.parts: dict[str, dict[Shape, tuple[Path, Shape]]] = {}
@@ -39,7 +41,9 @@ class Tensors(Mapping[str, Tensor]):
                     there = file.get_slice(name)
                     shape, self.dtypes[name] = tuple(there.get_shape()), there.get_dtype()
                     offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
-                    end = tuple(first + length for first, length in zip(offsets, shape, strict=True))
+                    end = tuple(
+                        first + length for first, length in zip(offsets, shape, strict=True)
+                    )
                     self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
                     parts = self.parts.setdefault(name, {})
                     if offsets in parts and not places:  # the same part in two files
@@ -47,13 +51,16 @@ class Tensors(Mapping[str, Tensor]):
                     parts[offsets] = path, shape
 
     def _require_equal(self, name: str, *paths: Path) -> None:
-        """Raises ValueError where two files hold a tensor with other values: nothing says which is meant."""
+        """Raises ValueError where two files hold a tensor with other values: nothing says which is
+        meant."""
         found = []
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 found.append(file.get_tensor(name))
         if not torch.equal(*found):
-            raise ValueError(f"{paths[0].name} and {paths[1].name} hold {name} with different values")
+            raise ValueError(
+                f"{paths[0].name} and {paths[1].name} hold {name} with different values"
+            )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
@@ -69,7 +76,8 @@ class Tensors(Mapping[str, Tensor]):
         return self.elements(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
 
     def elements(self, name: str, first: int, count: int) -> Tensor:
-        """Elements of the flattened tensor, one-dimensional, of which only the rows that hold them are read. Raises Fault as above."""
+        """Elements of the flattened tensor, one-dimensional, of which only the rows that hold them
+        are read. Raises Fault as above."""
         shape = self.shapes[name] or (1,)
         of_row = math.prod(shape[1:])
         begin, end = first // max(of_row, 1), -(-(first + count) // max(of_row, 1))
@@ -79,14 +87,21 @@ class Tensors(Mapping[str, Tensor]):
             low, high = max(begin, offsets[0]), min(end, offsets[0] + lengths[0])
             if low >= high:
                 continue
-            with readable(self.of or repr(str(path)), self.code), safe_open(path, framework="pt") as file:
+            with (
+                readable(self.of or repr(str(path)), self.code),
+                safe_open(path, framework="pt") as file,
+            ):
                 if missing := self.missing(name):  # before memory is taken for it
                     raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")
                 part = file.get_tensor(name).view(lengths)[low - offsets[0] : high - offsets[0]]
                 if part.numel() == (end - begin) * of_row:  # all of it, which needn't be copied
                     rows = part
                     break
-                rows = torch.empty((end - begin, *shape[1:]), dtype=part.dtype) if rows is None else rows
+                rows = (
+                    torch.empty((end - begin, *shape[1:]), dtype=part.dtype)
+                    if rows is None
+                    else rows
+                )
                 across = (slice(at, at + length) for at, length in zip(offsets[1:], lengths[1:]))
                 rows[(slice(low - begin, high - begin), *across)] = part
         whole = torch.empty(0) if rows is None else rows.view(-1)
@@ -94,12 +109,15 @@ class Tensors(Mapping[str, Tensor]):
 
     def missing(self, name: str) -> int:
         """How many elements of the tensor are in no file: 0 unless a part of it is missing."""
-        return math.prod(self.shapes[name]) - sum(math.prod(shape) for _, shape in self.parts[name].values())
+        return math.prod(self.shapes[name]) - sum(
+            math.prod(shape) for _, shape in self.parts[name].values()
+        )
 
 
 @contextmanager
 def readable(of: str, code: int = NO_CHECKPOINT) -> Iterator[None]:
-    """Raise what is wrong with the content `of` files, which hashes don't tell where somebody made them so, as Fault (`code`)."""
+    """Raise what is wrong with the content `of` files, which hashes don't tell where somebody made
+    them so, as Fault (`code`)."""
     try:
         yield
     except Exception as error:
@@ -125,24 +143,34 @@ class Slice(NamedTuple):
 
 
 class TensorFile:
-    """A safetensors file that is written one tensor at a time, in any order: safetensors itself takes all at once, and copies them."""
+    """A safetensors file that is written one tensor at a time, in any order: safetensors itself
+    takes all at once, and copies them."""
 
     def __init__(self, path: Path, layout: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         """layout: name -> a tensor of its dtype and shape, on any device, also without memory."""
         header: dict[str, Any] = {"__metadata__": metadata}
         end, begins = 0, {}
-        for name in sorted(layout, key=lambda name: (-layout[name].element_size(), name)):  # so that each is aligned
+        for name in sorted(
+            layout, key=lambda name: (-layout[name].element_size(), name)
+        ):  # so that each is aligned
             tensor = layout[name]
             begins[name], end = end, end + tensor.nbytes
             offsets = [begins[name], end]
-            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
+            header[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": [*tensor.shape],
+                "data_offsets": offsets,
+            }
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
-        self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}  # of what isn't written yet
+        self.begins = {
+            name: 8 + len(encoded) + begin for name, begin in begins.items()
+        }  # of what isn't written yet
         self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
 
     def write(self, name: str, tensor: Tensor) -> bool:
-        """Whether the file is complete now. It is open only meanwhile: a model may have more files than a process may open."""
+        """Whether the file is complete now. It is open only meanwhile: a model may have more files
+        than a process may open."""
         header, self.header = self.header, b""
         with self.path.open("wb" if header else "r+b") as file:
             file.write(header)

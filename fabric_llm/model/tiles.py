@@ -1,7 +1,9 @@
-"""--tiled_mlp: MLPs and norms of layers take a row's tokens a part at a time, so that their memory doesn't grow with the row.
+"""--tiled_mlp: MLPs and norms of layers take a row's tokens a part at a time, so that their memory
+doesn't grow with the row.
 
-What a tile needs for its backward pass is computed again there. Bekman et al. (2025), Arctic Long Sequence Training,
-https://arxiv.org/abs/2506.13996, section 3.2. Which modules take each token by itself is measured, see `found_in`.
+What a tile needs for its backward pass is computed again there. Bekman et al. (2025), Arctic Long
+Sequence Training, https://arxiv.org/abs/2506.13996, section 3.2. Which modules take each token by
+itself is measured, see `found_in`.
 """
 
 from collections.abc import Callable
@@ -16,27 +18,40 @@ from transformers import PreTrainedModel
 from fabric_llm.model.strategy import repeated_layers
 
 PROBE_TOKENS = 16
-LIMIT = 1e-3  # the most that two tiles may differ from one, as a part of the norm: a product's rounding
+LIMIT = (
+    1e-3  # the most that two tiles may differ from one, as a part of the norm: a product's rounding
+)
 
 
 @torch.no_grad()
 def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
-    """{name of a module, directly inside of a layer: whether it takes each token by itself, and always alike: without dropout}.
+    """{name of a module, directly inside of a layer: whether it takes each token by itself, and
+    always alike: without dropout}.
 
     Of modules that take and give one tensor of hidden states, which attention doesn't.
 
-    model: its weights are on the CPU, and each is given the same tokens at once and in two tiles. measures: false where there are
-    no weights but fake ones; then it counts what modules are called with, and give back.
+    model: its weights are on the CPU, and each is given the same tokens at once and in two tiles.
+    measures: false where there are no weights but fake ones; then it counts what modules are called
+    with, and give back.
     """
     names, found = {}, {}
     for of_layer, layer in repeated_layers(model).items():
         names |= {
-            child: f"{of_layer}.{name}" for name, child in layer.named_children() if next(child.parameters(), None) is not None
+            child: f"{of_layer}.{name}"
+            for name, child in layer.named_children()
+            if next(child.parameters(), None) is not None
         }
 
     def see(module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> None:
-        if len(inputs) == 1 and not more and isinstance(output, Tensor) and output.shape == inputs[0].shape:
-            found[names[module]] = not measures or _is_alike(module.forward, inputs[0], output)  # it has its weights now
+        if (
+            len(inputs) == 1
+            and not more
+            and isinstance(output, Tensor)
+            and output.shape == inputs[0].shape
+        ):
+            found[names[module]] = not measures or _is_alike(
+                module.forward, inputs[0], output
+            )  # it has its weights now
 
     handles = [module.register_forward_hook(see, with_kwargs=True) for module in names]
     was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
@@ -56,19 +71,28 @@ def _is_alike(forward: Callable[[Tensor], Tensor], inputs: Tensor, output: Tenso
 
 
 def tile(model: PreTrainedModel, names: list[str]) -> None:
-    """Have the modules `names` take at most as many tokens at once as a hidden state has elements, and a half of a shorter row, so
-    that a probe has tiles as well."""
+    """Have the modules `names` take at most as many tokens at once as a hidden state has elements,
+    and a half of a shorter row, so that a probe has tiles as well."""
     tokens = model.config.get_text_config().hidden_size
     for name in names:
         module = model.get_submodule(name)
-        places = [(one, key) for one in module.modules() for key, p in one._parameters.items() if p is not None]
+        places = [
+            (one, key)
+            for one in module.modules()
+            for key, p in one._parameters.items()
+            if p is not None
+        ]
         module.forward = partial(_in_tiles, module.forward, tokens, places)
 
 
-Places = list[tuple[nn.Module, str]]  # of parameters, by name: FSDP puts other tensors there while a layer computes
+Places = list[
+    tuple[nn.Module, str]
+]  # of parameters, by name: FSDP puts other tensors there while a layer computes
 
 
-def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, places: Places, hidden: Tensor) -> Tensor:
+def _in_tiles(
+    forward: Callable[[Tensor], Tensor], tokens: int, places: Places, hidden: Tensor
+) -> Tensor:
     if not torch.is_grad_enabled():
         return _joined(forward, hidden, tokens)
     return _Tiled.apply(forward, tokens, places, hidden, *_tensors(places))
@@ -79,7 +103,8 @@ def _tensors(places: Places) -> list[Tensor]:
 
 
 def _split(hidden: Tensor, tokens: int) -> tuple[Tensor, ...]:
-    """[rows, context, hidden size] -> tiles [1, tokens, hidden size] of all rows, one behind the other."""
+    """[rows, context, hidden size] -> tiles [1, tokens, hidden size] of all rows, one behind the
+    other."""
     flat = hidden.reshape(1, -1, hidden.shape[-1])
     return flat.split(min(tokens, -(-flat.shape[1] // 2)), dim=1)
 
@@ -96,7 +121,9 @@ def _joined(forward: Callable[[Tensor], Tensor], hidden: Tensor, tokens: int) ->
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Any, tokens: int, places: Places, hidden: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, forward: Any, tokens: int, places: Places, hidden: Tensor, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(hidden)
         kind = hidden.device.type
         ctx.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
@@ -120,6 +147,10 @@ class _Tiled(torch.autograd.Function):
             # In float32, whatever the weights: bfloat16 would round at each tile.
             for place, found_here in enumerate(found):
                 if found_here is not None:  # as of an expert that gets no token of a tile
-                    sums[place] = found_here.float() if sums[place] is None else sums[place].add_(found_here)
-        of_tensors = [None if total is None else total.to(dtype) for total, dtype in zip(sums, ctx.dtypes)]
+                    sums[place] = (
+                        found_here.float() if sums[place] is None else sums[place].add_(found_here)
+                    )
+        of_tensors = [
+            None if total is None else total.to(dtype) for total, dtype in zip(sums, ctx.dtypes)
+        ]
         return None, None, None, torch.cat(of_hidden, dim=1).view_as(hidden), *of_tensors

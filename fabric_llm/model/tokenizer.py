@@ -20,8 +20,9 @@ SENTENCEPIECE = "tokenizer.model"
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder or a hub name.
 
-    Raises Fault (77) for one that needs Python code of its own or would write files elsewhere when it is saved, and
-    whatever transformers, huggingface_hub and the tokenizer's class raise where it can't be loaded.
+    Raises Fault (77) for one that needs Python code of its own or would write files elsewhere when
+    it is saved, and whatever transformers, huggingface_hub and the tokenizer's class raise where it
+    can't be loaded.
     """
     if not os.path.isdir(name):
         reach_hub()
@@ -31,7 +32,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         if "custom code" in str(error) or "trust_remote_code" in str(error):
-            raise Fault(f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED) from error
+            raise Fault(
+                f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED
+            ) from error
         raise
     for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
         check_name(template, Path(name) / "tokenizer_config.json")  # each is saved as a file

@@ -1,7 +1,9 @@
-"""The weights of a model, one unit at a time, by the names that they have in memory, as `from_pretrained` makes them.
+"""The weights of a model, one unit at a time, by the names that they have in memory, as
+`from_pretrained` makes them.
 
-A unit is what is read, drawn and sent at once: a layer, or a module outside of layers. One process, rank 0, has a source:
-files of Hugging Face, a checkpoint, or random numbers. `fill` gives every rank its part of it, whatever the strategy.
+A unit is what is read, drawn and sent at once: a layer, or a module outside of layers. One process,
+rank 0, has a source: files of Hugging Face, a checkpoint, or random numbers. `fill` gives every
+rank its part of it, whatever the strategy.
 """
 
 import hashlib
@@ -25,10 +27,21 @@ from transformers.modeling_utils import LoadStateDictConfig
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
-from fabric_llm.model.strategy import PREFIX, communication_device, local_part, original_name, repeated_layers, shards
+from fabric_llm.model.strategy import (
+    PREFIX,
+    communication_device,
+    local_part,
+    original_name,
+    repeated_layers,
+    shards,
+)
 
-Held = tuple[str, dict[str, Any], str]  # name of a tensor in the model, the dictionary that holds it, its name in there
-Slices = Mapping[str, Any]  # name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
+Held = tuple[
+    str, dict[str, Any], str
+]  # name of a tensor in the model, the dictionary that holds it, its name in there
+Slices = Mapping[
+    str, Any
+]  # name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that are numbers without a scale
 
 
@@ -36,13 +49,17 @@ class Source(Protocol):
     """Weights that are there, or are made, when they are asked for."""
 
     def read(self, unit: str) -> dict[str, Tensor]:
-        """The parameters and saved buffers of a unit, on the CPU, by their first names in memory."""
+        """The parameters and saved buffers of a unit, on the CPU, by their first names in
+        memory."""
 
 
 class Stored:
-    """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
+    """Weights in files, under the names and in the layout that transformers' conversions of the
+    model's class take."""
 
-    def __init__(self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str) -> None:
+    def __init__(
+        self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str
+    ) -> None:
         """skeleton: the model on the meta device, for the source alone. model_name: whose weights
         they are, for what is said.
 
@@ -81,24 +98,35 @@ class Stored:
     def _keys_of_units(self, named: dict[str, list[str]]) -> dict[str, list[str]]:
         """Unit -> the names in the files of what it is made from."""
         unit_of = {name: unit for unit, names in units(self.skeleton).items() for name in names}
-        tied = getattr(self.skeleton, "all_tied_weights_keys", {})  # a weight's other name -> its own
+        tied = getattr(
+            self.skeleton, "all_tied_weights_keys", {}
+        )  # a weight's other name -> its own
         for other, own in tied.items():
             there = [self.slices[key][...] for name in (own, other) for key in named.get(name, ())]
             if len(there) == 2 and not torch.equal(*there):  # which transformers doesn't tie then
                 raise ValueError(
-                    f"{own} and {other} differ, but config.json ties them: it has to say tie_word_embeddings false"
+                    f"{own} and {other} differ, but config.json ties them: it has to say "
+                    f"tie_word_embeddings false"
                 )
         found: dict[str, list[str]] = {}
         for name, keys in named.items():
             unit = unit_of.get(self.first.get(name, name))
-            if unit is not None and tied.get(name) not in named:  # of a weight that is there twice its own
+            if (
+                unit is not None and tied.get(name) not in named
+            ):  # of a weight that is there twice its own
                 found.setdefault(unit, []).extend(keys)
         return found
 
     def _require_numbers(self, named: dict[str, list[str]]) -> None:
-        """Raises ValueError for integers and numbers of 8 bits, which mean nothing without scales."""
+        """Raises ValueError for integers and numbers of 8 bits, which mean nothing without
+        scales."""
         expected = self.skeleton.state_dict()
-        taken = [key for name, keys in named.items() if name in expected and expected[name].is_floating_point() for key in keys]
+        taken = [
+            key
+            for name, keys in named.items()
+            if name in expected and expected[name].is_floating_point()
+            for key in keys
+        ]
         if scaled := [key for key in taken if self.slices[key].get_dtype() not in NUMBERS]:
             raise ValueError(
                 f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as "
@@ -112,12 +140,24 @@ class Stored:
         Raises ValueError for what transformers would say of the files, if it read them.
         """
         how = replace(self.how, device_map={"": "meta"})
-        slices = {key: torch.empty(one.get_shape(), dtype=how.dtype, device="meta") for key, one in self.slices.items()}
+        slices = {
+            key: torch.empty(one.get_shape(), dtype=how.dtype, device="meta")
+            for key, one in self.slices.items()
+        }
         said, _ = convert_and_load_state_dict_in_model(self.skeleton, slices, how)
-        loaded = {self.first.get(name, name) for name in self.skeleton.state_dict().keys() - said.missing_keys}
-        said.missing_keys = {name for name in said.missing_keys if self.first.get(name, name) not in loaded}
+        loaded = {
+            self.first.get(name, name)
+            for name in self.skeleton.state_dict().keys() - said.missing_keys
+        }
+        said.missing_keys = {
+            name for name in said.missing_keys if self.first.get(name, name) not in loaded
+        }
         self.skeleton._adjust_missing_and_unexpected_keys(said)
-        wrong = [*said.missing_keys, *(str(key) for key in said.mismatched_keys), *said.conversion_errors]
+        wrong = [
+            *said.missing_keys,
+            *(str(key) for key in said.mismatched_keys),
+            *said.conversion_errors,
+        ]
         expected = self.skeleton.state_dict()
         unused = {key: name for name in named.keys() - expected.keys() for key in named[name]}
         foreign = sorted(key for key, name in unused.items() if name in said.unexpected_keys)
@@ -128,7 +168,8 @@ class Stored:
         if foreign:
             problems.append(
                 f"{len(foreign)} of the tensors in the files have no place in "
-                f"{type(self.skeleton).__name__} as config.json describes it, and would be dropped: "
+                f"{type(self.skeleton).__name__} as config.json describes it, and would be "
+                f"dropped: "
                 f"{_first(foreign)}; correct config.json where it isn't that of these weights, or "
                 "take a model that transformers has whole"
             )
@@ -155,7 +196,8 @@ def _first(names: Iterable[str]) -> str:
 
 
 class Drawn:
-    """Random weights, by the model's own `_init_weights`: those of a unit are a function of the seed and its name."""
+    """Random weights, by the model's own `_init_weights`: those of a unit are a function of the
+    seed and its name."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
         """skeleton: the model on the meta device, for the source alone."""
@@ -170,14 +212,19 @@ class Drawn:
         model = next(one for one in reversed(above) if isinstance(one, PreTrainedModel))
         for _, place, name in tensors_of(above[-1]):
             unknown = math.nan if place[name].is_floating_point() else 0
-            place[name] = _in_place_of(place[name], torch.full_like(place[name], unknown, device="cpu"))
+            place[name] = _in_place_of(
+                place[name], torch.full_like(place[name], unknown, device="cpu")
+            )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:8]))
+            torch.manual_seed(
+                int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:8])
+            )
             above[-1].apply(model._init_weights)
         drawn = _taken(self.skeleton)
         found = {name: drawn[name] for name in self.names[unit]}
         if any(tensor.isnan().any() for tensor in found.values()):
-            # A few constructors draw what _init_weights leaves out (Apertus, the first GPT): there the model is drawn as one.
+            # A few constructors draw what _init_weights leaves out (Apertus, the first GPT): there
+            # the model is drawn as one.
             self.whole = self.whole or self._drawn_whole()
             found = {name: self.whole[name] for name in found}
         return found
@@ -185,23 +232,33 @@ class Drawn:
     def _drawn_whole(self) -> dict[str, Tensor]:
         size = sum(parameter.nbytes for parameter in self.skeleton.parameters())
         print(
-            f"Some weights of {type(self.skeleton).__name__} are drawn as it is built: rank 0 draws the whole model at once, "
+            f"Some weights of {type(self.skeleton).__name__} are drawn as it is built: rank 0 "
+            f"draws the whole model at once, "
             f"{size / 2**30:.1f} GiB of its memory."
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            drawn = AutoModelForCausalLM.from_config(self.skeleton.config, dtype=self.skeleton.dtype).state_dict()
-        return {name: drawn[name].to(tensor.dtype) for name, tensor in self.skeleton.state_dict().items()}
+            drawn = AutoModelForCausalLM.from_config(
+                self.skeleton.config, dtype=self.skeleton.dtype
+            ).state_dict()
+        return {
+            name: drawn[name].to(tensor.dtype)
+            for name, tensor in self.skeleton.state_dict().items()
+        }
 
 
 @torch.no_grad()
 def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] = None) -> None:
-    """Give every rank its part of the weights of `source`, which rank 0 has; it is None on the others. All ranks call it.
+    """Give every rank its part of the weights of `source`, which rank 0 has; it is None on the
+    others. All ranks call it.
 
-    model: a LanguageModel on the devices, wrapped or not. skeleton: the unwrapped model on the meta device. A rank holds one
-    whole parameter beside its parts, rank 0 one unit. Raises what reading raises, on all ranks.
+    model: a LanguageModel on the devices, wrapped or not. skeleton: the unwrapped model on the meta
+    device. A rank holds one whole parameter beside its parts, rank 0 one unit. Raises what reading
+    raises, on all ranks.
     """
-    held = {name: (local_part(shard.parameter), shard.first) for name, shard in shards(model).items()}
+    held = {
+        name: (local_part(shard.parameter), shard.first) for name, shard in shards(model).items()
+    }
     held |= {original_name(name): (buffer, 0) for name, buffer in model.named_buffers()}
     expected, device = skeleton.state_dict(), communication_device()
     for unit, names in units(skeleton).items():
@@ -210,7 +267,11 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
         from_rank_zero(lambda: tensors.update(source.read(unit)))
         for name in names:
             part, first = held[PREFIX + name]
-            whole = tensors.pop(name).contiguous() if tensors else torch.empty_like(expected[name], device=device)
+            whole = (
+                tensors.pop(name).contiguous()
+                if tensors
+                else torch.empty_like(expected[name], device=device)
+            )
             if not alone():
                 whole = whole.to(device)
                 waits_for_others()
@@ -223,20 +284,27 @@ def is_finite(tensor: Tensor) -> bool:
     local = local_part(tensor)
     if not local.numel():
         return True
-    return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
+    return bool(
+        torch.isfinite(torch.stack(local.aminmax())).all()
+    )  # isfinite of it all makes copies of it all
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and saved buffers of an unwrapped model, each tied one once, by the first of its names."""
+    """The parameters and saved buffers of an unwrapped model, each tied one once, by the first of
+    its names."""
     first = first_names(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if first.get(name, name) == name}
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if first.get(name, name) == name
+    }
 
 
 def units(model: nn.Module) -> dict[str, list[str]]:
     """Unit -> the names in `saved` of what it holds, in the order of the model."""
     layers, found = repeated_layers(model), {}
     for name in saved(model):
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0])
+        layer = next(
+            (layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0]
+        )
         found.setdefault(layer, []).append(name)
     return found
 
@@ -244,7 +312,10 @@ def units(model: nn.Module) -> dict[str, list[str]]:
 def first_names(model: nn.Module) -> dict[str, str]:
     """Name of a parameter -> the first of its names, which has the others where it is tied."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: first.setdefault(id(p), name)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def tensors_of(model: nn.Module) -> Iterator[Held]:
@@ -257,7 +328,8 @@ def tensors_of(model: nn.Module) -> Iterator[Held]:
 
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Give the buffers of a model on the meta device the values that its own `_init_weights` computes, on the CPU."""
+    """Give the buffers of a model on the meta device the values that its own `_init_weights`
+    computes, on the CPU."""
     for _, place, name in tensors_of(model):
         if not isinstance(place[name], nn.Parameter):
             place[name] = torch.empty_like(place[name], device="cpu")
@@ -265,7 +337,8 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
 
 def _taken(skeleton: nn.Module) -> dict[str, Tensor]:
-    """The tensors that have memory, by name. They are taken from the skeleton, which is on the meta device afterwards."""
+    """The tensors that have memory, by name. They are taken from the skeleton, which is on the meta
+    device afterwards."""
     found = {}
     for full, place, name in tensors_of(skeleton):
         if not place[name].is_meta:
@@ -275,4 +348,8 @@ def _taken(skeleton: nn.Module) -> dict[str, Tensor]:
 
 
 def _in_place_of(before: Tensor, tensor: Tensor) -> Tensor:
-    return nn.Parameter(tensor, requires_grad=before.requires_grad) if isinstance(before, nn.Parameter) else tensor
+    return (
+        nn.Parameter(tensor, requires_grad=before.requires_grad)
+        if isinstance(before, nn.Parameter)
+        else tensor
+    )

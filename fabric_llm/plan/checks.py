@@ -1,7 +1,9 @@
-"""Checks that need neither torch nor transformers, whose import takes seconds: paths, names, flags against each other.
+"""Checks that need neither torch nor transformers, whose import takes seconds: paths, names, flags
+against each other.
 
-The range of a single number is checked when the command line is parsed, devices and batches by start.py, and whatever needs
-the opened dataset or the model by make_plan.py. Each function raises ValueError in one sentence with the offending value.
+The range of a single number is checked when the command line is parsed, devices and batches by
+start.py, and whatever needs the opened dataset or the model by make_plan.py. Each function raises
+ValueError in one sentence with the offending value.
 """
 
 import re
@@ -12,7 +14,14 @@ from typing import Optional, Union
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.names import nearest
 from fabric_llm.data import mixture_text
-from fabric_llm.data.sources import ONE_SET, PROBES, check_dataset_folder, parse_eval_data, parse_probes, read_prompts
+from fabric_llm.data.sources import (
+    ONE_SET,
+    PROBES,
+    check_dataset_folder,
+    parse_eval_data,
+    parse_probes,
+    read_prompts,
+)
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder, check_tokenizer_file
 from fabric_llm.plan import run_directory
@@ -24,32 +33,53 @@ from fabric_llm.training.schedule import WITH_DECAY_STEPS
 def check_training(flags: Flags) -> None:
     """The flags of train.py, and the folders that they name.
 
-    A resumed run under a launcher is checked further by rank 0 (run/supervision.py), since other machines may not see its
-    directory yet. If the run directory exists, the model is checked later, so that a mistake is written into STATUS.json.
+    A resumed run under a launcher is checked further by rank 0 (run/supervision.py), since other
+    machines may not see its directory yet. If the run directory exists, the model is checked later,
+    so that a mistake is written into STATUS.json.
     """
     data, training, model_name = flags.data, flags.training, flags.model.model_name
-    for name, value in {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}.items():
+    for name, value in {
+        "model_name": model_name,
+        "train_data_dir": data.train_data_dir or data.data_mix,
+    }.items():
         if not value:
-            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir (or --data_mix).")
+            raise ValueError(
+                f"--{name} is missing: a run needs --model_name and --train_data_dir (or "
+                f"--data_mix)."
+            )
     if data.train_data_dir and data.data_mix:
-        raise ValueError("--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture.")
+        raise ValueError(
+            "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture."
+        )
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     if flags.fsdp.tiled_mlp and flags.model.compile is True:
-        raise ValueError("--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile true.")
+        raise ValueError(
+            "--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile "
+            "true."
+        )
     if flags.model.rope is not None:
         positions.parse(flags.model.rope)
-    if flags.model.float8 != "none" and (flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu):
-        raise ValueError(f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a CPU or on GPUs.")
+    if flags.model.float8 != "none" and (
+        flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu
+    ):
+        raise ValueError(
+            f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a "
+            f"CPU or on GPUs."
+        )
     if training.min_lr > training.lr:
         raise ValueError(f"--min_lr {training.min_lr} is larger than --lr {training.lr}.")
     if (rate := training.constant_lr) is not None and not training.min_lr <= rate <= training.lr:
-        raise ValueError(f"--constant_lr {rate} isn't between --min_lr {training.min_lr} and --lr {training.lr}.")
+        raise ValueError(
+            f"--constant_lr {rate} isn't between --min_lr {training.min_lr} and --lr {training.lr}."
+        )
     check_length(flags, training.max_step)
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     freezing.check(training.freeze, training.train_only)
     overrides(flags)
-    if flags.logging.sample_prompts is not None and is_rank_zero():  # which reads them for all ranks
+    if (
+        flags.logging.sample_prompts is not None and is_rank_zero()
+    ):  # which reads them for all ranks
         read_prompts(flags.logging.sample_prompts)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
@@ -67,14 +97,19 @@ def check_training(flags: Flags) -> None:
 
 
 def check_length(flags: Flags, max_step: Optional[int]) -> None:
-    """Whether --profile and the phases of --lr_schedule fit a run of `max_step` steps; None: not known yet."""
+    """Whether --profile and the phases of --lr_schedule fit a run of `max_step` steps; None: not
+    known yet."""
     steps, training = profiled_steps(flags.logging.profile), flags.training
     if max_step is None:
         return
     if steps is not None and steps[0] > max_step:
         raise ValueError(f"--profile {flags.logging.profile}: the run ends at step {max_step}.")
     if training.lr_schedule in WITH_DECAY_STEPS and training.decay_steps:
-        names = ["warmup_steps", "decay_steps", *["cooldown_steps"] * (training.lr_schedule == "infinite")]
+        names = [
+            "warmup_steps",
+            "decay_steps",
+            *["cooldown_steps"] * (training.lr_schedule == "infinite"),
+        ]
         given = {name: getattr(training, name) or 0 for name in names}
         if sum(given.values()) > max_step:
             words = " and ".join(f"--{name} {steps}" for name, steps in given.items() if steps)
@@ -98,7 +133,10 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
     found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
     first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not {given!r}.")
+        raise ValueError(
+            f"--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not "
+            f"{given!r}."
+        )
     return first, last
 
 
@@ -114,30 +152,52 @@ def overrides(flags: Flags) -> tuple[str, ...]:
 
 
 def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
-    """Names in --eval_data, --forgetting_budget and --keep_best_of. of_training: validation sets of the training data."""
+    """Names in --eval_data, --forgetting_budget and --keep_best_of. of_training: validation sets of
+    the training data."""
     evaluation = flags.evaluation
-    added, budgets = list(parse_eval_data(evaluation.eval_data)), parse_budgets(evaluation.forgetting_budget)
+    added, budgets = (
+        list(parse_eval_data(evaluation.eval_data)),
+        parse_budgets(evaluation.forgetting_budget),
+    )
     if twice := [name for name in added if name in of_training]:
-        raise ValueError(f"--eval_data: {twice[0]!r} is evaluated already, with the training data; take another name.")
+        raise ValueError(
+            f"--eval_data: {twice[0]!r} is evaluated already, with the training data; take "
+            f"another name."
+        )
     parse_probes(evaluation.probes)
     if taken := [name for name in PROBES if name in of_training]:
-        raise ValueError(f"--data_mix: {taken[0]!r} is the name of a probe, so no source can have it.")
+        raise ValueError(
+            f"--data_mix: {taken[0]!r} is the name of a probe, so no source can have it."
+        )
     known, best = [*of_training, *added], flags.save.keep_best_of
     asked = [("--forgetting_budget", name, [*known, *PROBES]) for name in budgets]
     for flag, name, names in asked + ([] if best is None else [("--keep_best_of", best, known)]):
         require_set(flag, name, names)
     if budgets and evaluation.eval_iters == 0:
-        raise ValueError("--forgetting_budget is measured by evaluations, which --eval_iters 0 turns off.")
+        raise ValueError(
+            "--forgetting_budget is measured by evaluations, which --eval_iters 0 turns off."
+        )
     action = evaluation.forgetting_action
     if budgets and action != "warn" and evaluation.eval_step_interval is None:
-        raise ValueError(f"--forgetting_action {action} acts when the run evaluates: give --eval_step_interval.")
-    if action == "rewind" and (others := [name for name in budgets if not is_mixture or name not in of_training]):
-        raise ValueError(f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of --data_mix.")
+        raise ValueError(
+            f"--forgetting_action {action} acts when the run evaluates: give --eval_step_interval."
+        )
+    if action == "rewind" and (
+        others := [name for name in budgets if not is_mixture or name not in of_training]
+    ):
+        raise ValueError(
+            f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of "
+            f"--data_mix."
+        )
 
 
 def require_set(flag: str, name: str, names: Collection[str]) -> None:
     """Raises ValueError unless `name`, of `flag`, is that of a validation set."""
     if name not in names:
         close = nearest(name, names)
-        meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"There are {', '.join(map(repr, names))}."
+        meant = (
+            f"Did you mean {close[0]!r}?"
+            if len(close) == 1
+            else f"There are {', '.join(map(repr, names))}."
+        )
         raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")

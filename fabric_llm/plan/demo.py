@@ -1,4 +1,5 @@
-"""The dataset of `python train.py` without flags, made from the source of the Python standard library by prepare_data.py."""
+"""The dataset of `python train.py` without flags, made from the source of the Python standard
+library by prepare_data.py."""
 
 import os
 import subprocess
@@ -9,19 +10,38 @@ from fabric_llm.base.faults import UNEXPECTED, Fault
 
 SCRIPT = Path(__file__).parents[2] / "prepare_data.py"
 VOCABULARY = 8192  # as in configs/demo_llama
-EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
+EXCLUDED = (
+    "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__"
+).split()
 
 
 def prepare_demo(folder: Path, context_length: int) -> None:
-    """Prepare the dataset in `folder`, unless it is there. No network is needed. Raises Fault as prepare_data.py ends."""
+    """Prepare the dataset in `folder`, unless it is there. No network is needed. Raises Fault as
+    prepare_data.py ends."""
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):  # torchrun starts all ranks at once
         if folder.exists():
             return
-        print(f"Preparing {folder} from the source of the Python standard library (once, about half a minute).", flush=True)
-        words = ["--input", os.path.dirname(os.__file__), "--output", str(folder), "--pattern", "*.py", "--exclude", *EXCLUDED]
+        print(
+            (
+                f"Preparing {folder} from the source of the Python standard library (once, about "
+                f"half "
+                f"a minute)."
+            ),
+            flush=True,
+        )
+        words = [
+            "--input",
+            os.path.dirname(os.__file__),
+            "--output",
+            str(folder),
+            "--pattern",
+            "*.py",
+            "--exclude",
+            *EXCLUDED,
+        ]
         words += [
             "--train_tokenizer",
             str(VOCABULARY),
@@ -30,7 +50,9 @@ def prepare_demo(folder: Path, context_length: int) -> None:
             "--validation_fraction",
             "0.05",
         ]
-        done = subprocess.run([sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, text=True
+        )
         if done.returncode:
             code = done.returncode if done.returncode > 0 else UNEXPECTED
             raise Fault("the demo's dataset can't be prepared, see above.", code)

@@ -1,7 +1,8 @@
-"""Flags -> Plan: what they mean on this machine, with this dataset and model. Mistakes that need these are found here.
+"""Flags -> Plan: what they mean on this machine, with this dataset and model. Mistakes that need
+these are found here.
 
-Each check raises ValueError in one sentence with the offending value. A check whose result is the same on all ranks is made
-on rank 0 only.
+Each check raises ValueError in one sentence with the offending value. A check whose result is the
+same on all ranks is made on rank 0 only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,15 +35,21 @@ from fabric_llm.plan.run_directory import MOST_DIFFERENCES
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
-SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"  # that tokenizers of other rules make other tokens of
+# that tokenizers of other rules make other tokens of
+SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
 
 
-def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
-    """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises ValueError."""
+def make_plan(
+    flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]
+) -> Plan:
+    """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises
+    ValueError."""
     resumed = {} if resume_from is None else keep.verified(resume_from)
     start = Progress(**resumed["progress"]) if resumed else Progress()
     with same_run.written_by_a_run(resume_from):
-        data, schedule = _plan_data(flags, batch_sizes(flags, placement.devices, placement.num_nodes), start, resumed)
+        data, schedule = _plan_data(
+            flags, batch_sizes(flags, placement.devices, placement.num_nodes), start, resumed
+        )
     source = flags.model.model_name if resume_from is None else str(resume_from)
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
@@ -59,12 +66,17 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
 
 
 def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[ModelPlan, Any]:
-    """(the plan of the model, the model on the meta device). kind: "cpu" or "cuda". Raises ValueError."""
+    """(the plan of the model, the model on the meta device). kind: "cpu" or "cuda". Raises
+    ValueError."""
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
     datasets, rope = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()], ""
-    if asked.rope is not None and source == asked.model_name:  # a resumed run has them from its checkpoint
-        config, rope = positions.scaled(config, asked.rope, max(dataset.context_length for dataset in datasets))
+    if (
+        asked.rope is not None and source == asked.model_name
+    ):  # a resumed run has them from its checkpoint
+        config, rope = positions.scaled(
+            config, asked.rope, max(dataset.context_length for dataset in datasets)
+        )
     config._attn_implementation = loading.resolve_attention(config, asked.attention, kind)
     if is_rank_zero():
         _require_rows_for(config.get_text_config(), datasets, source)
@@ -74,12 +86,15 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
-                f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}{differing}; "
+                f"{str(dataset.folder)!r} was made with another tokenizer than that of "
+                f"{source!r}{differing}; "
                 f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
         _require_known_end(dataset, of_model, config, source)
         tokenizer = tokenizer or of_data
-    model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope)
+    model = replace(
+        model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope
+    )
     if model.compiles and (missing := layers.no_compiler(kind)) is not None:
         if asked.compile is True:
             raise ValueError(f"--compile true: {missing}.")
@@ -88,7 +103,10 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         model = replace(model, compiles=False)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
     if coefficient and model.tiled_mlp:
-        raise ValueError(f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows.")
+        raise ValueError(
+            f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of "
+            f"whole rows."
+        )
     config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
     if (Path(source) / MANIFEST).is_file():
         config_file = keep.read_progress(Path(source)).get("config_file")
@@ -96,7 +114,8 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:
-    """What the flags alone say of how a model trains. skeleton: the model on the meta device. kind: of the devices."""
+    """What the flags alone say of how a model trains. skeleton: the model on the meta device. kind:
+    of the devices."""
     asked, training = flags.model, flags.training
     recomputed = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
     may_compile = asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp
@@ -120,7 +139,8 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
 
 
 def _require_whole(source: Path, hashes: bool) -> None:
-    """If a new run starts from a checkpoint, its files must be as listed; other files may be beside them. Raises Fault."""
+    """If a new run starts from a checkpoint, its files must be as listed; other files may be beside
+    them. Raises Fault."""
     if (source / MANIFEST).is_file():
         listed = files.read(source)["files"]
         files.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
@@ -135,8 +155,10 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
     for dataset in datasets:
         if dataset.max_token_id >= text_config.vocab_size:
             raise ValueError(
-                f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the vocabulary of {source!r} "
-                f"has {text_config.vocab_size} tokens: the dataset was made with another tokenizer; "
+                f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the "
+                f"vocabulary of {source!r} "
+                f"has {text_config.vocab_size} tokens: the dataset was made with another "
+                f"tokenizer; "
                 f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
@@ -145,7 +167,8 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
 
 
 def _require_model_can(plan: Plan, skeleton: Any) -> None:
-    """Raises ValueError if the model can't do what the flags ask for. Changes `skeleton`, which isn't used afterwards."""
+    """Raises ValueError if the model can't do what the flags ask for. Changes `skeleton`, which
+    isn't used afterwards."""
     name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
     whole.require_opens(skeleton)
     units = strategies.modules_to_wrap(skeleton, plan.placement.sharding.auto_wrap_policy)
@@ -161,27 +184,43 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     masks = plan.data.document_end is not None and plan.data.document_masking is True
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(
-            f"{name} takes no positions, so packed documents can't be kept apart: take --document_masking auto or false."
+            f"{name} takes no positions, so packed documents can't be kept apart: take "
+            f"--document_masking auto or false."
         )
-    if plan.resume_from is None or plan.model.name in (plan.model.source, plan.resumed["model_name"]):
+    if plan.resume_from is None or plan.model.name in (
+        plan.model.source,
+        plan.resumed["model_name"],
+    ):
         return
-    named = loading.checked_skeleton(plan.model.name, loading.load_config(plan.model.name), skeleton.dtype)
+    named = loading.checked_skeleton(
+        plan.model.name, loading.load_config(plan.model.name), skeleton.dtype
+    )
     here, there = dict(state_dicts.saved_shapes(named)), dict(state_dicts.saved_shapes(skeleton))
-    if differing := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+    if differing := sorted(
+        name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
+    ):
         words = (
-            f"{name} {list(there.get(name, ())) or 'missing'}, not {list(here.get(name, ())) or 'there'}"
+            (
+                f"{name} {list(there.get(name, ())) or 'missing'}, not "
+                f"{list(here.get(name, ())) or 'there'}"
+            )
             for name in differing[:MOST_DIFFERENCES]
         )
         raise ValueError(
-            f"{str(plan.resume_from)!r} belongs to another model than --model_name {plan.model.name!r}: "
+            f"{str(plan.resume_from)!r} belongs to another model than --model_name "
+            f"{plan.model.name!r}: "
             f"{len(differing)} parameters differ: {'; '.join(words)}."
         )
 
 
 def _require_rows_to_share(plan: Plan, attention: str) -> None:
-    """Raises ValueError if --context_parallel ranks can't have equal parts of each row, or of the heads."""
+    """Raises ValueError if --context_parallel ranks can't have equal parts of each row, or of the
+    heads."""
     sharing = plan.placement.context_parallel
-    for dataset in [*(plan.data.sources or {"": plan.data.dataset}).values(), *plan.data.eval_data.values()]:
+    for dataset in [
+        *(plan.data.sources or {"": plan.data.dataset}).values(),
+        *plan.data.eval_data.values(),
+    ]:
         folder = repr(str(dataset.folder))
         require_shares(sharing, plan.model, attention, f"rows of {folder}", dataset.context_length)
         if sharing > 1 and "attention_mask" in dataset.train[0]:
@@ -189,20 +228,35 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
             raise ValueError(f"--context_parallel {sharing}: {said}")
 
 
-def require_shares(sharing: int, model: ModelPlan, attention: str, rows: str, context_length: int) -> None:
-    """Raises ValueError if a model can't share `rows`, in words, of so many tokens among `sharing` ranks."""
+def require_shares(
+    sharing: int, model: ModelPlan, attention: str, rows: str, context_length: int
+) -> None:
+    """Raises ValueError if a model can't share `rows`, in words, of so many tokens among `sharing`
+    ranks."""
     if sharing == 1:
         return
-    flag, text_config, name = f"--context_parallel {sharing}", model.config.get_text_config(), repr(model.name)
+    flag, text_config, name = (
+        f"--context_parallel {sharing}",
+        model.config.get_text_config(),
+        repr(model.name),
+    )
     if attention not in ("auto", "packed"):
-        raise ValueError(f"{flag} exchanges heads around packed attention: take --attention auto, not {attention}.")
+        raise ValueError(
+            f"{flag} exchanges heads around packed attention: take --attention auto, not "
+            f"{attention}."
+        )
     model_class = loading.causal_lm_class(model.config)
     if not fast_paths.takes_documents(model_class):
-        raise ValueError(f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention.")
+        raise ValueError(
+            f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention."
+        )
     if (heads := getattr(text_config, "num_attention_heads", sharing)) % sharing:
         raise ValueError(f"{flag}: {name} has {heads} attention heads, which don't divide by it.")
     if depending := positions.kinds(text_config) & positions.BY_LONGEST:
-        raise ValueError(f"{flag}: the positions of {name} ({min(depending)}) depend on the longest that a rank sees.")
+        raise ValueError(
+            f"{flag}: the positions of {name} ({min(depending)}) depend on the longest that a "
+            f"rank sees."
+        )
     if context_length % sharing:
         raise ValueError(f"{flag}: {rows} hold {context_length} tokens, which don't divide by it.")
 
@@ -224,7 +278,10 @@ def _plan_data(
         _require_row_length(dataset, flags)
         if batches[2] > (rows := len(dataset.train)):
             folder = str(dataset.folder)
-            raise ValueError(f"A step takes {batches[2]} sequences, but the training split of {folder!r} has {rows}.")
+            raise ValueError(
+                f"A step takes {batches[2]} sequences, but the training split of {folder!r} has "
+                f"{rows}."
+            )
         read, end, max_step = {"dataset": dataset}, None, training.max_step
         if max_step is None:
             end = training.number_epochs * len(dataset.train)
@@ -257,11 +314,15 @@ def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. Raises ValueError."""
     folders = parse_eval_data(flags.evaluation.eval_data)
-    return {name: open_here(folder, flags, not Path(folder, TASKS).is_file()) for name, folder in folders.items()}
+    return {
+        name: open_here(folder, flags, not Path(folder, TASKS).is_file())
+        for name, folder in folders.items()
+    }
 
 
 def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
-    """Raises ValueError unless the rows of a dataset hold --context_length tokens, where that is given."""
+    """Raises ValueError unless the rows of a dataset hold --context_length tokens, where that is
+    given."""
     asked, length = flags.data.context_length, dataset.context_length
     if asked not in (None, length):
         said = f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens"
@@ -271,13 +332,16 @@ def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
 def _plan_mixture(
     flags: Flags, batch: int, start: Progress, resumed: dict[str, Any]
 ) -> tuple[dict[str, Any], Optional[int], int]:
-    """(fields of DataPlan for --data_mix, the position that the run may not pass, its last step). batch: sequences of a step."""
+    """(fields of DataPlan for --data_mix, the position that the run may not pass, its last step).
+    batch: sequences of a step."""
     mix, training = mixture_text.parse(flags.data.data_mix), flags.training
     max_step, number_epochs = training.max_step, training.number_epochs
     had = mixture_of(resumed) if "mixture" in resumed else None
     if had is not None:  # the run's sources come first, so that their rows keep their numbers
         if missing := [name for name in had.names if name not in mix.names]:
-            raise ValueError(f"--data_mix leaves out source {missing[0]!r} of the resumed run: give it weight 0.")
+            raise ValueError(
+                f"--data_mix leaves out source {missing[0]!r} of the resumed run: give it weight 0."
+            )
         mix = mix.in_order(had.names)
     sources = open_sources(flags, mix)
     rows = tuple(len(source.train) for source in sources.values())
@@ -288,15 +352,21 @@ def _plan_mixture(
         stages, end, last = lay_out(mix, rows, batch, max_step, number_epochs)
     else:
         then = resumed["schedule"]
-        raised = {name: Fraction(share) for name, share in resumed["mixture"].get("raised", {}).items()}
+        raised = {
+            name: Fraction(share) for name, share in resumed["mixture"].get("raised", {}).items()
+        }
         is_as_before = (
-            (mixture_text.described(mix), batch) == (then.get("data_mix"), then["global_batch_size"])
+            (mixture_text.described(mix), batch)
+            == (then.get("data_mix"), then["global_batch_size"])
             and max_step == then["max_step"]
             and (max_step is not None or number_epochs == then["number_epochs"])
         )
         if is_as_before:
             stages, end = had.stages, resumed["mixture"]["end"]
-            steps = [max_step, None if end is None else last_step(start.step, start.position, end, batch)]
+            steps = [
+                max_step,
+                None if end is None else last_step(start.step, start.position, end, batch),
+            ]
             last = min(step for step in steps if step is not None)
         else:  # changed on purpose: the stages before this step stay
             here = Here(start.step, start.position, had.stages)
@@ -327,35 +397,56 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
 def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
     """Raises ValueError unless one run can read rows of both."""
     both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
-    columns, others = (sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other))
+    columns, others = (
+        sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set()))
+        for one in (first, other)
+    )
     if columns != others:
         words = f"{', '.join(columns)}, and {', '.join(others)}"
-        raise ValueError(f"{both} have different columns: {words}; run prepare_data.py for both with the same flags.")
+        raise ValueError(
+            f"{both} have different columns: {words}; run prepare_data.py for both with the same "
+            f"flags."
+        )
     _require_one_tokenizer(first, other, both)
     ends = [one.document_end for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
-        said = [f"packed, token {end} ends a document" if end is not None else "not packed by prepare_data.py" for end in ends]
-        raise ValueError(f"{both} have different documents: {', and '.join(said)}; take --document_masking false.")
+        said = [
+            f"packed, token {end} ends a document"
+            if end is not None
+            else "not packed by prepare_data.py"
+            for end in ends
+        ]
+        raise ValueError(
+            f"{both} have different documents: {', and '.join(said)}; take --document_masking "
+            f"false."
+        )
 
 
 def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) -> None:
     hashes = [one.manifest.get("tokenizer_sha256") for one in (first, other)]
     if hashes[0] == hashes[1] is not None:
         return
-    one, another = (loading.tokenizer_beside(source.folder / "tokenizer") for source in (first, other))
+    one, another = (
+        loading.tokenizer_beside(source.folder / "tokenizer") for source in (first, other)
+    )
     words = "" if one is None or another is None else differing_tokens(one, another)
     if words or None not in hashes:
         raise ValueError(
-            f"{both} were made with different tokenizers{words}; run prepare_data.py for both with one --tokenizer."
+            f"{both} were made with different tokenizers{words}; run prepare_data.py for both "
+            f"with one --tokenizer."
         )
 
 
 def differing_tokens(one: Any, other: Any) -> str:
-    """The first tokens whose ids differ between two tokenizers, or that they make of a text, as a part of a sentence; "" if all agree."""
+    """The first tokens whose ids differ between two tokenizers, or that they make of a text, as a
+    part of a sentence; "" if all agree."""
     ids, others = one.get_vocab(), other.get_vocab()
-    differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+    differing = sorted(
+        token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)
+    )
     words = ", ".join(
-        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}" for token in differing[:MOST_DIFFERENCES]
+        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
+        for token in differing[:MOST_DIFFERENCES]
     )
     if differing:
         return f": {len(differing)} tokens differ: {words}"
@@ -365,7 +456,8 @@ def differing_tokens(one: Any, other: Any) -> str:
 
 
 def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, source: str) -> None:
-    """Raises ValueError where documents end with a token that ends no text of the model; warns where its configuration has another."""
+    """Raises ValueError where documents end with a token that ends no text of the model; warns
+    where its configuration has another."""
     end, of_config = dataset.manifest.get("eos_token_id"), config.get_text_config().eos_token_id
     of_config = [of_config] if isinstance(of_config, int) else of_config or []
     of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
@@ -374,8 +466,12 @@ def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, sourc
     said = f"Documents of {str(dataset.folder)!r} end with token {end}"
     if of_tokenizer is not None and end != of_tokenizer:
         raise ValueError(
-            f"{said}, and texts of {source!r} with {of_tokenizer}: make the data with {command('prepare_data.py', tokenizer=source)}."
+            f"{said}, and texts of {source!r} with {of_tokenizer}: make the data with "
+            f"{command('prepare_data.py', tokenizer=source)}."
         )
     if of_config and is_rank_zero():
         ids = ", ".join(map(str, of_config))
-        print(f"Warning: {said}, but in the configuration of {source!r} {ids} ends a text: what is generated won't stop there.")
+        print(
+            f"Warning: {said}, but in the configuration of {source!r} {ids} ends a text: what is "
+            f"generated won't stop there."
+        )

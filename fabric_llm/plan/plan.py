@@ -25,7 +25,9 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan.mixture import Here, last_step, lay_out
 
-MOST_REPLAY = Fraction(1, 2)  # largest share after a rewind: for strong shifts, up to a half is advised
+MOST_REPLAY = Fraction(
+    1, 2
+)  # largest share after a rewind: for strong shifts, up to a half is advised
 PROBE_TOKENS = 128  # of the validation split, at most
 
 
@@ -34,7 +36,9 @@ class ModelPlan:
     """The model, and how it trains."""
 
     name: str  # --model_name, as given
-    source: str  # hub name or directory that the weights and their config come from; of a resumed run its checkpoint
+    # hub name or directory that the weights and their config come from; of a resumed run its
+    # checkpoint
+    source: str
     config: Any  # transformers' configuration
     tokenizer: Optional[Any]
     precision: str
@@ -48,36 +52,53 @@ class ModelPlan:
     tiled_mlp: bool  # MLPs and norms take a part of the tokens at once
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
-    config_file: Optional[str] = None  # which a run began with; in the hub's cache its path holds name and commit
+    config_file: Optional[str] = (
+        None  # which a run began with; in the hub's cache its path holds name and commit
+    )
 
 
 @dataclass(frozen=True)
 class DataPlan:
     """The data to train and to evaluate on."""
 
-    dataset: TokenDataset  # of a mixture: all its training splits, and the validation split of its first source
+    # of a mixture: all its training splits, and the validation split of its first source
+    dataset: TokenDataset
     eval_data: Mapping[str, TokenDataset]  # --eval_data
     evaluated_rows: int  # of each validation set, at most
     budgets: Mapping[str, float]  # --forgetting_budget: {validation set: nats}
     probes: Sequence[str]  # that are evaluated
-    document_end: Optional[int]  # token id that ends each packed document of `dataset`, None where they aren't kept apart
-    document_masking: Union[bool, str]  # as given, or as in the resumed run; "auto": if the model can
+    document_end: Optional[
+        int
+    ]  # token id that ends each packed document of `dataset`, None where they aren't kept apart
+    document_masking: Union[
+        bool, str
+    ]  # as given, or as in the resumed run; "auto": if the model can
     sources: Mapping[str, TokenDataset] = field(default_factory=dict)  # of a mixture
     mix: Optional[DataMix] = None  # --data_mix
-    raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of sources that rewinds have raised
+    raised: Mapping[str, Fraction] = field(
+        default_factory=dict
+    )  # shares of sources that rewinds have raised
     mixture: Optional[Mixture] = None  # `mix` laid out over this run
 
     def pads_before_text(self) -> bool:
-        """Whether rows that are read have padding before their text, which packed attention would take for text."""
+        """Whether rows that are read have padding before their text, which packed attention would
+        take for text."""
         opened = [*(self.sources.values() or [self.dataset]), *self.eval_data.values()]
-        return any(pads_before_text(split) for one in opened for split in (one.train, one.validation))
+        return any(
+            pads_before_text(split) for one in opened for split in (one.train, one.validation)
+        )
 
     def ends_of_eval_data(self) -> dict[str, Optional[int]]:
-        """{set of --eval_data: token id that ends its documents, None where they aren't kept apart}."""
-        return {name: one.document_end if self.document_masking else None for name, one in self.eval_data.items()}
+        """{set of --eval_data: token id that ends its documents, None where they aren't kept
+        apart}."""
+        return {
+            name: one.document_end if self.document_masking else None
+            for name, one in self.eval_data.items()
+        }
 
     def keeps_documents_apart(self) -> bool:
-        """Whether there are documents that the model has to keep apart, in what it trains on or is evaluated on."""
+        """Whether there are documents that the model has to keep apart, in what it trains on or is
+        evaluated on."""
         return {self.document_end, *self.ends_of_eval_data().values()} != {None}
 
     def without_masking(self) -> DataPlan:
@@ -98,7 +119,9 @@ class Schedule:
     micro_batches: int  # per step and device
     global_batch_size: int  # sequences
     max_step: int
-    end: Optional[int]  # position that the run may not pass; None with --max_step, unless a source has max_epochs
+    end: Optional[
+        int
+    ]  # position that the run may not pass; None with --max_step, unless a source has max_epochs
     asked_steps: Optional[int]  # --max_step
     number_epochs: int  # times that the data may be read without --max_step
 
@@ -119,8 +142,12 @@ class Plan:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether its own directory holds the checkpoint at which it starts: not of a new run, nor of a new branch."""
-        return self.resume_from is not None and self.resume_from.parent.resolve() == self.run_directory.resolve()
+        """Whether its own directory holds the checkpoint at which it starts: not of a new run, nor
+        of a new branch."""
+        return (
+            self.resume_from is not None
+            and self.resume_from.parent.resolve() == self.run_directory.resolve()
+        )
 
     @property
     def begins_at(self) -> Optional[Progress]:
@@ -145,8 +172,11 @@ class Plan:
 
     @property
     def syncs_every_micro_batch(self) -> bool:
-        """False if the gradients of a step are reduced over ranks only after its last micro-batch."""
-        return strategies.syncs_every_micro_batch(self.placement.strategy, self.model.sums_in_float32)
+        """False if the gradients of a step are reduced over ranks only after its last
+        micro-batch."""
+        return strategies.syncs_every_micro_batch(
+            self.placement.strategy, self.model.sums_in_float32
+        )
 
     def is_over(self, progress: Progress) -> bool:
         """True once the last step is done."""
@@ -154,12 +184,22 @@ class Plan:
 
     def after(self, progress: Progress) -> Progress:
         """Where the run is one step later: after a global batch, or the rest of the last epoch."""
-        left = self.schedule.global_batch_size if self.schedule.end is None else self.schedule.end - progress.position
-        return progress.advance(min(self.schedule.global_batch_size, left), self.context_at(progress.position))
+        left = (
+            self.schedule.global_batch_size
+            if self.schedule.end is None
+            else self.schedule.end - progress.position
+        )
+        return progress.advance(
+            min(self.schedule.global_batch_size, left), self.context_at(progress.position)
+        )
 
     def context_at(self, position: int) -> int:
         """Tokens of the sequences of the step that starts at `position`."""
-        return self.data.dataset.context_length if self.data.mixture is None else self.data.mixture.context_at(position)
+        return (
+            self.data.dataset.context_length
+            if self.data.mixture is None
+            else self.data.mixture.context_at(position)
+        )
 
     @property
     def contexts(self) -> list[int]:
@@ -169,16 +209,25 @@ class Plan:
 
     def row_lengths(self) -> list[int]:
         """The lengths of all rows that are trained on or evaluated, in tokens."""
-        return sorted({*self.contexts, *(dataset.context_length for dataset in self.data.eval_data.values())})
+        return sorted(
+            {*self.contexts, *(dataset.context_length for dataset in self.data.eval_data.values())}
+        )
 
     def end_of_run(self) -> int:
         """The position after the last step."""
-        last = self.start.position + (self.schedule.max_step - self.start.step) * self.schedule.global_batch_size
+        last = (
+            self.start.position
+            + (self.schedule.max_step - self.start.step) * self.schedule.global_batch_size
+        )
         return last if self.schedule.end is None else min(last, self.schedule.end)
 
     def shifted_labels(self) -> list[str]:
         """The folders of datasets whose labels stand at the place before their tokens."""
-        return [repr(str(one.folder)) for one in self.datasets() if any(map(shifts_labels, (one.train, one.validation)))]
+        return [
+            repr(str(one.folder))
+            for one in self.datasets()
+            if any(map(shifts_labels, (one.train, one.validation)))
+        ]
 
     def datasets(self) -> list[Any]:
         """All that are read, those of --eval_data last."""
@@ -193,11 +242,17 @@ class Plan:
     def in_bytes(self) -> frozenset[str]:
         """Sets whose tokens stand for all of their text: others have no loss in bits per byte."""
         datasets = {**(self.data.sources or {ONE_SET: self.data.dataset}), **self.data.eval_data}
-        return frozenset(name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest))
+        return frozenset(
+            name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest)
+        )
 
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
-        """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which aren't drawn."""
-        split, ids = self.validation_splits()[self._copied()], [number for number in left_out if number is not None]
+        """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which
+        aren't drawn."""
+        split, ids = (
+            self.validation_splits()[self._copied()],
+            [number for number in left_out if number is not None],
+        )
         made = {COPY: copy_probe, RETRIEVAL: Questions}
         return {name: made[name](split, self._longest(), ids, seed) for name in self.data.probes}
 
@@ -208,22 +263,34 @@ class Plan:
 
     def _copied(self) -> str:
         """The set from which probes take their tokens: the first that has a budget."""
-        names = [name for name, split in self.validation_splits().items() if not hasattr(split, "answered")]
+        names = [
+            name
+            for name, split in self.validation_splits().items()
+            if not hasattr(split, "answered")
+        ]
         return next((name for name in self.data.budgets if name in names), names[0])
 
     def measured_on(self) -> dict[str, list[Any]]:
-        """{set: what its loss is of}. Losses before and after a resume can be compared only if it is the same.
+        """{set: what its loss is of}. Losses before and after a resume can be compared only if it
+        is the same.
 
-        That is its fingerprint and its evaluated rows; where these are a part, of how many; where it ends documents in its own
-        way, how. So it differs from what older versions wrote, which read the first rows and saw such documents as one.
+        That is its fingerprint and its evaluated rows; where these are a part, of how many; where
+        it ends documents in its own way, how. So it differs from what older versions wrote, which
+        read the first rows and saw such documents as one.
         """
         splits, end = self.validation_splits(), self.data.document_end
-        found = {name: [fingerprint(split), *self._part_of(split)] for name, split in splits.items()}
+        found = {
+            name: [fingerprint(split), *self._part_of(split)] for name, split in splits.items()
+        }
         for name, own in self.data.ends_of_eval_data().items():
             found[name] += [f"documents end with {own}"] * (own not in (None, end))
         drawn, text = splits[self._copied()], found[self._copied()][:2]
         text += [f"tokens from all over {len(drawn)} rows"] * (len(drawn_from(drawn)) < len(drawn))
-        return {**found, COPY: text, **({RETRIEVAL: [*text, self._longest()]} if RETRIEVAL in self.data.probes else {})}
+        return {
+            **found,
+            COPY: text,
+            **({RETRIEVAL: [*text, self._longest()]} if RETRIEVAL in self.data.probes else {}),
+        }
 
     def _part_of(self, split: Any) -> list[int]:
         """[rows that are evaluated], and behind it those of the whole split, if there are more."""
@@ -233,14 +300,22 @@ class Plan:
     def measured_otherwise(self) -> frozenset[str]:
         """Sets whose losses before step 1 can't be compared, since they were of other rows."""
         then = self.resumed["measured_on"] if self.is_base_known else {}
-        return frozenset(name for name, rows in self.measured_on().items() if then.get(name, rows) != rows)
+        return frozenset(
+            name for name, rows in self.measured_on().items() if then.get(name, rows) != rows
+        )
 
     def shares_at(self, position: int) -> dict[str, float]:
-        """{validation set: its weight in the common loss} after the step that leads to `position`."""
-        return {ONE_SET: 1.0} if self.data.mixture is None else self.data.mixture.shares_at(max(position - 1, 0))
+        """{validation set: its weight in the common loss} after the step that leads to
+        `position`."""
+        return (
+            {ONE_SET: 1.0}
+            if self.data.mixture is None
+            else self.data.mixture.shares_at(max(position - 1, 0))
+        )
 
     def resolved(self) -> dict[str, Any]:
-        """Flags that arguments.yaml holds in place of the given ones, so that other devices make the same steps."""
+        """Flags that arguments.yaml holds in place of the given ones, so that other devices make
+        the same steps."""
         return {
             "context_length": self.contexts[0] if len(self.contexts) == 1 else None,
             "global_batch_size": self.schedule.global_batch_size,
@@ -250,16 +325,22 @@ class Plan:
 
     def probe_input(self) -> Tensor:
         """The first tokens of the validation split, int64 [1, up to PROBE_TOKENS]."""
-        return torch.tensor(self.data.dataset.validation[0]["input_ids"]).long()[None, :PROBE_TOKENS]
+        return torch.tensor(self.data.dataset.validation[0]["input_ids"]).long()[
+            None, :PROBE_TOKENS
+        ]
 
     def epochs(self) -> dict[str, float]:
         """{source: how often the run will have read it}, {} without a mixture."""
         if self.data.mixture is None:
             return {}
-        return {name: read["epochs"] for name, read in self.data.mixture.read_before(self.end_of_run()).items()}
+        return {
+            name: read["epochs"]
+            for name, read in self.data.mixture.read_before(self.end_of_run()).items()
+        }
 
     def mixture_in_words(self) -> str:
-        """The shares of the sources from here on, and how often each will be read, in a sentence."""
+        """The shares of the sources from here on, and how often each will be read, in a
+        sentence."""
         said, stages = [], self.data.mixture.stages
         for stage, after in zip(stages, [*(one.begins for one in stages[1:]), math.inf]):
             if after <= self.start.position:
@@ -272,33 +353,50 @@ class Plan:
         return f"Mixture: {'; '.join(said)}. At the end each source was read: {read}."
 
     def going_on_from(self, there: Progress) -> Plan:
-        """The plan after a rewind to `there`. The rewind skips data, so fewer steps may be left. Stages begin at their steps."""
+        """The plan after a rewind to `there`. The rewind skips data, so fewer steps may be left.
+        Stages begin at their steps."""
         if self.data.mixture is not None and self.schedule.asked_steps is not None:
             return self._laid_out(there, self.data.raised, shortens=True)
         if self.schedule.end is None:
             return self
-        last = last_step(there.step, there.position, self.schedule.end, self.schedule.global_batch_size)
-        return replace(self, schedule=replace(self.schedule, max_step=min(self.schedule.max_step, last)))
+        last = last_step(
+            there.step, there.position, self.schedule.end, self.schedule.global_batch_size
+        )
+        return replace(
+            self, schedule=replace(self.schedule, max_step=min(self.schedule.max_step, last))
+        )
 
     def with_more_replay(self, names: Sequence[str], there: Progress) -> Plan:
-        """The plan with twice the share of the sources `names` from `there` on; all that are raised have at most MOST_REPLAY.
+        """The plan with twice the share of the sources `names` from `there` on; all that are raised
+        have at most MOST_REPLAY.
 
         Raises ValueError if they have that share already, or would be read too often.
         """
         now = self.data.mixture.shares_at(max(there.position - 1, 0))
-        shares = {name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names}
+        shares = {
+            name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names
+        }
         kept = {name: share for name, share in self.data.raised.items() if name not in names}
         room = MOST_REPLAY - sum(kept.values())
         if sum(shares.values()) >= 2 * room or not all(shares.values()):
             words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in [*names, *kept])
-            raise ValueError(f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried")
+            raise ValueError(
+                f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried"
+            )
         scale = min(Fraction(1), room / sum(shares.values()))
-        return self._laid_out(there, {**kept, **{name: share * scale for name, share in shares.items()}})
+        return self._laid_out(
+            there, {**kept, **{name: share * scale for name, share in shares.items()}}
+        )
 
-    def _laid_out(self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False) -> Plan:
+    def _laid_out(
+        self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False
+    ) -> Plan:
         """The plan from `there` on, with at least the shares `raised`. shortens: see `lay_out`."""
         schedule, mixture = self.schedule, self.data.mixture
-        mix, here = at_least(self.data.mix, raised, mixture.contexts), Here(there.step, there.position, mixture.stages)
+        mix, here = (
+            at_least(self.data.mix, raised, mixture.contexts),
+            Here(there.step, there.position, mixture.stages),
+        )
         steps = schedule.global_batch_size, schedule.asked_steps, schedule.number_epochs
         stages, end, last = lay_out(mix, mixture.rows, *steps, here, shortens)
         data = replace(self.data, raised=raised, mixture=replace(mixture, stages=stages))

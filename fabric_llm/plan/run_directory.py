@@ -1,4 +1,5 @@
-"""The run directory checkpoints/RUN: its name, lock, STATUS.json and events.jsonl, and the checkpoint that a run resumes from.
+"""The run directory checkpoints/RUN: its name, lock, STATUS.json and events.jsonl, and the
+checkpoint that a run resumes from.
 
 same_run.py compares the run with that checkpoint. Nothing here imports torch.
 """
@@ -24,7 +25,10 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
 
-ENDED = (DONE, NON_FINITE)  # codes in STATUS.json that a command that trained nothing doesn't replace
+ENDED = (
+    DONE,
+    NON_FINITE,
+)  # codes in STATUS.json that a command that trained nothing doesn't replace
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
@@ -38,12 +42,17 @@ _made: set[Path] = set()  # locked directories that weren't there before
 def directory(flags: Flags) -> Path:
     """The run directory that the flags name; nothing is created.
 
-    Without --run_name, a new run takes the first of DEFAULT, DEFAULT-2, ... that doesn't exist, a resumed run the last that
-    exists, and a run with --checkpoint the directory of that checkpoint. --checkpoint with --run_name begins a branch.
-    Raises Fault for a name that leads out of --output_dir (2) or is a link (77), for a new run in a directory that holds
-    checkpoints (2), for a resume without a checkpoint, and for a --checkpoint that isn't one (66).
+    Without --run_name, a new run takes the first of DEFAULT, DEFAULT-2, ... that doesn't exist, a
+    resumed run the last that exists, and a run with --checkpoint the directory of that checkpoint.
+    --checkpoint with --run_name begins a branch. Raises Fault for a name that leads out of
+    --output_dir (2) or is a link (77), for a new run in a directory that holds checkpoints (2), for
+    a resume without a checkpoint, and for a --checkpoint that isn't one (66).
     """
-    resume, name, parent = flags.checkpoint.resume, flags.checkpoint.run_name, Path(flags.checkpoint.output_dir)
+    resume, name, parent = (
+        flags.checkpoint.resume,
+        flags.checkpoint.run_name,
+        Path(flags.checkpoint.output_dir),
+    )
     given = given_checkpoint(flags)
     if given is not None and not resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
@@ -52,24 +61,43 @@ def directory(flags: Flags) -> Path:
     if given is not None and name is None:
         return no_link(given.parent)
     if name is None:
-        default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
+        default = default_name(
+            flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix
+        )
         if flags.demo and resume is True:  # which may mean other runs than the demo's
             runs = sorted(path.name for path in parent.glob("*") if files.latest(path) is not None)
-            if others := [run for run in runs if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", run)]:
+            if others := [
+                run for run in runs if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", run)
+            ]:
                 raise ValueError(
                     f"--resume true doesn't say which run of {str(parent)!r} goes on, "
-                    f"{', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: name it, such as {command(run_name=others[0])}."
+                    f"{', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: name it, such as "
+                    f"{command(run_name=others[0])}."
                 )
         numbered = [default, *(f"{default}-{k}" for k in range(2, 10_000))]
         there = set(os.listdir(parent)) if parent.is_dir() else set()
         taken = [run for run in numbered if run in there]
-        name = (taken or [default])[-1] if resume else next(run for run in numbered if run not in there)
-    elif not (0 < len(name) <= LONGEST_NAME and name.isprintable() and name == Path(name).name and name != ".."):
+        name = (
+            (taken or [default])[-1]
+            if resume
+            else next(run for run in numbered if run not in there)
+        )
+    elif not (
+        0 < len(name) <= LONGEST_NAME
+        and name.isprintable()
+        and name == Path(name).name
+        and name != ".."
+    ):
         start = name[:LONGEST_NAME]
-        raise ValueError(f"--run_name {start!r} must be a plain name of {LONGEST_NAME} characters at most, not '/' or '..'.")
+        raise ValueError(
+            f"--run_name {start!r} must be a plain name of {LONGEST_NAME} characters at most, not "
+            f"'/' or '..'."
+        )
     folder = no_link(parent / name)
     if resume is True and given is None and not files.step_directories(folder):
-        raise Fault(f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT)
+        raise Fault(
+            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT
+        )
     if not resume and (newest := files.latest(folder)) is not None:
         said = f"{str(folder)!r} holds checkpoints up to {newest.name}"
         raise ValueError(f"{said}: go on with --resume true, or take another --run_name.")
@@ -77,9 +105,11 @@ def directory(flags: Flags) -> Path:
 
 
 def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] = None) -> str:
-    """MODEL-DATA from the last parts of both names. With a checkpoint of RUN as the model: RUN-DATA, or RUN on the same data.
+    """MODEL-DATA from the last parts of both names. With a checkpoint of RUN as the model:
+    RUN-DATA, or RUN on the same data.
 
-    DATA is the name of the dataset, also where another one is replayed, or the names of a mixture's sources.
+    DATA is the name of the dataset, also where another one is replayed, or the names of a mixture's
+    sources.
     """
     if data_mix:
         mix = mixture_text.parse(data_mix)
@@ -99,7 +129,8 @@ def require_writable(folder: Path) -> None:
 
 
 def lock(folder: Path) -> None:
-    """Create `folder` and lock it until this process ends. The kernel releases the lock even after a SIGKILL.
+    """Create `folder` and lock it until this process ends. The kernel releases the lock even after
+    a SIGKILL.
 
     Raises Fault (73) where another run is in it.
     """
@@ -126,14 +157,22 @@ def lock(folder: Path) -> None:
     except BlockingIOError:
         os.close(descriptor)
         said = read_status(folder)
-        who = f" (process {said['pid']} on {said['host']})" if {"pid", "host"} <= said.keys() else ""
+        who = (
+            f" (process {said['pid']} on {said['host']})" if {"pid", "host"} <= said.keys() else ""
+        )
         raise Fault(
-            f"Another run{who} is using {str(folder)!r}: wait for it, or take another --run_name.", UNWRITABLE
+            f"Another run{who} is using {str(folder)!r}: wait for it, or take another --run_name.",
+            UNWRITABLE,
         ) from None
     except OSError as error:
         if descriptor < 0 or error.errno not in NO_LOCKS:
-            raise Fault(f"{str(folder / LOCK)!r} can't be written: {error.strerror}.", UNWRITABLE) from error
-        print(f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second run out of it.")
+            raise Fault(
+                f"{str(folder / LOCK)!r} can't be written: {error.strerror}.", UNWRITABLE
+            ) from error
+        print(
+            f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second "
+            f"run out of it."
+        )
     _locks[folder] = descriptor
 
 
@@ -144,9 +183,11 @@ def unlock(folder: Path) -> None:
 
 
 def leave(fault: Fault, has_plan: bool = True) -> None:
-    """Write why the run didn't begin into the run directory that this process has locked, if any, and unlock it.
+    """Write why the run didn't begin into the run directory that this process has locked, if any,
+    and unlock it.
 
-    has_plan: False if the flags, the data or the model are wrong. A directory that was created for the run is then removed.
+    has_plan: False if the flags, the data or the model are wrong. A directory that was created for
+    the run is then removed.
     """
     for folder in list(_locks):
         if not has_plan and folder in _made and not fault.retryable:
@@ -158,24 +199,30 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             continue
         if fault.code == DONE:  # no later start will sweep
             sweep(folder)
-        if fault.retryable or read_status(folder).get("code") not in ENDED:  # a mistaken command doesn't end a run anew
+        if (
+            fault.retryable or read_status(folder).get("code") not in ENDED
+        ):  # a mistaken command doesn't end a run anew
             write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed save or prune has left in `folder`, which this process has locked, and print what was removed."""
+    """Remove what a killed save or prune has left in `folder`, which this process has locked, and
+    print what was removed."""
     for name in keep.sweep(folder):
         print(f"Removed {name}, left by a save that was cut off.", flush=True)
 
 
-# ------------------------------------------------------------------------------- STATUS.json and events.jsonl
+# --------------------------------------------------------------------- STATUS.json and events.jsonl
 
 
-def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[int], retryable: bool) -> None:
+def write_status(
+    folder: Path, code: Optional[int], reason: str, step: Optional[int], retryable: bool
+) -> None:
     """Replace STATUS.json: how the run ended, or that it is running (code None).
 
-    step: finished steps, None before there is a model. retryable: whether the same command with --resume auto may succeed.
+    step: finished steps, None before there is a model. retryable: whether the same command with
+    --resume auto may succeed.
     """
     try:
         last = files.latest(folder)
@@ -204,14 +251,17 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def wait_for_status(folder: Path, written: dict[str, Any], seconds: float) -> bool:
-    """Whether STATUS.json reads as another machine has `written` it, within `seconds`: NFS may show old content for a minute."""
+    """Whether STATUS.json reads as another machine has `written` it, within `seconds`: NFS may show
+    old content for a minute."""
     return wait_until(lambda: read_status(folder) == written, min(seconds, SECONDS_OF_NFS), 0.2)
 
 
 def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) -> None:
-    """Add a line to events.jsonl: when the run started, resumed, saved and ended, and on which devices. Called on rank 0.
+    """Add a line to events.jsonl: when the run started, resumed, saved and ended, and on which
+    devices. Called on rank 0.
 
-    Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for readers: no code uses them.
+    Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for
+    readers: no code uses them.
 
     event: started, resumed, saved, stage, left_out or ended. step: finished steps, None if unknown.
     """
@@ -231,14 +281,19 @@ def now() -> str:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """The events of a run directory, in order, without lines that a kill cut off."""
-    return [event for _, event in files.json_lines(folder / EVENTS) if isinstance(event.get("event"), str)]
+    return [
+        event
+        for _, event in files.json_lines(folder / EVENTS)
+        if isinstance(event.get("event"), str)
+    ]
 
 
-# ------------------------------------------------------------------------------- the checkpoint that a run resumes from
+# ----------------------------------------------------------- the checkpoint that a run resumes from
 
 
 def choose(flags: Flags, directory: Path) -> Optional[Path]:
-    """The checkpoint to resume from, None for a new run. Damaged ones are passed over with a warning, unless one is given.
+    """The checkpoint to resume from, None for a new run. Damaged ones are passed over with a
+    warning, unless one is given.
 
     Called on rank 0, which has locked the run directory. Raises Fault.
     """
@@ -250,13 +305,20 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
         no_link(given.parent / "metrics.jsonl")  # a branch begins with a copy
         own = files.latest(directory)
         if own is not None and given.parent.resolve() != directory.resolve():
-            said = f"--checkpoint {given} would begin a branch in {str(directory)!r}, which holds checkpoints up to {own.name}"
-            raise ValueError(f"{said}: go on there without --checkpoint, or take another --run_name.")
+            said = (
+                f"--checkpoint {given} would begin a branch in {str(directory)!r}, which holds "
+                f"checkpoints up to {own.name}"
+            )
+            raise ValueError(
+                f"{said}: go on there without --checkpoint, or take another --run_name."
+            )
         keep.verified(given, hashes)
         return given
     valid, problems = keep.newest_valid(directory, hashes)
     if valid is None and problems:
-        raise Fault(f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}", NO_CHECKPOINT)
+        raise Fault(
+            f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}", NO_CHECKPOINT
+        )
     for problem in problems:
         print(f"Warning: {problem} Resuming from {valid} instead.", flush=True)
     return valid
@@ -280,14 +342,21 @@ def given_checkpoint(flags: Flags) -> Optional[Path]:
 
 
 def _restarted(flags: Flags) -> bool:
-    """True if this command may have run before: with --resume auto, or restarted by torchrun or SLURM."""
-    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    """True if this command may have run before: with --resume auto, or restarted by torchrun or
+    SLURM."""
+    counts = (
+        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
     return flags.checkpoint.resume == "auto" or any(count != "0" for count in counts)
 
 
 def _goes_on_from(directory: Path, given: Path) -> bool:
-    """True if the run in `directory` already began at `given`, by going back to it or as a branch, and has saved since."""
+    """True if the run in `directory` already began at `given`, by going back to it or as a branch,
+    and has saved since."""
     for path in reversed(files.checkpoints(directory)):
         with suppress(Fault):  # a damaged one: the checkpoint before it says the same
-            return read_progress(path).get("rolled_back_to") == given.name and path.resolve() != given.resolve()
+            return (
+                read_progress(path).get("rolled_back_to") == given.name
+                and path.resolve() != given.resolve()
+            )
     return False

@@ -21,14 +21,18 @@ from fabric_llm.training.schedule import arguments_of, lr_at
 
 @contextmanager
 def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
-    """Around code that reads its progress.json: raise Fault (66) if no run wrote that file, although its hash is right."""
+    """Around code that reads its progress.json: raise Fault (66) if no run wrote that file,
+    although its hash is right."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
         if checkpoint is None:
             raise
         raise Fault(
-            f"{str(checkpoint)!r} is damaged: trainer/progress.json isn't a run's ({type(error).__name__}: {error}).",
+            (
+                f"{str(checkpoint)!r} is damaged: trainer/progress.json isn't a run's "
+                f"({type(error).__name__}: {error})."
+            ),
             NO_CHECKPOINT,
         ) from error
 
@@ -56,7 +60,11 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         found["mixture"] = {"sources": mixture.names, "segments": mixture.as_json()}
         found["mixture"] |= {"end": plan.schedule.end, "raised": raised}
     if schedule["ema_decay"] is None:
-        schedule = {name: value for name, value in schedule.items() if name not in ("ema_device", "ema_every")}
+        schedule = {
+            name: value
+            for name, value in schedule.items()
+            if name not in ("ema_device", "ema_every")
+        }
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
     return {
@@ -77,16 +85,25 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
 def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     """Compare the run with its checkpoint. Returns what it changes on purpose, one line each.
 
-    Raises ValueError with the first differences that aren't allowed, and Fault (0) if nothing is left to do.
+    Raises ValueError with the first differences that aren't allowed, and Fault (0) if nothing is
+    left to do.
     """
     # A flag that was declared after the checkpoint was written had its default.
-    added = {name: one.default for name, one in flags.declared().items() if one.belongs_to_run and not one.needs}
+    added = {
+        name: one.default
+        for name, one in flags.declared().items()
+        if one.belongs_to_run and not one.needs
+    }
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
     allowed, now = overrides(flags), facts(plan, flags)
-    sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])  # the guard counts on from them
+    sum(
+        [*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]]
+    )  # the guard counts on from them
     fixed, schedule = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     if ("mixture" in then) != ("mixture" in now):
-        before, after = (f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now))
+        before, after = (
+            f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)
+        )
         fixed = {"data": (before, after), **fixed}
     if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
         schedule.pop("number_epochs", None)  # isn't used
@@ -97,51 +114,71 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         (silent, f"To change that on purpose: --resume_override {','.join(silent)}."),
     ):
         if differing:
-            first = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()][:MOST_DIFFERENCES]
-            raise ValueError(f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}")
+            first = [
+                f"{name} {before}, not {value}" for name, (before, value) in differing.items()
+            ][:MOST_DIFFERENCES]
+            raise ValueError(
+                f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}"
+            )
     base, measured_on = then["guard"]["before"], plan.measured_on()
     for name in plan.data.budgets if plan.is_base_known else ():
         before = then["measured_on"].get(name, measured_on[name])
         if name not in base or before != measured_on[name]:
             given = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
             if before == measured_on[name][: len(before)]:
-                given = "An older version read the first rows of sets, and saw packed ones beside others as one text. Leave"
+                given = (
+                    "An older version read the first rows of sets, and saw packed ones beside "
+                    "others as one text. Leave"
+                )
             raise ValueError(
-                f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this run, so what it forgets "
-                f"of it isn't known. {given} it out by --resume_override forgetting_budget; or begin a run whose budgets "
+                f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of "
+                f"this run, so what it forgets "
+                f"of it isn't known. {given} it out by --resume_override forgetting_budget; or "
+                f"begin a run whose budgets "
                 f"count from this checkpoint: {anew}."
             )
     owes_evaluation = flags.evaluation.eval_iters > 0 and not is_evaluated(then)
     if plan.start.step >= plan.schedule.max_step and not owes_evaluation:
-        sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.schedule.max_step})"
+        sentence = (
+            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
+            f"{plan.schedule.max_step})"
+        )
         if flags.checkpoint.resume == "auto" and not schedule:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(
-            f"{sentence}: to train on, give a larger --max_step or --number_epochs, and --resume_override with its name."
+            f"{sentence}: to train on, give a larger --max_step or --number_epochs, and "
+            f"--resume_override with its name."
         )
     return _changes(plan, schedule, now)
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of what differs. Facts of sources are compared one by one; a new source is no difference."""
+    """{name: (then, now)} of what differs. Facts of sources are compared one by one; a new source
+    is no difference."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in now.items():
         before = then.get(name, value)
         if isinstance(before, dict) and isinstance(value, dict):
             of_each = {key: (before.get(key, one), one) for key, one in value.items()}
-            found |= {f"{name} of {key}": both for key, both in of_each.items() if both[0] != both[1]}
+            found |= {
+                f"{name} of {key}": both for key, both in of_each.items() if both[0] != both[1]
+            }
         elif before != value and dict not in (type(before), type(value)):
             found[name] = before, value
     return found
 
 
 def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]) -> list[str]:
-    """Lines about what the run changes on purpose, and the learning rate from here on. Without changes there are none."""
+    """Lines about what the run changes on purpose, and the learning rate from here on. Without
+    changes there are none."""
     lines, then = [], plan.resumed
     if not plan.has_checkpoint:
         lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
     elif (newest := files.latest(plan.run_directory)) is not None and newest != plan.resume_from:
-        lines.append(f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved aside.")
+        lines.append(
+            f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved "
+            f"aside."
+        )
     for name, (before, value) in schedule.items():
         lines.append(f"{name}: {value} from here on, {before} before.")
     if plan.schedule.max_step != then["end_step"]:
@@ -151,7 +188,10 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
         lines += _curves(plan, {**then["schedule"], "max_step": then["end_step"]}, now["schedule"])
     if other := sorted(plan.measured_otherwise() & then["guard"]["before"].keys()):
         names = " and ".join(map(repr, other))
-        lines.append(f"Evaluations read other rows of {names} than before step 1: their losses from here on aren't compared.")
+        lines.append(
+            f"Evaluations read other rows of {names} than before step 1: their losses from here "
+            f"on aren't compared."
+        )
     if then["model_name"] != now["model_name"]:
         began = f"The run began with --model_name {then['model_name']}"
         lines.append(f"{began}; it goes on with its own weights and configuration.")
@@ -167,5 +207,8 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name, schedule in curves.items():
         end, shape = schedule["max_step"], arguments_of(schedule)
         rates = [lr_at(step, max_step=end, **shape) if step < end else None for step in steps]
-        rows.append(f"{name:>10}" + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates))
+        rows.append(
+            f"{name:>10}"
+            + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates)
+        )
     return rows

@@ -1,7 +1,8 @@
-"""Start a run: find its devices, lock its directory, and start the other ranks, before any rank imports torch.
+"""Start a run: find its devices, lock its directory, and start the other ranks, before any rank
+imports torch.
 
-Importing torch takes seconds, which all ranks then spend at the same time. Here only a machine with GPUs imports it, because
-nothing else can count them.
+Importing torch takes seconds, which all ranks then spend at the same time. Here only a machine with
+GPUs imports it, because nothing else can count them.
 """
 
 import os
@@ -33,7 +34,9 @@ class ThisRank:
 
     placement: Placement
     children: launch.Children  # the ranks that this process has started
-    directory: Optional[Path]  # of the run, which rank 0 has locked; other ranks know it once they have joined
+    directory: Optional[
+        Path
+    ]  # of the run, which rank 0 has locked; other ranks know it once they have joined
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     rank: int = 0
     fabric: Any = None  # a Fabric, which needs torch, like what follows
@@ -44,30 +47,40 @@ class ThisRank:
 def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, int]:
     """(sequences per micro-batch, micro-batches per step and device, sequences per step).
 
-    Flags that aren't given follow from the others. The demo takes a smaller micro-batch if its own doesn't divide. Raises
-    ValueError, with all numbers, if they don't divide or disagree.
+    Flags that aren't given follow from the others. The demo takes a smaller micro-batch if its own
+    doesn't divide. Raises ValueError, with all numbers, if they don't divide or disagree.
     """
     training, sharing = flags.training, flags.devices.context_parallel
-    world_size, rest = divmod(devices * num_nodes, sharing)  # ranks, or groups of ranks that share rows: each reads others
+    world_size, rest = divmod(
+        devices * num_nodes, sharing
+    )  # ranks, or groups of ranks that share rows: each reads others
     if rest:
-        raise ValueError(f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by it.")
+        raise ValueError(
+            f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by "
+            f"it."
+        )
     micro_batch_size, global_batch_size = training.micro_batch_size, training.global_batch_size
     accumulation = training.gradient_accumulation_steps
     if global_batch_size is None:
         micro_batch_size, accumulation = micro_batch_size or 1, accumulation or 1
         return micro_batch_size, accumulation, micro_batch_size * accumulation * world_size
     if micro_batch_size is None:
-        micro_batch_size = max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
+        micro_batch_size = (
+            max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
+        )
     if flags.demo:
         micro_batch_size = min(micro_batch_size, max(1, global_batch_size // world_size))
     needed, rest = divmod(global_batch_size, micro_batch_size * world_size)
     spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes"
-    spelled += f" / {sharing} that share rows" * (sharing > 1) + f" = {micro_batch_size * world_size}"
+    spelled += (
+        f" / {sharing} that share rows" * (sharing > 1) + f" = {micro_batch_size * world_size}"
+    )
     if rest:
         raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
     if accumulation not in (None, needed):
         raise ValueError(
-            f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps {needed}, "
+            f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps "
+            f"{needed}, "
             f"not {accumulation}: {spelled}."
         )
     return micro_batch_size, needed, global_batch_size
@@ -77,52 +90,83 @@ def place(flags: Flags) -> Placement:
     """Devices and strategy, from flags and launcher, without model or data. Raises ValueError."""
     fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
     world = {"devices": flags.devices.devices, "num_nodes": flags.devices.num_nodes}
-    # A launcher's numbers win over those of a --config file. Those on the command line must agree with it.
+    # A launcher's numbers win over those of a --config file. Those on the command line must agree
+    # with it.
     given = {name: value for name, value in world.items() if name in flags.on_command_line}
     launched = None if tpu else launch.launched_world(given)
     asked, num_nodes = launched or world.values()
     sharding = Sharding(**{one.name: getattr(fsdp, one.name) for one in fields(Sharding)})
-    strategy_rules.strategy(fsdp.strategy, None, tpu, precision, None, sharding)  # needs no torch, which counts GPUs
+    strategy_rules.strategy(
+        fsdp.strategy, None, tpu, precision, None, sharding
+    )  # needs no torch, which counts GPUs
     gpus, accelerator = 0, flags.devices.accelerator
-    # Without such files, torch is asked only once it is imported anyway: run/supervision.py calls this function again.
-    shown = "torch" in sys.modules or sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
+    # Without such files, torch is asked only once it is imported anyway: run/supervision.py calls
+    # this function again.
+    shown = (
+        "torch" in sys.modules
+        or sys.platform != "linux"
+        or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
+    )
     if accelerator in ("cuda", "gpu") or accelerator == "auto" and shown:
         import torch
 
         gpus = torch.cuda.device_count()
         if accelerator != "auto" and gpus == 0:
-            raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
+            raise ValueError(
+                f"--accelerator {accelerator}: this machine shows no GPU to PyTorch "
+                f"{torch.__version__}."
+            )
     devices, kind = max(gpus, 1) if asked == "auto" else int(asked), "cuda" if gpus else "cpu"
     if gpus and devices > gpus:
-        of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
+        of_srun = {
+            "SLURM_LOCALID",
+            "LOCAL_WORLD_SIZE",
+        } <= os.environ.keys()  # the first alone: a batch script
         advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
-        raise ValueError(f"--devices {devices}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
-    strategy = strategy_rules.strategy(fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding)
+        raise ValueError(
+            f"--devices {devices}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}."
+        )
+    strategy = strategy_rules.strategy(
+        fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding
+    )
     if gpus and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
+        raise ValueError(
+            f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true."
+        )
     strategy_rules.offload(strategy, fsdp.cpu_offload, batch_sizes(flags, devices, num_nodes)[1])
     return Placement(strategy, sharding, devices, num_nodes, kind, flags.devices.context_parallel)
 
 
 def require_cores(flags: Flags, placement: Placement) -> None:
-    """Raises ValueError for far more ranks on CPUs than this machine has cores, unless --oversubscribe insists."""
+    """Raises ValueError for far more ranks on CPUs than this machine has cores, unless
+    --oversubscribe insists."""
     count, here = placement.devices, cores()
-    if placement.kind == "cpu" and count > MOST_RANKS_A_CORE * here and not flags.devices.oversubscribe:
+    if (
+        placement.kind == "cpu"
+        and count > MOST_RANKS_A_CORE * here
+        and not flags.devices.oversubscribe
+    ):
         raise ValueError(
-            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would only wait for each other: take "
-            f"--devices {here}, at most {MOST_RANKS_A_CORE * here}, or insist with --oversubscribe true."
+            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would "
+            f"only wait for each other: take "
+            f"--devices {here}, at most {MOST_RANKS_A_CORE * here}, or insist with "
+            f"--oversubscribe true."
         )
 
 
 def start(flags: Flags) -> ThisRank:
-    """Lock the run directory and start the other ranks of this machine, unless a launcher did. Raises Fault.
+    """Lock the run directory and start the other ranks of this machine, unless a launcher did.
+    Raises Fault.
 
     A problem with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
     if placement.kind == "cpu":  # where tensors are malloc's
         return_freed_memory()
-    by_other, has_ranks = launch.started_by_other(), placement.world_size > 1 and not flags.devices.tpu
+    by_other, has_ranks = (
+        launch.started_by_other(),
+        placement.world_size > 1 and not flags.devices.tpu,
+    )
     starts = has_ranks and not by_other
     if starts:
         require_cores(flags, placement)
@@ -130,9 +174,14 @@ def start(flags: Flags) -> ThisRank:
         launch.number_of("MASTER_PORT", 0, 2**16 - 1, default="")  # at which they meet
     if placement.num_nodes == 1 and not by_other:
         os.environ.pop("NODE_RANK", None)  # not of this run, of which this process is the first
-    if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
+    if (
+        starts
+        and placement.num_nodes > 1
+        and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys()
+    ):
         raise Fault(
-            f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun and --devices auto, "
+            f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun "
+            f"and --devices auto, "
             "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
         )
     if flags.demo:
@@ -148,13 +197,18 @@ def start(flags: Flags) -> ThisRank:
             problem = as_mistake(error)
             if placement.world_size == 1 or starts:
                 raise problem from None
-    children = launch.start_ranks(placement.devices, placement.num_nodes) if starts else launch.Children({})
+    children = (
+        launch.start_ranks(placement.devices, placement.num_nodes)
+        if starts
+        else launch.Children({})
+    )
     return ThisRank(placement, children, directory, problem)
 
 
 @contextmanager
 def told_in_one_sentence() -> Iterator[None]:
-    """Around all of train.py: print a fault in one sentence and exit. run/supervision.py does so once there are ranks."""
+    """Around all of train.py: print a fault in one sentence and exit. run/supervision.py does so
+    once there are ranks."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -168,7 +222,8 @@ def told_in_one_sentence() -> Iterator[None]:
 
 
 def leave_at_once(fault: Fault) -> NoReturn:
-    """End this process, and with it the ranks that it has started. For a signal handler, before the ranks have joined."""
+    """End this process, and with it the ranks that it has started. For a signal handler, before the
+    ranks have joined."""
     try:
         run_directory.leave(fault)
         fail("train.py", str(fault), fault.code)

@@ -1,6 +1,7 @@
 """Warnings: valid flags that are probably a mistake, such as those without an effect.
 
-A flag counts as given if it differs from its default, since arguments.yaml of a resumed run holds all flags.
+A flag counts as given if it differs from its default, since arguments.yaml of a resumed run holds
+all flags.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,35 +14,54 @@ from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 
-# AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and mostly stay, around 0.02
-# (initializer_range in transformers): with a larger rate, one step replaces them.
+# AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and
+# mostly stay, around 0.02 (initializer_range in transformers): with a larger rate, one step
+# replaces them.
 LARGEST_LR = 0.02
 # The gradient of so few sequences is mostly noise, unless they have that many tokens.
 FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
-# Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
+# Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models,
+# arXiv 2305.16264.
 MOST_EPOCHS = 4
 MANY_STEPS = 200  # that nobody wants to lose
 
 
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     """One sentence for each flag, or group of flags, that is probably a mistake."""
-    flat, placement, last, done = flags.flat(), plan.placement, plan.schedule.max_step, plan.start.step
-    context_length, made_for = plan.data.dataset.context_length, positions.length(plan.model.config.get_text_config())
+    flat, placement, last, done = (
+        flags.flat(),
+        plan.placement,
+        plan.schedule.max_step,
+        plan.start.step,
+    )
+    context_length, made_for = (
+        plan.data.dataset.context_length,
+        positions.length(plan.model.config.get_text_config()),
+    )
     sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
     lr, warmup = flat["lr"], flat["warmup_steps"]
     if on_cpu and placement.devices > here:
-        yield f"{placement.devices} processes share {here} CPU cores and wait for each other: take --devices {here} at most."
+        yield (
+            f"{placement.devices} processes share {here} CPU cores and wait for each other: "
+            f"take --devices {here} at most."
+        )
     if made_for is not None and context_length > made_for:
-        yield f"rows hold {context_length} tokens, but the model was made for {made_for} positions, and has seen none beyond."
+        yield (
+            f"rows hold {context_length} tokens, but the model was made for {made_for} "
+            f"positions, and has seen none beyond."
+        )
     if shifted := plan.shifted_labels():
         yield (
-            f"the labels of {', '.join(shifted)} are already shifted, each the token after its own place. A model shifts them itself, "
-            "so it learns the token after next: write labels that equal input_ids where there is a target, or leave the column out."
+            f"the labels of {', '.join(shifted)} are already shifted, each the token after its "
+            f"own place. A model shifts them itself, "
+            "so it learns the token after next: write labels that equal input_ids where there is "
+            "a target, or leave the column out."
         )
     for dataset in plan.datasets():
         if unread := getattr(dataset, "unread", ()):
             yield (
-                f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What isn't a target has -100 in labels, "
+                f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
+                f"isn't a target has -100 in labels, "
                 "or 0 in attention_mask (data/README.md)."
             )
     if flat["cpu_offload"] and on_cpu:
@@ -52,24 +72,39 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     yield from _without_effect(flat, flags.declared(), placement.strategy)
     if lr > LARGEST_LR:
         yield (
-            f"--lr {lr:g} is far above what language models are trained with: AdamW moves each weight by about that much "
-            f"a step, and most weights are around {LARGEST_LR} (with --lr 2, one step takes a toy's loss from 4.9 to 59)."
+            f"--lr {lr:g} is far above what language models are trained with: AdamW moves each "
+            f"weight by about that much "
+            f"a step, and most weights are around {LARGEST_LR} (with --lr 2, one step takes a "
+            f"toy's loss from 4.9 to 59)."
         )
     is_small = sequences <= FEW_SEQUENCES and sequences * context_length < FEW_TOKENS
     if is_small and done == 0 and has_weights(plan.model.source):
         yield (
-            f"a step of {sequences} x {context_length} tokens is mostly noise to a trained model: give --global_batch_size, "
-            "such as 64, and --micro_batch_size for what fits at once (docs/continued_pretraining.md)."
+            f"a step of {sequences} x {context_length} tokens is mostly noise to a trained model: "
+            f"give --global_batch_size, "
+            "such as 64, and --micro_batch_size for what fits at once "
+            "(docs/continued_pretraining.md)."
         )
     short = f"isn't less than the run's {last} steps"
     if warmup > 0 and warmup >= last:
-        yield f"--warmup_steps {warmup} {short}: the learning rate only rises, to {lr * last / warmup:g}."
-    if often := [f"{name} {count:.1f} times" for name, count in plan.epochs().items() if count > MOST_EPOCHS]:
-        yield f"the run reads {', '.join(often)}: beyond {MOST_EPOCHS} epochs, text teaches less and less (arXiv 2305.16264)."
+        yield (
+            f"--warmup_steps {warmup} {short}: the learning rate only rises, to "
+            f"{lr * last / warmup:g}."
+        )
+    if often := [
+        f"{name} {count:.1f} times" for name, count in plan.epochs().items() if count > MOST_EPOCHS
+    ]:
+        yield (
+            f"the run reads {', '.join(often)}: beyond {MOST_EPOCHS} epochs, text teaches less "
+            f"and less (arXiv 2305.16264)."
+        )
     if (interval := flat["save_step_interval"]) is not None and interval >= last:
         yield f"--save_step_interval {interval} {short}: the only checkpoint comes at the end."
     elif interval is None and last - done >= MANY_STEPS:
-        yield "no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
+        yield (
+            "no --save_step_interval: the only checkpoint comes at the end, a crash loses all "
+            "before it."
+        )
     if interval is None and plan.data.budgets and flat["forgetting_action"] == "rewind":
         said = "goes back to the beginning each time"
         yield f"--forgetting_action rewind without --save_step_interval {said}."
@@ -77,23 +112,36 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
 
 
-def _without_effect(flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy: str) -> Iterator[str]:
+def _without_effect(
+    flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy: str
+) -> Iterator[str]:
     """Flags that are given without what they need. Flags that miss the same share a sentence."""
     known = {**flat, "strategy": strategy}
     found: dict[str, list[str]] = {}
     for name, value in flat.items():
-        if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):  # these don't shard
+        if (
+            value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single")
+        ):  # these don't shard
             continue
         for needed, *values in (need.split() for need in flags[name].needs.split(",") if need):
             # One part of a value with commas is enough.
-            if set(str(known[needed]).lower().split(",")) & set(values) if values else known[needed]:
+            if (
+                set(str(known[needed]).lower().split(",")) & set(values)
+                if values
+                else known[needed]
+            ):
                 continue
             missing = f"with --{needed} {str(known[needed]).lower()}"
             if known[needed] == flags[needed].default:
                 missing = f"without --{needed}{' ' * bool(values)}{' or '.join(values)}"
             found.setdefault(missing, []).append(f"--{name}")
             break
-    as_said = {"with --strategy single": "with one device", "with --strategy xla": "with --tpu true"}
+    as_said = {
+        "with --strategy single": "with one device",
+        "with --strategy xla": "with --tpu true",
+    }
     for missing, names in found.items():
-        listed = f"{', '.join(names[:-1])} and {names[-1]} have" if len(names) > 1 else f"{names[0]} has"
+        listed = (
+            f"{', '.join(names[:-1])} and {names[-1]} have" if len(names) > 1 else f"{names[0]} has"
+        )
         yield f"{listed} no effect {as_said.get(missing, missing)}."

@@ -1,4 +1,5 @@
-"""The flags of prepare_data.py against each other and against what they name, without torch or transformers."""
+"""The flags of prepare_data.py against each other and against what they name, without torch or
+transformers."""
 
 import os
 from pathlib import Path
@@ -7,7 +8,13 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.names import hub_name
 from fabric_llm.model.folders import check_tokenizer_file
-from fabric_llm.prepare.inputs import DEFAULT_PATTERNS, find_sources, preparation, prepared_output, separator
+from fabric_llm.prepare.inputs import (
+    DEFAULT_PATTERNS,
+    find_sources,
+    preparation,
+    prepared_output,
+    separator,
+)
 
 
 def check(flags: Flags) -> None:
@@ -18,10 +25,16 @@ def check(flags: Flags) -> None:
         separator(flags.document_separator)
     else:
         known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
-        others = [name for name, value in vars(flags).items() if value != getattr(type(flags), name) and name not in known]
+        others = [
+            name
+            for name, value in vars(flags).items()
+            if value != getattr(type(flags), name) and name not in known
+        ]
         if others or flags.tokenizer is None or not flags.tasks.strip(", "):
             words = f"not --{others[0]}" if others else "and needs the first"
-            raise ValueError(f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}.")
+            raise ValueError(
+                f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}."
+            )
     prepared_output(output, flags.overwrite)
     files.writable(output)
     if flags.tasks is None:

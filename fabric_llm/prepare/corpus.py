@@ -1,7 +1,9 @@
-"""What `--input` names -> pieces of 4 to 32 MB, in a fixed order, which processes share; or texts in memory.
+"""What `--input` names -> pieces of 4 to 32 MB, in a fixed order, which processes share; or texts
+in memory.
 
-A piece is one or more parts: ranges of large files, cut after a line or between documents, ranges of row groups or rows,
-and many small files. The plan depends on the inputs alone, never on the number of processes.
+A piece is one or more parts: ranges of large files, cut after a line or between documents, ranges
+of row groups or rows, and many small files. The plan depends on the inputs alone, never on the
+number of processes.
 """
 
 import hashlib
@@ -18,11 +20,14 @@ from fabric_llm.prepare import documents, inputs
 from fabric_llm.prepare.documents import BLANK_LINES, Part
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
-# Of a small one. Many pieces keep all cores busy to the end, but flushing each to the disk takes 50 ms.
+# Of a small one. Many pieces keep all cores busy to the end, but flushing each to the disk takes 50
+# ms.
 SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
 EDGES = 16  # the name of one of so many files begins a piece
-LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
+LONG_TEXT_BYTES = (
+    16 * 2**20
+)  # a text file from this size on is split at blank lines unless told otherwise
 # Names of splits. A word of the others in a name, such as `test_sft`, says that it isn't meant to
 # be trained on.
 OWN_VALIDATION = ("validation", "valid", "val", "dev")
@@ -44,11 +49,14 @@ class Piece(NamedTuple):
     def name(self, sources: Mapping[str, inputs.Source], encoded_with: Any) -> str:
         """Of its files: a hash of its parts, of sizes and times, and of what it is encoded with."""
         made_of = [(part, sources[part.path]) for part in self.parts]
-        return hashlib.sha256(json.dumps([made_of, encoded_with], sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(
+            json.dumps([made_of, encoded_with], sort_keys=True).encode()
+        ).hexdigest()[:32]
 
 
 def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
-    """The pieces of all sources. separator: see `inputs.separator`. Notes in `found` what should be said.
+    """The pieces of all sources. separator: see `inputs.separator`. Notes in `found` what should be
+    said.
 
     Raises ValueError for a dataset or table that can't be opened.
     """
@@ -76,17 +84,22 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
 
 
 def _note_files_named_as_splits(found: inputs.Found) -> None:
-    """As of a dataset that was downloaded as files. They are read as any other: a name alone doesn't say what a file is for."""
+    """As of a dataset that was downloaded as files. They are read as any other: a name alone
+    doesn't say what a file is for."""
     named = {}  # file of records -> the split that it, or its folder, is named as
     for source in found.sources:
         names = [source.name.rpartition(os.sep)[2].split(".")[0], source.name.split(os.sep)[-2:][0]]
         splits = [re.sub(r"-\d+(-of-\d+)?$", "", name.lower()) for name in names]
         if inputs.KINDS.get(inputs.suffix(source.name), "text") != "text":
-            named[source.name] = next((split for split in splits if split in (*OWN_VALIDATION, *NOT_TRAINING, "train")), "")
+            named[source.name] = next(
+                (split for split in splits if split in (*OWN_VALIDATION, *NOT_TRAINING, "train")),
+                "",
+            )
     apart = [name for name, split in named.items() if split not in ("", "train")]
     if apart and "train" in named.values():
         found.notes.append(
-            f"{shown(apart[0])}{f' and {len(apart) - 1} more' if apart[1:] else ''} is named as a split to measure with, and read as the "
+            f"{shown(apart[0])}{f' and {len(apart) - 1} more' if apart[1:] else ''} is named as a "
+            f"split to measure with, and read as the "
             "others are: leave it out by --exclude"
         )
 
@@ -101,7 +114,9 @@ def _parts_of(
         if separator is None and (len(found.sources) == 1 or size >= LONG_TEXT_BYTES):
             records = documents.read_part(part._replace(separator=BLANK_LINES), "")
             if any(number for number, _ in records):
-                found.notes.append(f"{shown(part.path)} is split at blank lines; choose with --document_separator")
+                found.notes.append(
+                    f"{shown(part.path)} is split at blank lines; choose with --document_separator"
+                )
                 part = part._replace(separator=BLANK_LINES)
     if part.kind in ("dataset", "hub"):
         yield from _parts_of_dataset(part, size, found, piece_bytes)
@@ -109,14 +124,20 @@ def _parts_of(
         with documents.parquet_file(part.path) as file:
             groups = file.num_row_groups
         yield from _ranges(part, groups, size, piece_bytes)
-    elif size > piece_bytes and (part.kind == "json_lines" or part.separator) and not inputs.compression_of(part.path):
+    elif (
+        size > piece_bytes
+        and (part.kind == "json_lines" or part.separator)
+        and not inputs.compression_of(part.path)
+    ):
         start = 0
         with open(part.path, "rb") as file:
             while start < size:
                 end, place = size, start + piece_bytes
                 if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
                     file.seek(place)
-                    rest = documents.cut_text(file, part._replace(start=place, separator=part.separator or "\n"))
+                    rest = documents.cut_text(
+                        file, part._replace(start=place, separator=part.separator or "\n")
+                    )
                     end = next((begin for begin, _ in rest if begin > place), size)
                 yield part._replace(start=start, end=end), end - start
                 start = end
@@ -132,24 +153,32 @@ def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tup
         yield part._replace(start=start, end=end), size * (end - start) // count
 
 
-def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
+def _parts_of_dataset(
+    part: Part, size: int, found: inputs.Found, piece_bytes: int
+) -> Iterator[tuple[Part, int]]:
     splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
     read = [name for name in splits if name in own or not is_no_training_text(name)]
     if read == own:
         raise ValueError(_nothing_to_train_on(part, [*splits]))
     for name in own:
-        found.notes.append(f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn")
+        found.notes.append(
+            f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn"
+        )
     rows = 0 if part.kind == "hub" else sum(len(splits[name]) for name in read)
     for name, split in splits.items():
         if name not in read:
             place, count = f"{part.path} [{name}]", None if part.kind == "hub" else len(split)
             found.splits_left_out[place] = count
-            found.notes.append(f"{place} is left out" + ("" if count is None else f": {count:,} rows"))
+            found.notes.append(
+                f"{place} is left out" + ("" if count is None else f": {count:,} rows")
+            )
             continue
         part = part._replace(split=name)
         if own:
-            part = part._replace(goes=documents.TO_VALIDATION if name in own else documents.TO_TRAIN)
+            part = part._replace(
+                goes=documents.TO_VALIDATION if name in own else documents.TO_TRAIN
+            )
         if part.kind == "hub":
             yield part, 0
         else:
@@ -181,12 +210,16 @@ class Corpus(NamedTuple):
 
 
 def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corpus:
-    """The documents of all sources, long ones in sections; of too many every second, fourth, and so on.
+    """The documents of all sources, long ones in sections; of too many every second, fourth, and so
+    on.
 
-    Raises ValueError where there are too few. How much text there is isn't known before it is read: files may be compressed.
+    Raises ValueError where there are too few. How much text there is isn't known before it is read:
+    files may be compressed.
     """
     parts = [part for piece in plan(found, separator) for part in piece.parts]
-    is_stream = any(source.bytes is None for source in found.sources)  # of the hub, which may have no end
+    is_stream = any(
+        source.bytes is None for source in found.sources
+    )  # of the hub, which may have no end
     taken, every, size = [], 1, 0
     for number, text in enumerate(documents.texts(parts, text_field)):
         if number % every == 0:
@@ -203,14 +236,16 @@ def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corp
 def summary(corpus: Corpus) -> str:
     """One line that says what was read."""
     learned, held_out = (
-        f"{len(some):,} texts ({sum(len(text.encode()) for text in some) / 1e6:,.1f} MB)" for some in corpus[:2]
+        f"{len(some):,} texts ({sum(len(text.encode()) for text in some) / 1e6:,.1f} MB)"
+        for some in corpus[:2]
     )
     taken = f", one text of {corpus.every}" if corpus.every > 1 else ""
     return f"Tokens are learned from {learned} and measured on {held_out} that are held out{taken}."
 
 
 def hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
-    """(texts, those held out): one of ONE_OF, at least one; the last lines of a single text. None is in both."""
+    """(texts, those held out): one of ONE_OF, at least one; the last lines of a single text. None
+    is in both."""
     if len(texts) == 1:
         cut = texts[0].rfind("\n", 0, len(texts[0]) * (ONE_OF - 1) // ONE_OF) + 1
         texts = [part for part in (texts[0][:cut], texts[0][cut:]) if part.strip()]
@@ -219,5 +254,8 @@ def hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
     apart = set(held_out)
     learned = [text for text in texts if text not in apart]
     if not learned:
-        raise ValueError("The corpus has no two different texts: tokens are learned from some, and measured on others.")
+        raise ValueError(
+            "The corpus has no two different texts: tokens are learned from some, and measured on "
+            "others."
+        )
     return learned, held_out

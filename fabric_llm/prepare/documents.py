@@ -1,7 +1,8 @@
-"""Read the documents of one part of the inputs, in order: a file or a range of it, rows of a dataset, a stream of the hub.
+"""Read the documents of one part of the inputs, in order: a file or a range of it, rows of a
+dataset, a stream of the hub.
 
-A reader yields (number, text) for each document, and `Bad` in place of a record that can't be read. It holds at most a block in
-memory, or one document of at most RECORD_BYTES.
+A reader yields (number, text) for each document, and `Bad` in place of a record that can't be read.
+It holds at most a block in memory, or one document of at most RECORD_BYTES.
 """
 
 import codecs
@@ -20,7 +21,14 @@ import pyarrow.parquet as pq
 
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.names import reach_hub, shown
-from fabric_llm.prepare.inputs import LONGEST_SEPARATOR, NOWHERE, compression_of, is_damage, opened, suffix
+from fabric_llm.prepare.inputs import (
+    LONGEST_SEPARATOR,
+    NOWHERE,
+    compression_of,
+    is_damage,
+    opened,
+    suffix,
+)
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
 RECORD_BYTES = 64 * 2**20  # longest document
@@ -35,7 +43,8 @@ WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
 JSON, LENIENT_JSON = (json.JSONDecoder(parse_int=len, strict=strict) for strict in (True, False))
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 
-# Where a document goes: it is drawn into a split, or its dataset has a validation split, which is kept.
+# Where a document goes: it is drawn into a split, or its dataset has a validation split, which is
+# kept.
 DRAWN, TO_TRAIN, TO_VALIDATION = 0, 1, 2
 
 
@@ -48,7 +57,9 @@ class Part(NamedTuple):
     end: Optional[int] = None  # None: the end of the file
     split: str = ""  # of a dataset
     goes: int = DRAWN
-    separator: Optional[str] = None  # regular expression between documents of a text; None: the file is one document
+    separator: Optional[str] = (
+        None  # regular expression between documents of a text; None: the file is one document
+    )
 
     @property
     def is_one_document(self) -> bool:
@@ -84,7 +95,8 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
 
 
 def where(part: Part, number: Optional[int]) -> str:
-    """The place of a record, for messages. For one in a range of a file, all lines before the range are counted, which is slow."""
+    """The place of a record, for messages. For one in a range of a file, all lines before the range
+    are counted, which is slow."""
     path = shown(part.path)
     if number is None or part.is_one_document:
         return path
@@ -121,18 +133,24 @@ def sections(text: str) -> Iterator[str]:
 def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     for number, content in cut_text(file, part):
         if content is None or len(content) > RECORD_BYTES:
-            yield Bad(number, f"is longer than {RECORD_BYTES >> 20} MiB: divide it with --document_separator")
+            yield Bad(
+                number,
+                f"is longer than {RECORD_BYTES >> 20} MiB: divide it with --document_separator",
+            )
         else:  # a byte order mark at the beginning isn't part of the text
             yield _document(number, content if number else content.removeprefix(codecs.BOM_UTF8))
 
 
 def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]]:
-    """(place of a document's first byte, the document, None if it is too long). `file` is at the start of `part`."""
+    """(place of a document's first byte, the document, None if it is too long). `file` is at the
+    start of `part`."""
     separator = None if part.separator is None else re.compile(part.separator.encode())
     # `buffer` holds what was read from `place` on, in the document that begins at `begin`.
     begin, place, buffer = part.start, part.start, b""
     while True:
-        room = max(BLOCK_BYTES, len(buffer))  # so that a long document isn't searched again for each block
+        room = max(
+            BLOCK_BYTES, len(buffer)
+        )  # so that a long document isn't searched again for each block
         room = room if part.end is None else min(room, part.end - place - len(buffer))
         block, damage = read_block(file, room)
         buffer, at = buffer + block, 0
@@ -149,7 +167,9 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
             if buffer or begin < place or begin == part.start:
                 yield begin, buffer if begin == place else None
             return
-        if len(buffer) > RECORD_BYTES:  # its beginning isn't needed any more, but a separator may have begun
+        if (
+            len(buffer) > RECORD_BYTES
+        ):  # its beginning isn't needed any more, but a separator may have begun
             longest = 2 * LONGEST_SEPARATOR  # with \r\n for each \n
             place += len(buffer) - longest
             buffer = buffer[-longest:]
@@ -178,12 +198,15 @@ def _text_of(record: Any, text_field: str, number: int, place: str = "field") ->
     if text_field not in record:
         return Bad(number, _no_field(text_field, record))
     if not isinstance(text := record[text_field], str):
-        return Bad(number, f'holds {type(text).__name__}, not a string, in its {place} "{text_field}"')
+        return Bad(
+            number, f'holds {type(text).__name__}, not a string, in its {place} "{text_field}"'
+        )
     return _document(number, text)
 
 
 def _document(number: int, content: str | bytes) -> Record:
-    """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such as "\\ud800"."""
+    """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such
+    as "\\ud800"."""
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
         return Bad(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
     try:
@@ -207,7 +230,9 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
     names = list(present)
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
-    return f'has no field "{text_field}" (fields: {some}{more}): name the right one with --text_field'
+    return (
+        f'has no field "{text_field}" (fields: {some}{more}): name the right one with --text_field'
+    )
 
 
 def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
@@ -336,9 +361,13 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
         try:
             names = next(rows, [])
         except csv.Error as error:
-            raise ValueError(f"{part.path} has no first line that names the columns: {error}") from None
+            raise ValueError(
+                f"{part.path} has no first line that names the columns: {error}"
+            ) from None
         if (count := names.count(text_field)) > 1:
-            raise ValueError(f'{part.path} has {count} columns named "{text_field}": give each its own name')
+            raise ValueError(
+                f'{part.path} has {count} columns named "{text_field}": give each its own name'
+            )
         if not count:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
         column, number = names.index(text_field), 1
@@ -374,7 +403,9 @@ def _are_rows(lines: list[str], columns: int) -> bool:
 
     Most of these files know no quotes. A line that begins with a tab is one of an indented text.
     """
-    return len(lines) > 1 < columns and all(line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines)
+    return len(lines) > 1 < columns and all(
+        line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines
+    )
 
 
 def parquet_file(path: str) -> pq.ParquetFile:
@@ -399,11 +430,15 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         for group in groups:
             end += table.metadata.row_group(group).num_rows
             try:
-                for batch in table.iter_batches(PARQUET_ROWS, [group], [text_field], use_threads=False):
+                for batch in table.iter_batches(
+                    PARQUET_ROWS, [group], [text_field], use_threads=False
+                ):
                     # As bytes: pyarrow doesn't check that strings are valid, and an invalid one
                     # must not end the others. A null is an empty document.
                     for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                        yield _document(number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8))
+                        yield _document(
+                            number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8)
+                        )
                         number += 1
             except (pa.ArrowException, OSError) as error:
                 while number < end:  # the rest of its row group
@@ -412,11 +447,13 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
 
 
 def load_splits(kind: str, name: str) -> dict[str, Any]:
-    """The splits of a dataset, "rows" for one without a name: of a folder, or of `name` or `name:config` streamed from the hub.
+    """The splits of a dataset, "rows" for one without a name: of a folder, or of `name` or
+    `name:config` streamed from the hub.
 
     Raises ValueError for one that can't be opened.
     """
-    import datasets  # whose import takes longer than that of all else that a process which tokenizes needs
+    # whose import takes longer than that of all else that a process which tokenizes needs
+    import datasets
 
     from fabric_llm.data.dataset import has_rows, split_names
 

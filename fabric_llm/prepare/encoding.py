@@ -6,8 +6,9 @@ In the work folder a piece is, by its name, a hash of all that it is made of:
     NAME.documents  a record of each document (DOCUMENT)
     NAME.json       the mark: both are on the disk, and what was read for them
 
-A piece without a mark is made again from its beginning. Worker processes take one piece after the other, and end with the
-process that has started them. This module imports neither torch nor transformers, so that they start quickly.
+A piece without a mark is made again from its beginning. Worker processes take one piece after the
+other, and end with the process that has started them. This module imports neither torch nor
+transformers, so that they start quickly.
 """
 
 import errno
@@ -39,7 +40,8 @@ from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import Bad, Record, read_part, sections, where
 
-# Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
+# Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120
+# bytes a character.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1_000_000
 CHARACTERS_BEFORE = 1000  # of the section before, with which one is encoded
@@ -78,7 +80,9 @@ class Mark:
     unknown: int = 0  # tokens
     bytes: int = 0  # of the documents' text
     bytes_of_tokens: int = 0  # that the tokens stand for, see data/token_bytes.py
-    named: list[tuple[int, Bad]] = field(default_factory=list)  # (number of the part, one of the first of them)
+    named: list[tuple[int, Bad]] = field(
+        default_factory=list
+    )  # (number of the part, one of the first of them)
 
 
 def read_mark(path: Path) -> Optional[Mark]:
@@ -88,7 +92,9 @@ def read_mark(path: Path) -> Optional[Mark]:
     """
     try:
         mark = Mark(**json.loads(path.with_suffix(".json").read_bytes()))
-        tokens, documents = (path.with_suffix(name).stat().st_size for name in (".tokens", ".documents"))
+        tokens, documents = (
+            path.with_suffix(name).stat().st_size for name in (".tokens", ".documents")
+        )
     except (OSError, ValueError, TypeError):
         return None
     is_whole = documents == mark.documents * DOCUMENT.itemsize and tokens in (
@@ -113,7 +119,8 @@ class PieceFiles:
         self.token_bytes = np.load(Path(job.folder, TOKEN_BYTES))
 
     def add(self, ids: np.ndarray, text: str, goes: int) -> None:
-        """Append a document, unless no character of it is visible. ids: the tokens of `text`, uint32 [tokens]."""
+        """Append a document, unless no character of it is visible. ids: the tokens of `text`,
+        uint32 [tokens]."""
         if not text.strip():
             self.mark.empty += 1
             return
@@ -132,7 +139,8 @@ class PieceFiles:
 
 
 def lock(descriptor: int, taken: str) -> None:
-    """Lock an open file until it is closed. Raises Fault (73) where another process has it. Some file systems have no locks."""
+    """Lock an open file until it is closed. Raises Fault (73) where another process has it. Some
+    file systems have no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,7 +152,8 @@ def lock(descriptor: int, taken: str) -> None:
 
 @contextmanager
 def without_panic() -> Iterator[None]:
-    """Raises ValueError where tokenizers panics, such as for a regular expression that takes too long, and hides its report."""
+    """Raises ValueError where tokenizers panics, such as for a regular expression that takes too
+    long, and hides its report."""
     said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -160,7 +169,8 @@ def without_panic() -> Iterator[None]:
 
 
 def encode_all_alike(backend: Any) -> None:
-    """Switch off what tokenizer.json may ask for: truncation, padding, and the dropout of merges, which is random."""
+    """Switch off what tokenizer.json may ask for: truncation, padding, and the dropout of merges,
+    which is random."""
     backend.no_truncation()
     backend.no_padding()
     if getattr(backend.model, "dropout", None) is not None:
@@ -169,7 +179,8 @@ def encode_all_alike(backend: Any) -> None:
 
 @lru_cache(1)
 def _load_backend(path: str, modified_ns: int) -> Tokenizer:
-    """The tokenizer as it is saved in the work folder, and so in the dataset, with its hash in the manifest."""
+    """The tokenizer as it is saved in the work folder, and so in the dataset, with its hash in the
+    manifest."""
     backend = Tokenizer.from_file(path)
     encode_all_alike(backend)
     backend.encode_special_tokens = True  # transformers' split_special_tokens
@@ -179,12 +190,15 @@ def _load_backend(path: str, modified_ns: int) -> Tokenizer:
 def encode_piece(piece: Piece, name: str, job: Job) -> None:
     """Encode a piece, unless that is done. Its files, of this name, are then on the disk.
 
-    Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
-    where another process has the piece.
+    Raises ValueError for a bad record if the job stops on errors, and for a file of which every
+    record is bad; Fault (73) where another process has the piece.
     """
     path = Path(job.folder, name)
     with ExitStack() as stack:
-        opened = [stack.enter_context(open(path.with_suffix(name), "ab")) for name in (".tokens", ".documents")]
+        opened = [
+            stack.enter_context(open(path.with_suffix(name), "ab"))
+            for name in (".tokens", ".documents")
+        ]
         lock(opened[0].fileno(), f"piece {name} in {job.folder!r} is being made by another process")
         if read_mark(path) is not None:
             return
@@ -196,27 +210,39 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
             file.flush()
             os.fsync(file.fileno())
         failpoint("prepare.mark")
-        files.write_atomically(path.with_suffix(".json"), json.dumps(asdict(out.mark)), durable=True)
+        files.write_atomically(
+            path.with_suffix(".json"), json.dumps(asdict(out.mark)), durable=True
+        )
         failpoint("prepare.marked")
 
 
 def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
     """Add the documents of a piece to its files, and its bad records to its mark."""
     path = os.path.join(job.folder, "tokenizer", "tokenizer.json")
-    backend = _load_backend(path, os.stat(path).st_mtime_ns)  # which a process keeps from one piece to the next
+    backend = _load_backend(
+        path, os.stat(path).st_mtime_ns
+    )  # which a process keeps from one piece to the next
     good: set[int] = set()  # parts with a record that can be read, by their number
     bad: dict[int, list] = {}  # likewise those with one that can't: how many, the first
     for batch in _batches(piece, job):
         out.mark.records += len(batch)
-        encoded = _encoded(["" if isinstance(record, Bad) else record[1] for _, record in batch], backend)
+        encoded = _encoded(
+            ["" if isinstance(record, Bad) else record[1] for _, record in batch], backend
+        )
         is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, Bad):
-                record = record._replace(message=shown(record.message, MAX_MESSAGE))  # it may quote what the file holds
+                record = record._replace(
+                    message=shown(record.message, MAX_MESSAGE)
+                )  # it may quote what the file holds
                 bad.setdefault(number, [0, record])[0] += 1
             else:
                 good.add(number)
-                special = [name for token, name in job.forbidden.items() if token in ids] if is_special else []
+                special = (
+                    [name for token, name in job.forbidden.items() if token in ids]
+                    if is_special
+                    else []
+                )
                 if special:
                     said = f"turns into its special token {shown(special[0])}: take it out"
                     said = f"holds text that this tokenizer {said}, or choose a byte-level one"
@@ -241,26 +267,31 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
 
 
 def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
-    """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in sections."""
+    """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in
+    sections."""
     if len(texts) == 1 and len(parts := list(sections(texts[0]))) > 1:
         return [_joined(parts, backend)]
-    # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy takes an array.array
-    # three times as fast as a list of int.
+    # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy
+    # takes an array.array three times as fast as a list of int.
     return [np.frombuffer(ids, dtype=np.uint32) for ids in _ids(texts, backend)]
 
 
 def _joined(parts: Sequence[str], backend: Tokenizer) -> np.ndarray:
-    """The tokens of a text in sections, as those of the whole: each section is encoded behind the end of the one before.
+    """The tokens of a text in sections, as those of the whole: each section is encoded behind the
+    end of the one before.
 
-    A tokenizer may put a space before a text, take one away, or join what stands on both sides of a cut. Only in a word
-    that is longer than a section do the two not meet: there each has its own tokens.
+    A tokenizer may put a space before a text, take one away, or join what stands on both sides of a
+    cut. Only in a word that is longer than a section do the two not meet: there each has its own
+    tokens.
     """
     found, before = array("I"), ""
     for part in parts:
         before = before[-CHARACTERS_BEFORE:]
         alone, both = _ids([before, before + part], backend)
         same = next((n for n, pair in enumerate(zip(alone, both)) if len({*pair}) > 1), len(alone))
-        others = len(found) - (len(alone) - same)  # from here on the section before has other tokens in the whole
+        others = len(found) - (
+            len(alone) - same
+        )  # from here on the section before has other tokens in the whole
         if found[others:] == alone[same:]:
             del found[others:]
             found += both[same:]
@@ -298,12 +329,17 @@ def _sentence(piece: Piece, number: int, record: Bad) -> str:
 
 def bad_records(pieces: Iterable[Piece], marks: Sequence[Mark]) -> list[str]:
     """Sentences on the first ones of all pieces."""
-    named = [(piece, number, Bad(*bad)) for piece, mark in zip(pieces, marks) for number, bad in mark.named]
+    named = [
+        (piece, number, Bad(*bad))
+        for piece, mark in zip(pieces, marks)
+        for number, bad in mark.named
+    ]
     return [_sentence(*record) for record in named[:MAX_NAMED]]
 
 
 def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, report: Report) -> None:
-    """Encode by processes on this machine. What one of them raises is raised here, and the others end.
+    """Encode by processes on this machine. What one of them raises is raised here, and the others
+    end.
 
     pieces: by name. report: takes the bytes of the inputs of each piece that is done.
     """
@@ -312,13 +348,17 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
-        running = {pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()}
+        running = {
+            pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()
+        }
         for done in as_completed(running):
             if (error := done.result()) is not None:
                 raise error
             report(running[done].bytes)
     except BrokenProcessPool:
-        said = "a process that tokenizes was killed (for want of memory?); the same command goes on."
+        said = (
+            "a process that tokenizes was killed (for want of memory?); the same command goes on."
+        )
         raise Fault(said, PEER_LOST) from None
     finally:
         for process in multiprocessing.active_children():
@@ -330,16 +370,26 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
 def _begin_process(parent: int, threads: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # of the terminal's group; the other process ends this one
-    os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # of the terminal's group; the other process ends this one
+    os.environ |= {
+        "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
+        "RAYON_NUM_THREADS": str(threads),
+    }
 
 
 def _error_of(piece: Piece, name: str, job: Job) -> Optional[Exception]:
-    """Encode a piece. Returns its error; prints the traceback of an unexpected one, which a pipe may not be able to send."""
+    """Encode a piece. Returns its error; prints the traceback of an unexpected one, which a pipe
+    may not be able to send."""
     try:
         encode_piece(piece, name, job)
     except OSError as error:
-        return OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))
+        return (
+            OSError(error.errno, error.strerror, error.filename)
+            if error.errno
+            else OSError(str(error))
+        )
     except Exception as error:
         if type(error) in (ValueError, Fault):
             return error

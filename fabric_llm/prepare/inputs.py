@@ -1,7 +1,8 @@
 """What --input names, and checks of all arguments of prepare_data.py.
 
-The kind of a file is told by its name, and its compression by its first bytes, whatever its name. Nothing here imports torch,
-datasets or numpy, which take seconds, so that mistakes are told at once. Every check raises ValueError.
+The kind of a file is told by its name, and its compression by its first bytes, whatever its name.
+Nothing here imports torch, datasets or numpy, which take seconds, so that mistakes are told at
+once. Every check raises ValueError.
 """
 
 import bz2
@@ -43,30 +44,42 @@ NOWHERE = "input {} is neither a file or folder here nor a dataset that can be r
 
 
 def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
-    """Check the arguments of `prepare`, or the flags of prepare_data.py, against each other, without looking at any file."""
+    """Check the arguments of `prepare`, or the flags of prepare_data.py, against each other,
+    without looking at any file."""
     tokenizer, size = given.tokenizer, given.train_tokenizer
     if not inputs:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
     if (tokenizer is None) == (size is None):
-        raise ValueError(f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})")
+        raise ValueError(
+            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})"
+        )
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:
-    """Check that a prepared dataset can be written to `output`, a resolved path, or may replace what is there."""
+    """Check that a prepared dataset can be written to `output`, a resolved path, or may replace
+    what is there."""
     if not os.path.exists(output):  # also False without permission to look, which is reported later
         return
     if not output.is_dir():
         raise ValueError(f"output {output} is a file: name a folder")
     # Without this check, renaming the finished dataset to it would fail.
     if os.path.ismount(output):
-        raise ValueError(f"output {output} is a mount point, which cannot be replaced: name a folder inside it")
+        raise ValueError(
+            f"output {output} is a mount point, which cannot be replaced: name a folder inside it"
+        )
     if not any(output.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"output {output} exists and is not empty: pass --overwrite true to replace it, or name another")
+        raise ValueError(
+            f"output {output} exists and is not empty: pass --overwrite true to replace it, or "
+            f"name another"
+        )
     # A typo such as `--output ~ --overwrite` must not delete anyone's files.
     if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
-        raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
+        raise ValueError(
+            f"output {output} holds no prepared dataset, so it is not overwritten: remove it "
+            f"yourself"
+        )
 
 
 def separator(given: Optional[str]) -> Optional[str]:
@@ -81,10 +94,15 @@ def separator(given: Optional[str]) -> Optional[str]:
         try:
             given.encode()
         except UnicodeError:
-            raise ValueError(f"document_separator {ascii(given)} isn't UTF-8, as texts are") from None
+            raise ValueError(
+                f"document_separator {ascii(given)} isn't UTF-8, as texts are"
+            ) from None
     text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
     if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
-        raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
+        raise ValueError(
+            f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got "
+            f"{given!r}"
+        )
     return re.escape(text) if "\r" in text else r"\r?\n".join(map(re.escape, text.split("\n")))
 
 
@@ -109,25 +127,36 @@ class Found:
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
     twice: int = 0  # links and names that lead to a file or folder which is read already
-    splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)  # {dataset [split]: rows, None: not known}
+    splits_left_out: dict[str, Optional[int]] = field(
+        default_factory=dict
+    )  # {dataset [split]: rows, None: not known}
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
-def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path) -> Found:
+def find_sources(
+    inputs: Sequence[str | Path],
+    *,
+    pattern: Sequence[str],
+    exclude: Sequence[str] = (),
+    output: Path,
+) -> Found:
     """The sources that `inputs` name, in order. No text is read yet.
 
     output: a resolved path, which is left out where it lies inside an input folder. A file that is
     reached again, by a link or another name, is read once.
 
-    Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a matching file, and a file
-    that two inputs name.
+    Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a
+    matching file, and a file that two inputs name.
     """
     found, origin, read = Found(), {}, set()
     for given in _expanded(inputs):
         for source in _sources_of(given, pattern, exclude, output, found):
             path, identity = os.path.abspath(source.name), identity_of(source.name)
             if path in origin:
-                raise ValueError(f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once")
+                raise ValueError(
+                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: "
+                    f"name it once"
+                )
             origin[path] = given
             if identity in read:
                 found.twice += 1
@@ -135,7 +164,9 @@ def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclud
                 found.sources.append(source)
             read.add(identity)
     if list(pattern) != DEFAULT_PATTERNS:  # the others were not wanted
-        found.not_read = Counter({name: count for name, count in found.not_read.items() if name == NO_FILE})
+        found.not_read = Counter(
+            {name: count for name, count in found.not_read.items() if name == NO_FILE}
+        )
     return found
 
 
@@ -148,32 +179,49 @@ def identity_of(path: str) -> Any:
 
 
 def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
-    """The inputs, with what globs among them match, which the shell doesn't expand in quotes or in a file of flags."""
+    """The inputs, with what globs among them match, which the shell doesn't expand in quotes or in
+    a file of flags."""
     for given in map(str, inputs):
         is_glob = has_magic(given) and not os.path.lexists(given)
         yield from (sorted(glob(given, recursive=True)) if is_glob else []) or [given]
 
 
-def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> list[Source]:
+def _sources_of(
+    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found
+) -> list[Source]:
     if os.path.lexists(given) and not os.path.isfile(given) and not os.path.isdir(given):
         # To open a pipe would wait for whoever writes into it.
-        raise ValueError(f"input {given} is a pipe, a socket, a device or a dead link: name a file or a folder")
+        raise ValueError(
+            f"input {given} is a pipe, a socket, a device or a dead link: name a file or a folder"
+        )
     if not os.path.exists(given):
-        # The hub isn't asked for what can't be the name of a dataset there, such as a mistyped path.
+        # The hub isn't asked for what can't be the name of a dataset there, such as a mistyped
+        # path.
         near = nearest_of(Path(given), files=True)
         can_be = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", given)
-        if not can_be or _matcher(DEFAULT_PATTERNS)(given.lower()) or is_path(given) or "/" not in given and near:
+        if (
+            not can_be
+            or _matcher(DEFAULT_PATTERNS)(given.lower())
+            or is_path(given)
+            or "/" not in given
+            and near
+        ):
             raise ValueError(f"{NOWHERE.format(given)}.{near}" if near else NOWHERE.format(given))
         return [Source(given, "hub", None)]  # corpus.plan asks the hub
     if os.path.isfile(given):
-        if suffix(given) not in KINDS and not _is_text(given):  # such as an archive, whose headers would pass for text
+        if suffix(given) not in KINDS and not _is_text(
+            given
+        ):  # such as an archive, whose headers would pass for text
             kinds = " ".join(KINDS)
             raise ValueError(
-                f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): extract its text first"
+                f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): "
+                f"extract its text first"
             )
         return [_file_source(given)]
     if is_dataset(given):
-        files = [file.stat() for file in Path(given).rglob("*.arrow")]  # which `datasets.save_to_disk` wrote
+        files = [
+            file.stat() for file in Path(given).rglob("*.arrow")
+        ]  # which `datasets.save_to_disk` wrote
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
     sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]
@@ -188,13 +236,17 @@ def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], outp
     return sources
 
 
-def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> Iterator[str]:
-    """The matching files below `folder`, in order. `output`, a resolved path, and its work folder are left out.
+def _files_of(
+    folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found
+) -> Iterator[str]:
+    """The matching files below `folder`, in order. `output`, a resolved path, and its work folder
+    are left out.
 
     Links to folders are followed, each folder once: a link may lead to a folder that it lies in.
 
-    Left out, too, are files and folders whose names begin with a dot, such as .git and .ipynb_checkpoints, which holds copies
-    of what is beside it. A pattern that begins with a dot takes such files, and an input that names such a folder takes it.
+    Left out, too, are files and folders whose names begin with a dot, such as .git and
+    .ipynb_checkpoints, which holds copies of what is beside it. A pattern that begins with a dot
+    takes such files, and an input that names such a folder takes it.
     """
 
     def refuse(error: OSError) -> None:  # without this, os.walk skips folders that it can't list
@@ -239,12 +291,18 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
 
 def is_dataset(folder: str) -> bool:
     """Whether a folder was written by `datasets.save_to_disk`."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
+    return any(
+        os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json")
+    )
 
 
 def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
-    """Whether a name in lower case matches one of the patterns, as in a shell: only a dot matches a dot at its beginning."""
-    one_by_one = (("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower()) for one in pattern)
+    """Whether a name in lower case matches one of the patterns, as in a shell: only a dot matches a
+    dot at its beginning."""
+    one_by_one = (
+        ("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower())
+        for one in pattern
+    )
     return re.compile("|".join(one_by_one)).match
 
 
@@ -266,7 +324,9 @@ def _file_source(path: str) -> Source:
 def _is_text(path: str) -> bool:
     with opened(path) as file:
         try:
-            return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(file.read(PROBE_BYTES))
+            return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(
+                file.read(PROBE_BYTES)
+            )
         except Exception as error:
             if isinstance(error, UnicodeDecodeError) or is_damage(error):
                 return False
@@ -274,7 +334,8 @@ def _is_text(path: str) -> bool:
 
 
 def _open_zstandard(raw: BinaryIO) -> BinaryIO:
-    """With pyarrow: zstandard's own reader, and fsspec's, take the end of a truncated file for its end."""
+    """With pyarrow: zstandard's own reader, and fsspec's, take the end of a truncated file for its
+    end."""
     import pyarrow as pa
 
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
@@ -341,7 +402,8 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a file that is being decompressed ends too early or isn't what its first bytes say."""
+    """Whether a file that is being decompressed ends too early or isn't what its first bytes
+    say."""
     if isinstance(error, OSError):  # gzip.BadGzipFile is one, too
         return error.errno is None
     return isinstance(error, (EOFError, zlib.error, lzma.LZMAError))

@@ -1,11 +1,13 @@
 """New tokens for a tokenizer, learned from texts and put behind its last one.
 
-Byte-pair encoding goes on where the tokenizer stopped: the words of the corpus are cut into its own tokens, and the most frequent
-pair of neighbours becomes a new token, again and again (Sennrich et al. 2016, arXiv:1508.07909, from a vocabulary instead of
-letters; the trainers of `tokenizers` begin anew). New merges have the last ranks: a text is first cut as before, and only then are
-tokens joined. So a text without a new token has the ids that it had, and tokens apply inside of words, which `add_tokens` would
-tear apart. A Unigram model, which takes the likeliest cut, gets pieces with the logarithm of their share of the corpus' tokens, and
-at least a little more than the cut that each replaces has, or it would never be taken.
+Byte-pair encoding goes on where the tokenizer stopped: the words of the corpus are cut into its own
+tokens, and the most frequent pair of neighbours becomes a new token, again and again (Sennrich et
+al. 2016, arXiv:1508.07909, from a vocabulary instead of letters; the trainers of `tokenizers` begin
+anew). New merges have the last ranks: a text is first cut as before, and only then are tokens
+joined. So a text without a new token has the ids that it had, and tokens apply inside of words,
+which `add_tokens` would tear apart. A Unigram model, which takes the likeliest cut, gets pieces
+with the logarithm of their share of the corpus' tokens, and at least a little more than the cut
+that each replaces has, or it would never be taken.
 """
 
 import heapq
@@ -23,10 +25,12 @@ from fabric_llm.data.token_bytes import is_byte_level
 LONGEST_TOKEN = 64  # characters; of bytes in byte-level BPE
 LEAST_COUNT = 2  # a pair that comes once is no word
 MARGIN = 1e-3  # nats, of a new piece above what it replaces
-# SentencePiece learns from words with the space before them, of one kind of letters, and from single digits; the tokenizers that it
-# makes don't split texts at all.
+# SentencePiece learns from words with the space before them, of one kind of letters, and from
+# single digits; the tokenizers that it makes don't split texts at all.
 WORDS = Regex(r"▁*[\p{L}\p{M}]+|▁*\p{N}|▁*[^▁\s\p{L}\p{M}\p{N}]+|▁+|\s+")
-Candidate = tuple[str, ...]  # what could be a token: a pair of tokens, or one character that no token has
+Candidate = tuple[
+    str, ...
+]  # what could be a token: a pair of tokens, or one character that no token has
 
 
 class NewToken(NamedTuple):
@@ -41,14 +45,17 @@ def require_extendable(backend: Tokenizer) -> None:
     """Raises ValueError for a tokenizer that can't be extended here."""
     model = json.loads(backend.to_str())["model"]
     if model["type"] not in ("BPE", "Unigram"):
-        raise ValueError(f"A {model['type']} tokenizer can't be extended: that needs BPE or Unigram.")
+        raise ValueError(
+            f"A {model['type']} tokenizer can't be extended: that needs BPE or Unigram."
+        )
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise ValueError(f"A BPE tokenizer with {name} {model[name]!r} can't be extended.")
 
 
 def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]:
-    """At most `most` new tokens, those that save most tokens first. The same texts give the same tokens."""
+    """At most `most` new tokens, those that save most tokens first. The same texts give the same
+    tokens."""
     of_bytes = is_byte_level(backend)
     falls_back = bool(json.loads(backend.to_str())["model"].get("byte_fallback"))
     counts = Counter(word for text in texts for word in split(backend, text, of_bytes))
@@ -59,7 +66,9 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     for word in sorted(counts):
         words.append([])
         for is_known, letters in itertools.groupby(word, key=tokens.__contains__):
-            words[-1] += [t.value for t in backend.model.tokenize("".join(letters))] if is_known else letters
+            words[-1] += (
+                [t.value for t in backend.model.tokenize("".join(letters))] if is_known else letters
+            )
     total = sum(time * len(symbols) for symbols, time in zip(words, times))
     saved: Counter[Candidate] = Counter()  # tokens of the corpus
     places: dict[Candidate, set[int]] = defaultdict(set)  # words, some of which had it before
@@ -71,7 +80,9 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
         for symbol in symbols:
             if symbol not in tokens and not symbol.isspace():
                 # As bytes it is several tokens. What is <unk> is lost: it counts once.
-                saved[(symbol,)] += sign * times[index] * (len(symbol.encode()) - 1 if falls_back else 1)
+                saved[(symbol,)] += (
+                    sign * times[index] * (len(symbol.encode()) - 1 if falls_back else 1)
+                )
                 found.add((symbol,))
         for pair in itertools.pairwise(symbols):
             if pair[0] in tokens and pair[1] in tokens:
@@ -110,10 +121,15 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
 
 
 def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
-    """The words of a text, in the letters of the vocabulary: no new token goes beyond one. of_bytes: see `is_byte_level`."""
+    """The words of a text, in the letters of the vocabulary: no new token goes beyond one.
+    of_bytes: see `is_byte_level`."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
-    parts = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+    parts = (
+        [(text, None)]
+        if backend.pre_tokenizer is None
+        else backend.pre_tokenizer.pre_tokenize_str(text)
+    )
     if of_bytes:
         return [word for word, _ in parts]
     inner = pre_tokenizers.Split(WORDS, "isolated")
@@ -136,15 +152,20 @@ def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:
     model, vocab = state["model"], state["model"]["vocab"]
     added = {one["id"]: one["content"] for one in state["added_tokens"]}
     if model["type"] == "BPE":
-        # Added tokens go into the vocabulary, as GPT-2 has them: `tokenizers` numbers those that aren't there behind all others.
+        # Added tokens go into the vocabulary, as GPT-2 has them: `tokenizers` numbers those that
+        # aren't there behind all others.
         vocab |= {content: number for number, content in added.items()}
         vocab |= {token.text: number for number, token in enumerate(learned, first)}
         model["merges"] += [list(token.pair) for token in learned if token.pair is not None]
     else:
-        # The place of a piece in the list is its id: added tokens behind the old pieces get places, as unlikely as any.
+        # The place of a piece in the list is its id: added tokens behind the old pieces get places,
+        # as unlikely as any.
         scores = dict(vocab)
         least = min(scores.values())
-        vocab += [[added.get(number, f"<no token {number}>"), least] for number in range(len(vocab), first)]
+        vocab += [
+            [added.get(number, f"<no token {number}>"), least]
+            for number in range(len(vocab), first)
+        ]
         for token in learned:
             replaced = sum(scores[part] for part in token.pair) + MARGIN if token.pair else least
             scores[token.text] = max(math.log(token.share), replaced)
@@ -160,7 +181,11 @@ def size(backend: Tokenizer) -> int:
 def unknown_id(backend: Tokenizer) -> Optional[int]:
     """The id of characters that no token has, None where there is no such token."""
     model = json.loads(backend.to_str())["model"]
-    return model.get("unk_id") if model["type"] == "Unigram" else backend.token_to_id(model.get("unk_token") or "")
+    return (
+        model.get("unk_id")
+        if model["type"] == "Unigram"
+        else backend.token_to_id(model.get("unk_token") or "")
+    )
 
 
 def made_of(backend: Tokenizer, text: str) -> list[int]:

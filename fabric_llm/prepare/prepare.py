@@ -1,16 +1,18 @@
 """Raw text -> documents -> tokens -> packed rows -> a folder that `datasets.load_from_disk` opens.
 
-The tokenizer's own convention is kept (a Llama document starts with BOS), and exactly one EOS ends each document and
-appears nowhere else but as padding. Where BOS and EOS are the same token, the EOS of the document before serves as BOS.
-Text that spells a special token stays text.
+The tokenizer's own convention is kept (a Llama document starts with BOS), and exactly one EOS ends
+each document and appears nowhere else but as padding. Where BOS and EOS are the same token, the EOS
+of the document before serves as BOS. Text that spells a special token stays text.
 
-Pieces of the inputs are encoded into the work folder (encoding.py), then documents are divided into splits and packed into rows
-(rows.py). All are functions of the inputs and options alone: however often it was killed, the bytes are the same.
-What was read is in the splits, or counted with a reason: `require_all_counted`.
+Pieces of the inputs are encoded into the work folder (encoding.py), then documents are divided into
+splits and packed into rows (rows.py). All are functions of the inputs and options alone: however
+often it was killed, the bytes are the same. What was read is in the splits, or counted with a
+reason: `require_all_counted`.
 
-The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: lists of `context_length` uint16,
-or int32 where the vocabulary has more than 65,536 tokens, with `manifest.json` and `tokenizer/` beside them. Tokens that
-don't fill a last row are dropped and counted: in each split tokens = rows * context_length + dropped_tokens - padding.
+The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: lists of
+`context_length` uint16, or int32 where the vocabulary has more than 65,536 tokens, with
+`manifest.json` and `tokenizer/` beside them. Tokens that don't fill a last row are dropped and
+counted: in each split tokens = rows * context_length + dropped_tokens - padding.
 """
 
 import errno
@@ -94,13 +96,22 @@ class Options:
 
     def command(self) -> str:
         """The command that makes the same dataset."""
-        given = {name: value for name, value in vars(self).items() if value != getattr(Options, name, None)}
-        flags = {name: value for name, value in given.items() if name not in ("inputs", "num_workers", "overwrite")}
+        given = {
+            name: value
+            for name, value in vars(self).items()
+            if value != getattr(Options, name, None)
+        }
+        flags = {
+            name: value
+            for name, value in given.items()
+            if name not in ("inputs", "num_workers", "overwrite")
+        }
         return command("python", "prepare_data.py", input=self.inputs, **flags)
 
 
 def prepare(**arguments: Any) -> dict:
-    """Turn raw text into a packed token dataset at `output`, and return its manifest. The arguments are those of `Options`.
+    """Turn raw text into a packed token dataset at `output`, and return its manifest. The arguments
+    are those of `Options`.
 
     `output` appears only once it is complete, and a dataset that it replaces is removed last.
 
@@ -110,24 +121,37 @@ def prepare(**arguments: Any) -> dict:
     inputs.preparation(options, options.inputs)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
-    found = inputs.find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
+    found = inputs.find_sources(
+        options.inputs, pattern=options.pattern, exclude=options.exclude, output=target
+    )
     pieces = plan(found, inputs.separator(options.document_separator))
     parts = [part for piece in pieces for part in piece.parts]
     if not options.validation_fraction and all(part.goes == DRAWN for part in parts):
-        raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
+        raise ValueError(
+            "validation_fraction is 0, and no input has a validation split of its own: take more "
+            "than 0"
+        )
     # Here, so that it fails before anything is written.
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     sources = {source.name: source for source in found.sources}
     key = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
     if tokenizer is None:
         key["texts"] = [piece.name(sources, options.text_field) for piece in pieces]
-    needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
+    needs = (
+        "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "
+        "65,536"
+    )
     is_encoded = False
     with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
             tokenizer = _begin(folder, options, key, tokenizer, parts)
             backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-            job = Job(str(folder), options.text_field, options.on_error == "stop", **convention(backend, tokenizer))
+            job = Job(
+                str(folder),
+                options.text_field,
+                options.on_error == "stop",
+                **convention(backend, tokenizer),
+            )
             made_with = [
                 PIECE_FORMAT,
                 metadata.version("tokenizers"),
@@ -149,8 +173,11 @@ def prepare(**arguments: Any) -> dict:
                 files.fsync(target.parent)
                 remove(folder)
         except BaseException as error:
-            # A later start goes on with the pieces, unless all are encoded and the mistake is in what comes after.
-            is_mistake = isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
+            # A later start goes on with the pieces, unless all are encoded and the mistake is in
+            # what comes after.
+            is_mistake = (
+                isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
+            )
             if not has_work(folder) or is_mistake and is_encoded:
                 remove(folder)
             raise
@@ -171,7 +198,9 @@ def work_folder(output: Path) -> Iterator[Path]:
         code = SAVE_FAILED if error.errno in (errno.ENOSPC, errno.EDQUOT) else UNWRITABLE
         raise Fault(f"output {output} cannot be written: {error.strerror}.", code) from error
     try:
-        encoding.lock(descriptor, f"output {output} is being prepared by another process, in {folder}")
+        encoding.lock(
+            descriptor, f"output {output} is being prepared by another process, in {folder}"
+        )
         if (folder / "old").exists() and not output.exists():  # killed between the two renames
             (folder / "old").rename(output)
         yield folder
@@ -185,7 +214,8 @@ def has_work(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder, its key first: after a kill in the middle, the next start doesn't take what is left for its own."""
+    """Remove a work folder, its key first: after a kill in the middle, the next start doesn't take
+    what is left for its own."""
     with suppress(OSError):
         (folder / KEY).unlink(missing_ok=True)
         files.fsync(folder)
@@ -193,11 +223,17 @@ def remove(folder: Path) -> None:
 
 
 def _begin(
-    folder: Path, options: Options, key: dict[str, Any], tokenizer: Optional[PreTrainedTokenizerBase], parts: Sequence[Part]
+    folder: Path,
+    options: Options,
+    key: dict[str, Any],
+    tokenizer: Optional[PreTrainedTokenizerBase],
+    parts: Sequence[Part],
 ) -> PreTrainedTokenizerBase:
     """Put the tokenizer into the work folder. A trained one stays where the `key` is the same."""
     if tokenizer is not None:
-        key["tokenizer_sha256"] = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        key["tokenizer_sha256"] = hashlib.sha256(
+            tokenizer.backend_tokenizer.to_str().encode()
+        ).hexdigest()
     former = {}
     with suppress(OSError, ValueError):
         former = json.loads((folder / KEY).read_bytes())
@@ -207,12 +243,19 @@ def _begin(
         files.fsync(folder)
         for path in folder.iterdir():
             # Pieces say in their names what they were made of, unless the folder was being removed.
-            if path.name != "lock" and not (former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")):
+            if path.name != "lock" and not (
+                former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")
+            ):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         files.write_atomically(folder / KEY, json.dumps(key), durable=True)
     if tokenizer is not None or not saved.is_dir():
         if tokenizer is None:
-            some = tqdm(texts(parts, options.text_field), "training the tokenizer", unit=" documents", disable=None)
+            some = tqdm(
+                texts(parts, options.text_field),
+                "training the tokenizer",
+                unit=" documents",
+                disable=None,
+            )
             tokenizer = train_byte_level_bpe(some, vocab_size=options.train_tokenizer)
         for folder_of_before in (filling, saved):  # its settings may have changed
             shutil.rmtree(folder_of_before, ignore_errors=True)
@@ -238,10 +281,15 @@ def _encode(pieces: dict[str, Piece], job: Job, options: Options) -> list[Option
     for path in others:
         path.unlink()
     if 0 < len(left) < len(pieces):
-        print(f"Going on: {len(pieces) - len(left)} of {len(pieces)} pieces are done.", file=sys.stderr)
+        print(
+            f"Going on: {len(pieces) - len(left)} of {len(pieces)} pieces are done.",
+            file=sys.stderr,
+        )
     total, left_bytes = (sum(piece.bytes for piece in some.values()) for some in (pieces, left))
     done = total - left_bytes
-    with tqdm(desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
+    with tqdm(
+        desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None
+    ) as bar:
         if left_bytes <= LITTLE_BYTES and options.num_workers is None:
             for name, piece in left.items():
                 encoding.encode_piece(piece, name, job)
@@ -262,14 +310,22 @@ def _make_dataset(
 ) -> dict[str, Any]:
     """Make the dataset in the work folder, but for its manifest, which is returned.
 
-    Raises ValueError for a file of which every record is bad, and where there is no document with text or too little.
+    Raises ValueError for a file of which every record is bad, and where there is no document with
+    text or too little.
     """
     sentences = encoding.bad_records(pieces.values(), marks)
-    total = {name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"}
+    total = {
+        name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"
+    }
     empty, bad = total["empty"], total["bad"]
-    left_out = f"{empty} empty documents and {bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
+    left_out = (
+        f"{empty} empty documents and {bad} that can't be read were "
+        f"skipped{': ' + sentences[0] if bad else ''}"
+    )
     if not total["documents"]:
-        raise ValueError(f"no document with text in {len(found.sources)} inputs and files: {left_out}")
+        raise ValueError(
+            f"no document with text in {len(found.sources)} inputs and files: {left_out}"
+        )
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
     made = folder / "dataset"
@@ -292,11 +348,17 @@ def _make_dataset(
     lengths = documents.lengths[documents.lengths < shortest]
     again = documents.lengths[documents.repeated & (documents.lengths >= shortest)]
     if documents.in_both:
-        found.notes.append(f"{documents.in_both:,} documents of validation are in a split that is trained on, too")
-    left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
+        found.notes.append(
+            f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
+        )
+    left_out += (
+        f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
+    )
     eos = tokenizer.eos_token_id
     try:
-        saved, largest = save_rows(documents, dtype, made, options.context_length, options.packing, eos)
+        saved, largest = save_rows(
+            documents, dtype, made, options.context_length, options.packing, eos
+        )
     except ValueError as error:
         raise ValueError(f"{error}; {left_out}" if bad or len(lengths) else str(error)) from error
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
@@ -312,7 +374,9 @@ def _make_dataset(
             "command": options.command(),
             "from_hub": [one.name for one in sources if one.kind == "hub"],
         },
-        "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
+        "files": [
+            {"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]
+        ],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "notes": found.notes[:MAX_LISTED_FILES],
@@ -324,7 +388,10 @@ def _make_dataset(
         "dtype": dtype,
         "max_token_id": largest,
         "splits": saved,
-        "text": {name: total[name] for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")},
+        "text": {
+            name: total[name]
+            for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")
+        },
         "duplicates": {"documents": len(again), "tokens": int(again.sum())},
         "skipped": {
             "empty": empty,
@@ -354,13 +421,24 @@ def require_all_counted(manifest: dict[str, Any]) -> None:
     """Raises AssertionError, with the numbers, unless what was read is in the splits or counted."""
     skipped, splits = manifest["skipped"], manifest["splits"]
     counted = {name: split["documents"] for name, split in splits.items()}
-    counted |= {"repeated": manifest["duplicates"]["documents"]} | {name: skipped[name] for name in ("short", "empty", "bad")}
+    counted |= {"repeated": manifest["duplicates"]["documents"]} | {
+        name: skipped[name] for name in ("short", "empty", "bad")
+    }
     if sum(counted.values()) != (records := manifest["text"]["records"]):
-        raise AssertionError(f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: {counted}")
+        raise AssertionError(
+            f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: "
+            f"{counted}"
+        )
     for name, split in splits.items():
-        in_rows = split["rows"] * manifest["context_length"] + split["dropped_tokens"] - split.get("padding_tokens", 0)
+        in_rows = (
+            split["rows"] * manifest["context_length"]
+            + split["dropped_tokens"]
+            - split.get("padding_tokens", 0)
+        )
         if split["tokens"] != in_rows:
-            raise AssertionError(f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}")
+            raise AssertionError(
+                f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}"
+            )
 
 
 def summary(manifest: dict) -> str:
@@ -368,20 +446,41 @@ def summary(manifest: dict) -> str:
     context_length, skipped, lines = manifest["context_length"], manifest["skipped"], []
     for name, split in manifest["splits"].items():
         rows = (
-            f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of {context_length}"
+            f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens "
+            f"{split['rows']:>12,} rows of {context_length}"
         )
         said = f"{split['dropped_tokens']} tokens of the last, unfilled row dropped"
         if "padding_tokens" in split:
-            alone = f", {split['dropped_tokens']:,} of them without their end" if split["dropped_tokens"] else ""
-            said = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut{alone}"
+            alone = (
+                f", {split['dropped_tokens']:,} of them without their end"
+                if split["dropped_tokens"]
+                else ""
+            )
+            said = (
+                f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} "
+                f"documents cut{alone}"
+            )
         lines.append((name, f"{rows} ({said})"))
     if skipped["empty"] or skipped["bad"]:
-        lines.append(("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"))
+        lines.append(
+            ("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records")
+        )
         lines += [("", sentence) for sentence in skipped["bad_records"]]
     if skipped["short"]:
-        lines.append(("too short", f"{skipped['short']:,} documents of fewer than {manifest['min_document_tokens']} tokens"))
+        lines.append(
+            (
+                "too short",
+                (
+                    f"{skipped['short']:,} documents of fewer than "
+                    f"{manifest['min_document_tokens']} "
+                    f"tokens"
+                ),
+            )
+        )
     if manifest["deduplicate"] != "none":
-        said = "{documents:,} documents, {tokens:,} tokens, dropped".format(**manifest["duplicates"])
+        said = "{documents:,} documents, {tokens:,} tokens, dropped".format(
+            **manifest["duplicates"]
+        )
         lines.append(("repeated", said))
     if suffixes := skipped["files_by_suffix"]:
         named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
@@ -401,7 +500,9 @@ def summary(manifest: dict) -> str:
     if text["unknown"]:
         part = 100 * text["unknown"] / text["tokens"]
         said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: what they stood for is lost"
-        lines.append(("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab"))
+        lines.append(
+            ("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab")
+        )
     if bytes_are_lost(manifest):
         part = 100 * text["bytes_of_tokens"] / text["bytes"]
         said = f"tokens stand for {part:.3g} % of the bytes of the text"

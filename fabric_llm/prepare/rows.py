@@ -1,15 +1,18 @@
-"""Encoded pieces -> two splits -> rows of one length -> a folder that `datasets` opens, in this process alone.
+"""Encoded pieces -> two splits -> rows of one length -> a folder that `datasets` opens, in this
+process alone.
 
 Whether a document is drawn for validation is a function of the seed and its text alone: equal
 documents are drawn together, and more text doesn't draw the others anew. Two flat files hold the
 tokens of the splits, which are then packed into rows:
 
-`concat`: one document behind the other, cut into rows, so that many documents begin in one row and end in the next.
-`best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling", arXiv 2404.10830: from the longest on, each goes into the fullest row that has room.
+`concat`: one document behind the other, cut into rows, so that many documents begin in one row and
+end in the next. `best_fit`: only documents longer than a row are cut, and the rest of a row is
+filled with EOS. Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830:
+from the longest on, each goes into the fullest row that has room.
 
-Exactly one EOS ends each document, so that EOS after EOS is padding. Where the text of a document fills whole rows exactly, its
-EOS would come into another row, where no token predicts it, and where it would pass for padding. It is dropped.
+Exactly one EOS ends each document, so that EOS after EOS is padding. Where the text of a document
+fills whole rows exactly, its EOS would come into another row, where no token predicts it, and where
+it would pass for padding. It is dropped.
 """
 
 import hashlib
@@ -42,9 +45,13 @@ class Documents(NamedTuple):
     """The documents of pieces, in order."""
 
     pieces: list[Path]  # their files, without a suffix
-    edges: np.ndarray  # the first document of each piece, and how many there are, int64 [pieces + 1]
+    edges: (
+        np.ndarray
+    )  # the first document of each piece, and how many there are, int64 [pieces + 1]
     lengths: np.ndarray  # tokens, int64 [documents]
-    splits: dict[str, np.ndarray]  # the documents of each split, bool [documents]; those that are left out are in none
+    splits: dict[
+        str, np.ndarray
+    ]  # the documents of each split, bool [documents]; those that are left out are in none
     repeated: np.ndarray  # left out since an earlier one is equal, bool [documents]
     in_both: int  # documents of a validation split that was kept whose text is trained on, too
 
@@ -73,10 +80,11 @@ def drawn(
     lengths: tokens of each document, int64. texts: hashes of their texts, uint64; equal ones come
     into one split. goes: documents.DRAWN or where it is kept. left_out: bool, those of no split.
 
-    Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
-    documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
-    the text whose number is nearest to the fraction, of those that may move, moves to the other. Then the next ones move to
-    validation until it fills `row` tokens, but not more than half of all tokens.
+    Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it.
+    Where that is less than two documents of average length, it may hold these, but not more than
+    half of all tokens. If all documents fall into one split, the text whose number is nearest to
+    the fraction, of those that may move, moves to the other. Then the next ones move to validation
+    until it fills `row` tokens, but not more than half of all tokens.
     """
     numbers = document_hashes(seed, texts)
     in_validation = goes == TO_VALIDATION
@@ -128,7 +136,8 @@ def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Ite
 
 
 def repeated(hashes: np.ndarray) -> np.ndarray:
-    """True for each document that an earlier one equals, bool [documents]. hashes: uint64 [documents, 2]."""
+    """True for each document that an earlier one equals, bool [documents]. hashes: uint64
+    [documents, 2]."""
     order = np.lexsort(hashes.T)  # which leaves equal ones in their order
     found = np.zeros(len(hashes), bool)
     found[order[1:]] = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
@@ -145,8 +154,8 @@ def split_documents(
 ) -> Documents:
     """Divide the documents of pieces into the splits `train` and `validation`.
 
-    shortest: tokens; documents of fewer are in none. row: tokens that validation should fill. Takes about 50 bytes of memory a document, and
-    70 where they are compared with each other.
+    shortest: tokens; documents of fewer are in none. row: tokens that validation should fill. Takes
+    about 50 bytes of memory a document, and 70 where they are compared with each other.
     """
     found = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
     edges = np.cumsum([0, *map(len, found)])
@@ -157,12 +166,19 @@ def split_documents(
     left_out = again | (lengths < shortest)
     in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row) & ~left_out
     in_train = ~in_validation & ~left_out
-    in_both = int(np.isin(texts[in_validation], texts[in_train]).sum()) if (goes == TO_VALIDATION).any() else 0
-    return Documents(pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both)
+    in_both = (
+        int(np.isin(texts[in_validation], texts[in_train]).sum())
+        if (goes == TO_VALIDATION).any()
+        else 0
+    )
+    return Documents(
+        pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both
+    )
 
 
 def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -> int:
-    """Write the tokens of the documents that are `mine`, one behind the other. Returns the largest token id.
+    """Write the tokens of the documents that are `mine`, one behind the other. Returns the largest
+    token id.
 
     At most COPY_TOKENS are in memory, however long a document is.
     """
@@ -170,7 +186,8 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
     with open(path, "wb") as out:
         for number, (first, after) in enumerate(itertools.pairwise(documents.edges)):
             starts = np.concatenate([[0], np.cumsum(documents.lengths[first:after])])
-            # The first documents of runs that are copied together, and those behind the last ones, by turns.
+            # The first documents of runs that are copied together, and those behind the last ones,
+            # by turns.
             runs = np.flatnonzero(np.diff(np.concatenate([[False], mine[first:after], [False]])))
             with open(documents.pieces[number].with_suffix(".tokens"), "rb") as piece:
                 for begin, end in starts[runs].reshape(-1, 2).tolist():
@@ -183,9 +200,11 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
 
 
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(row of each item, its place in that row, number of rows) for items of `lengths` tokens, each at most `room`.
+    """(row of each item, its place in that row, number of rows) for items of `lengths` tokens, each
+    at most `room`.
 
-    `rooms` are in order: the first one of `length` tokens or more is that of the fullest row with enough room.
+    `rooms` are in order: the first one of `length` tokens or more is that of the fullest row with
+    enough room.
     """
     rows_with: defaultdict[int, list[int]] = defaultdict(list)  # by tokens that are left
     rooms: list[int] = []  # that some row has
@@ -211,12 +230,17 @@ def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, in
 
 
 def pack(
-    tokens: np.ndarray, lengths: np.ndarray, context: int, padding: int, write: Callable[[np.ndarray], Any]
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    context: int,
+    padding: int,
+    write: Callable[[np.ndarray], Any],
 ) -> dict[str, Any]:
-    """Pack documents, `tokens` one behind the other, and `write` rows [rows, context], a few at a time.
+    """Pack documents, `tokens` one behind the other, and `write` rows [rows, context], a few at a
+    time.
 
-    In each window the whole rows of long documents come first, then what is left of them among the short ones. Returns what
-    the manifest says of it.
+    In each window the whole rows of long documents come first, then what is left of them among the
+    short ones. Returns what the manifest says of it.
     """
     rows, cut, dropped, padded, done, begin = 0, 0, 0, 0, 0, 0
     while done < len(lengths):
@@ -234,7 +258,9 @@ def pack(
         item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
         row, place, count = best_fit(item_lengths, context)
         packed = np.full(count * context, padding, dtype=tokens.dtype)
-        for start, length, to in zip(item_starts.tolist(), item_lengths.tolist(), (row * context + place).tolist()):
+        for start, length, to in zip(
+            item_starts.tolist(), item_lengths.tolist(), (row * context + place).tolist()
+        ):
             packed[to : to + length] = tokens[start : start + length]
         write(packed.reshape(count, context))
         rows += int(whole.sum()) + count
@@ -253,7 +279,8 @@ def pack(
 def save_rows(
     documents: Documents, dtype: str, folder: Path, context_length: int, packing: str, eos: int
 ) -> tuple[dict[str, dict], int]:
-    """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest, the largest token id.
+    """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the
+    manifest, the largest token id.
 
     Raises ValueError for a split without a row.
     """
@@ -264,9 +291,12 @@ def save_rows(
         if tokens >= (1 if packing == "best_fit" else context_length):
             continue
         raise ValueError(
-            f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, which do not"
-            f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
-            f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
+            f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
+            f"which do not"
+            f" fill one row of context_length {context_length}: choose a smaller --context_length "
+            f"or a"
+            f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give "
+            f"more text (a plain-text file"
             f" is one document unless --document_separator says otherwise, and neither documents"
             f" nor copies of one are ever divided between splits)"
         )
@@ -287,15 +317,20 @@ def save_rows(
     return described, largest
 
 
-def _pack(path: Path, dtype: np.dtype, lengths: np.ndarray, context_length: int, eos: int) -> dict[str, Any]:
-    """Replace the flat file of a split by that of its packed rows. lengths: tokens of its documents."""
+def _pack(
+    path: Path, dtype: np.dtype, lengths: np.ndarray, context_length: int, eos: int
+) -> dict[str, Any]:
+    """Replace the flat file of a split by that of its packed rows. lengths: tokens of its
+    documents."""
     packed = path.with_suffix(".packed")
     with open(path, "rb") as flat, open(packed, "wb") as file:
         tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
 
         def write(rows: np.ndarray) -> None:
             file.write(np.ascontiguousarray(rows).data)
-            tokens.madvise(mmap.MADV_DONTNEED)  # else all that was read would count as memory of this process
+            tokens.madvise(
+                mmap.MADV_DONTNEED
+            )  # else all that was read would count as memory of this process
 
         said = pack(np.frombuffer(tokens, dtype), lengths, context_length, eos, write)
     packed.replace(path)
@@ -303,28 +338,45 @@ def _pack(path: Path, dtype: np.dtype, lengths: np.ndarray, context_length: int,
 
 
 def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_length: int) -> str:
-    """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their tokens.
+    """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their
+    tokens.
 
     `datasets` itself would map the whole file into memory.
     """
     folder.mkdir(parents=True)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(dtype)), length=context_length)})
+    features = datasets.Features(
+        {"input_ids": datasets.List(datasets.Value(str(dtype)), length=context_length)}
+    )
     schema = features.arrow_schema
     shards = -(-rows * context_length * dtype.itemsize // SHARD_BYTES)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
     at_once, digest = max(1, COPY_TOKENS // context_length), hashlib.sha256()
-    with open(path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar:
+    with (
+        open(path, "rb") as file,
+        tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar,
+    ):
         for number, name in enumerate(names):
             mine = rows * (number + 1) // shards - rows * number // shards
-            with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            with (
+                pa.OSFile(str(folder / name), "wb") as sink,
+                pa.ipc.new_stream(sink, schema) as writer,
+            ):
                 for begin in range(0, mine, at_once):
                     count = min(at_once, mine - begin)
                     tokens = np.fromfile(file, dtype, count * context_length)
                     digest.update(tokens.data)
                     column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
-                    writer.write_batch(pa.record_batch([column.cast(schema.field(0).type)], schema=schema))
+                    writer.write_batch(
+                        pa.record_batch([column.cast(schema.field(0).type)], schema=schema)
+                    )
                     bar.update(count)
-    info = {"citation": "", "description": "", "features": features.to_dict(), "homepage": "", "license": ""}
+    info = {
+        "citation": "",
+        "description": "",
+        "features": features.to_dict(),
+        "homepage": "",
+        "license": "",
+    }
     state = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": digest.hexdigest()[:16],

@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness -> a validation set of their requests, which data/tasks.py judges.
 
-The harness itself builds the requests, encodes them, and says which choices are right: its numbers of an exported model are the run's.
+The harness itself builds the requests, encodes them, and says which choices are right: its numbers
+of an exported model are the run's.
 """
 
 import json
@@ -32,26 +33,42 @@ SEED = 1234  # as in lm_eval.simple_evaluate
 
 
 def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) -> str:
-    """Write the requests of tasks into the folder `output`. Returns what it made, in words. The arguments are flags of prepare_data.py.
+    """Write the requests of tasks into the folder `output`. Returns what it made, in words. The
+    arguments are flags of prepare_data.py.
 
-    Rows are as long as the longest request, but have at most `context_length` tokens: of longer requests the last ones. Documents
-    of all tasks are mixed evenly, so that a part of the rows is a part of each task. Raises ValueError for what a user can correct.
+    Rows are as long as the longest request, but have at most `context_length` tokens: of longer
+    requests the last ones. Documents of all tasks are mixed evenly, so that a part of the rows is a
+    part of each task. Raises ValueError for what a user can correct.
     """
     target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
     documents = sorted(_documents(_loaded(tasks), encoder), key=lambda found: found[0])
-    rows = [{**row, "document": number} for number, (_, document) in enumerate(documents) for row in document]
-    length = min(-(-max(len(row["input_ids"]) for row in rows) // MULTIPLE) * MULTIPLE, context_length)
+    rows = [
+        {**row, "document": number}
+        for number, (_, document) in enumerate(documents)
+        for row in document
+    ]
+    length = min(
+        -(-max(len(row["input_ids"]) for row in rows) // MULTIPLE) * MULTIPLE, context_length
+    )
     for row in rows:
         ids, targets = np.array(row["input_ids"][-length:], dtype=np.int32), row.pop("targets")
         if not 0 < targets < length:
             answer = f"task {row['task']!r} has an answer of {targets} tokens"
-            raise ValueError(f"{answer}, which a row of --context_length {context_length} can't ask for")
+            raise ValueError(
+                f"{answer}, which a row of --context_length {context_length} can't ask for"
+            )
         labels = np.where(np.arange(len(ids)) < len(ids) - targets, np.int32(IGNORED), ids)
-        for name, values, filling in (("input_ids", ids, encoder.eos_token_id), ("labels", labels, IGNORED)):
+        for name, values, filling in (
+            ("input_ids", ids, encoder.eos_token_id),
+            ("labels", labels, IGNORED),
+        ):
             row[name] = np.pad(values, (0, length - len(ids)), constant_values=filling)
     counts = Counter(document[0]["task"] for _, document in documents)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent) as folder, on_disk(target, Path(folder), "rows need 8 bytes a token"):
+    with (
+        TemporaryDirectory(dir=target.parent) as folder,
+        on_disk(target, Path(folder), "rows need 8 bytes a token"),
+    ):
         made = Path(folder, "dataset")
         datasets.DatasetDict({"validation": datasets.Dataset.from_list(rows)}).save_to_disk(made)
         encoder.save_pretrained(made / "tokenizer")
@@ -64,11 +81,14 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
                 target.rename(Path(folder, "old"))
             made.rename(target)
     words = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
-    return f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"
+    return (
+        f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"
+    )
 
 
 def _loaded(tasks: str) -> dict[str, Any]:
-    """{name: task of lm_eval}, of its own names and groups, of YAML files and folders of them. Raises ValueError.
+    """{name: task of lm_eval}, of its own names and groups, of YAML files and folders of them.
+    Raises ValueError.
 
     A task that a group of these files names is as the group has it, and isn't loaded a second time.
     """
@@ -76,7 +96,9 @@ def _loaded(tasks: str) -> dict[str, Any]:
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._index import TaskIndex
     except ImportError as error:
-        raise ValueError(f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})") from error
+        raise ValueError(
+            f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})"
+        ) from error
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
@@ -93,11 +115,17 @@ def _loaded(tasks: str) -> dict[str, Any]:
     manager = TaskManager(include_defaults=bool(unknown) or not members <= own.keys())
     for name in unknown:
         if name not in manager.all_tasks:
-            meant = "".join(f" Did you mean {close!r}?" for close in nearest(name, manager.all_tasks))
-            raise ValueError(f"--tasks: lm_eval has no task {name!r}, and there is no such file.{meant}")
+            meant = "".join(
+                f" Did you mean {close!r}?" for close in nearest(name, manager.all_tasks)
+            )
+            raise ValueError(
+                f"--tasks: lm_eval has no task {name!r}, and there is no such file.{meant}"
+            )
     index = manager.task_index
     index.update(own)
-    lacking = "".join(f", with {name!r}, which isn't known," for name in sorted(members - index.keys()))
+    lacking = "".join(
+        f", with {name!r}, which isn't known," for name in sorted(members - index.keys())
+    )
     for member in members & index.keys():
         members |= index[member].tags  # which are tasks, if it is a tag
     name_in = {path: name for name, (path, _) in described.items()}
@@ -113,7 +141,8 @@ def _loaded(tasks: str) -> dict[str, Any]:
 
 
 def _described(paths: Iterable[Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """{name: (file, what is in it)} of the tasks and groups that files describe. Raises ValueError."""
+    """{name: (file, what is in it)} of the tasks and groups that files describe. Raises
+    ValueError."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     described: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -144,7 +173,8 @@ def _members(content: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _said_of_lm_eval(said: str) -> Iterator[None]:
-    """Raise ValueError where lm_eval fails: of the harness, YAML, functions that a task names, datasets, the hub."""
+    """Raise ValueError where lm_eval fails: of the harness, YAML, functions that a task names,
+    datasets, the hub."""
     try:
         yield
     except Exception as error:
@@ -155,8 +185,11 @@ def _said_of_lm_eval(said: str) -> Iterator[None]:
         raise ValueError(f"{said}: {words}") from error
 
 
-def _documents(tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[float, list[dict[str, Any]]]]:
-    """(part of its task that comes before it, a row for each choice) of each document. Raises ValueError."""
+def _documents(
+    tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+    """(part of its task that comes before it, a row for each choice) of each document. Raises
+    ValueError."""
     from lm_eval.models.huggingface import HFLM
 
     class Encoder(HFLM):
@@ -170,22 +203,39 @@ def _documents(tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Ite
             return requests
 
     for name, task in tasks.items():
-        kind, metrics, own = task.OUTPUT_TYPE, task.aggregation(), callable(task.config.process_results)
+        kind, metrics, own = (
+            task.OUTPUT_TYPE,
+            task.aggregation(),
+            callable(task.config.process_results),
+        )
         if kind not in KINDS or own or "acc" not in metrics or "acc_mutual_info" in metrics:
-            raise ValueError(f"--tasks: {name!r} ({kind}) doesn't judge answers by their likelihood alone, as acc does")
+            raise ValueError(
+                f"--tasks: {name!r} ({kind}) doesn't judge answers by their likelihood alone, as "
+                f"acc does"
+            )
         task.set_fewshot_seed(SEED)
         _build_requests(name, task)
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
-        documents = [list(requests) for _, requests in groupby(encoded, lambda each: each[0].doc_id)]
+        documents = [
+            list(requests) for _, requests in groupby(encoded, lambda each: each[0].doc_id)
+        ]
         has_answers = False
         for number, document in enumerate(documents):
             rows, doc, alone = [], document[0][0].doc, kind == "loglikelihood"
             choices = [""] if alone else task.doc_to_choice(doc)
             for choice, (request, (_, context, continuation)) in enumerate(document):
-                likeliest = [(float(other == choice), other == choice) for other in range(len(document))]
-                row = {"task": name, "gold": task.process_results(doc, likeliest)["acc"] == 1, "alone": alone}
+                likeliest = [
+                    (float(other == choice), other == choice) for other in range(len(document))
+                ]
+                row = {
+                    "task": name,
+                    "gold": task.process_results(doc, likeliest)["acc"] == 1,
+                    "alone": alone,
+                }
                 row |= {"characters": len(choices[choice]), "bytes": len(request.args[1].encode())}
-                rows.append({**row, "input_ids": context + continuation, "targets": len(continuation)})
+                rows.append(
+                    {**row, "input_ids": context + continuation, "targets": len(continuation)}
+                )
             has_answers |= any(row["gold"] for row in rows)
             yield number / len(documents), rows
         if not has_answers:  # as of a test split whose labels aren't published
@@ -206,4 +256,6 @@ def _build_requests(name: str, task: Any) -> None:
         if examples + own <= there:
             raise
         drawn = f"{there} documents" + (", of which one is asked itself" if own else "")
-        raise ValueError(f"--tasks: {name!r} has num_fewshot {examples}, drawn from {drawn}") from error
+        raise ValueError(
+            f"--tasks: {name!r} has num_fewshot {examples}, drawn from {drawn}"
+        ) from error

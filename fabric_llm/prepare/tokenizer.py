@@ -15,7 +15,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer that can prepare data. Raises ValueError for one that can't be loaded, isn't fast, or has no EOS token."""
+    """A tokenizer that can prepare data. Raises ValueError for one that can't be loaded, isn't
+    fast, or has no EOS token."""
     try:
         tokenizer = load_tokenizer(name)
     except Fault:
@@ -24,24 +25,31 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
         neither = f"tokenizer {name} is neither a folder here nor one that can be read from the hub"
         raise ValueError(f"{neither}: {one_line(error)}") from error
     if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs")
+        raise ValueError(
+            f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs"
+        )
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {name} has no EOS token to end documents with: set eos_token in its folder")
+        raise ValueError(
+            f"tokenizer {name} has no EOS token to end documents with: set eos_token in its folder"
+        )
     return tokenizer
 
 
 def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `vocab_size` tokens.
 
-    It holds all 256 bytes, so that any text can be decoded again. `<|endoftext|>`, id 0, is BOS, EOS and padding. The
-    same texts give the same tokenizer.
+    It holds all 256 bytes, so that any text can be decoded again. `<|endoftext|>`, id 0, is BOS,
+    EOS and padding. The same texts give the same tokenizer.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
@@ -49,20 +57,23 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
 
 
 def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What stands around the tokens of a document, and what mustn't be among them: arguments of `encoding.Job`."""
+    """What stands around the tokens of a document, and what mustn't be among them: arguments of
+    `encoding.Job`."""
     eos = hf_tokenizer.eos_token_id
     backend = Tokenizer.from_str(backend.to_str())  # `packing_tokenizer`'s stays as its file has it
     encode_all_alike(backend)
     for word in ("a", *sorted(backend.get_vocab(with_added_tokens=False))):  # such as those of DNA
         with without_panic():
             probe = backend.encode(word, add_special_tokens=True)
-        if text := [position for position, special in enumerate(probe.special_tokens_mask) if not special]:
+        if text := [
+            position for position, special in enumerate(probe.special_tokens_mask) if not special
+        ]:
             break
     else:
         raise ValueError("The tokenizer makes nothing of any of its own tokens.")
     before, after = probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
-    # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds them in text. Only
-    # the unknown token may come from text.
+    # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds
+    # them in text. Only the unknown token may come from text.
     forbidden = sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos})
     unknown = unknown_id(backend)
     largest = max([*backend.get_vocab(with_added_tokens=True).values(), *before, *after, eos])

@@ -1,7 +1,8 @@
 """Start the other ranks of this machine, so that none of them outlives the others.
 
-Fabric could start them, but when a rank fails it kills all, before one can say why. Here they are started with the
-environment variables that torchrun sets, and Fabric takes them as it takes torchrun's.
+Fabric could start them, but when a rank fails it kills all, before one can say why. Here they are
+started with the environment variables that torchrun sets, and Fabric takes them as it takes
+torchrun's.
 """
 
 import math
@@ -23,24 +24,36 @@ from fabric_llm.base.program import die_with
 from fabric_llm.processes.stop import SIGNALS
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: id of the process that it must not outlive
+# environment variable of a started rank: id of the process that it must not outlive
+PARENT = "FABRIC_LLM_PARENT"
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
 
 @dataclass
 class Children:
-    """The ranks 1, 2, ... of this machine, started by this process; none under torchrun and the like."""
+    """The ranks 1, 2, ... of this machine, started by this process; none under torchrun and the
+    like."""
 
     processes: dict[int, subprocess.Popen[bytes]]
-    # Listens at the port where the ranks will meet, so that no other program takes it before rank 0's store does.
+    # Listens at the port where the ranks will meet, so that no other program takes it before rank
+    # 0's store does.
     door: Optional[socket.socket] = None
 
     def dead(self) -> Optional[tuple[int, str, int]]:
-        """(rank, how, code) of one that has failed. code: the exit code for the run, which is its own if docs/faults.md has it."""
+        """(rank, how, code) of one that has failed. code: the exit code for the run, which is its
+        own if docs/faults.md has it."""
         for rank, process in self.processes.items():
             if code := process.poll():
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                return rank, how, STOPPED if -code in SIGNALS else code if code in CODES else PEER_LOST
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"ended with code {code}"
+                )
+                return (
+                    rank,
+                    how,
+                    STOPPED if -code in SIGNALS else code if code in CODES else PEER_LOST,
+                )
         return None
 
     def end(self, seconds: float) -> None:
@@ -55,33 +68,50 @@ class Children:
 
 
 def adopt_launcher() -> None:
-    """Make the environment of a rank that srun or nobody started look as torchrun's. Raises ValueError for a wrong number."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the watch tells of broken connections, without C++ stacks
-    # If the package kernels is installed, transformers would download kernels, which are code, from the hub.
+    """Make the environment of a rank that srun or nobody started look as torchrun's. Raises
+    ValueError for a wrong number."""
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # the watch tells of broken connections, without C++ stacks
+    # If the package kernels is installed, transformers would download kernels, which are code, from
+    # the hub.
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
     if has_parent():
         die_with(int(os.environ[PARENT]))
-    # A batch script without srun has variables of the job, but none of a step: it starts its ranks itself.
+    # A batch script without srun has variables of the job, but none of a step: it starts its ranks
+    # itself.
     tasks = 0 if started_by_other() else number_of("SLURM_STEP_NUM_TASKS", 0)
     if tasks > 1:
         per_node = math.ceil(tasks / number_of("SLURM_STEP_NUM_NODES", 1, default="1"))
         node, local_rank = number_of("SLURM_NODEID", 0), number_of("SLURM_LOCALID", 0)
-        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
+        os.environ.update(
+            LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks)
+        )
         os.environ.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
         port = 15_000 + (31 * number_of("SLURM_JOB_ID", 0) + number_of("SLURM_STEP_ID", 0)) % 10_000
         os.environ.setdefault("MASTER_PORT", str(port))  # the same for all tasks of a step
-    if not started_by_other():  # no launcher set these: in a pod, for example, RANK may mean something else
+    if (
+        not started_by_other()
+    ):  # no launcher set these: in a pod, for example, RANK may mean something else
         for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(name, None)
     _, most_restarts = (number_of(name, 0) for name in RESTARTS)
     # Restarted ranks would find the former attempt's keys in the agent's store, and fail.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and most_restarts > 0 and is_rank_zero():
-        advice = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on every machine (docs/clusters.md)"
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and most_restarts > 0
+        and is_rank_zero()
+    ):
+        advice = (
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on every machine "
+            "(docs/clusters.md)"
+        )
         print(f"Warning: torchrun can't start lost ranks again reliably: {advice}.", flush=True)
 
 
 def started_by_other() -> bool:
-    """True in a process whose rank was given by torchrun, srun, the user, or the process that started it."""
+    """True in a process whose rank was given by torchrun, srun, the user, or the process that
+    started it."""
     return "LOCAL_RANK" in os.environ
 
 
@@ -91,7 +121,8 @@ def has_parent() -> bool:
 
 
 def kill_parent() -> None:
-    """In a started rank: kill the process that started it, because it is frozen. This process then ends, too."""
+    """In a started rank: kill the process that started it, because it is frozen. This process then
+    ends, too."""
     if has_parent():
         if os.environ["NODE_RANK"] != "0":  # that process isn't rank 0: it may be ending by itself
             time.sleep(SECONDS_TO_END)
@@ -100,18 +131,25 @@ def kill_parent() -> None:
 
 
 def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
-    """(processes per node, nodes) that a launcher has started; None if this process starts its ranks itself.
+    """(processes per node, nodes) that a launcher has started; None if this process starts its
+    ranks itself.
 
-    asked: `devices` and `num_nodes`, as far as the command line gives them. Raises ValueError if they differ from the
-    launcher's: data for ranks that don't exist would never be read.
+    asked: `devices` and `num_nodes`, as far as the command line gives them. Raises ValueError if
+    they differ from the launcher's: data for ranks that don't exist would never be read.
     """
     if not started_by_other():
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
             if (count := number_of(name, 0)) > 1:  # each process would train a run of its own
                 advice = "start them with torchrun or srun, or one process a machine with --devices"
-                raise ValueError(f"mpirun has started {count} processes, but LOCAL_RANK and RANK aren't set: {advice}.")
+                raise ValueError(
+                    f"mpirun has started {count} processes, but LOCAL_RANK and RANK aren't set: "
+                    f"{advice}."
+                )
         return None
-    world_size, per_node = number_of("WORLD_SIZE", 1, default=""), number_of("LOCAL_WORLD_SIZE", 1, default="")
+    world_size, per_node = (
+        number_of("WORLD_SIZE", 1, default=""),
+        number_of("LOCAL_WORLD_SIZE", 1, default=""),
+    )
     nodes, left = divmod(world_size, per_node)
     there = f"the launcher has started {world_size} processes, {per_node} of them on this machine"
     if left:
@@ -119,29 +157,41 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
     node, place = divmod(number_of("RANK", 0, world_size - 1, default=""), per_node)
     if number_of("LOCAL_RANK", 0, per_node - 1) != place:
         raise ValueError(
-            f"{there}: RANK {os.environ['RANK']} is process {place} of its machine, not {os.environ['LOCAL_RANK']}."
+            f"{there}: RANK {os.environ['RANK']} is process {place} of its machine, not "
+            f"{os.environ['LOCAL_RANK']}."
         )
-    os.environ["NODE_RANK"] = str(node)  # by which Fabric numbers ranks that torchrun hasn't started
+    os.environ["NODE_RANK"] = str(
+        node
+    )  # by which Fabric numbers ranks that torchrun hasn't started
     for name, number in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", number):
-            raise ValueError(f"--{name} {asked[name]}, but {there}: leave --{name} out, or start as many.")
+            raise ValueError(
+                f"--{name} {asked[name]}, but {there}: leave --{name} out, or start as many."
+            )
     return per_node, nodes
 
 
 def number_of(name: str, first: int, last: int = 2**32, default: str = "0") -> int:
-    """The number in an environment variable, or in `default` if it isn't set. Raises ValueError unless first <= number <= last."""
+    """The number in an environment variable, or in `default` if it isn't set. Raises ValueError
+    unless first <= number <= last."""
     given = os.environ.get(name, default)
     if given.isdecimal() and first <= int(given) <= last:
         return int(given)
-    advice = ": start the ranks with torchrun or srun, or unset LOCAL_RANK" if started_by_other() else ""
+    advice = (
+        ": start the ranks with torchrun or srun, or unset LOCAL_RANK" if started_by_other() else ""
+    )
     os.environ["LOCAL_RANK"] = "0"  # only the first of a machine prints a mistake
-    raise ValueError(f"{name} in the environment must be a number from {first} to {last}, not {given!r}{advice}.")
+    raise ValueError(
+        f"{name} in the environment must be a number from {first} to {last}, not {given!r}{advice}."
+    )
 
 
 def start_ranks(devices: int, num_nodes: int) -> Children:
-    """Make this process the first rank of its machine, and start the other ranks with the same command line.
+    """Make this process the first rank of its machine, and start the other ranks with the same
+    command line.
 
-    Raises Fault if they can't be started or if MASTER_PORT is in use on rank 0's machine, ValueError for a wrong number.
+    Raises Fault if they can't be started or if MASTER_PORT is in use on rank 0's machine,
+    ValueError for a wrong number.
     """
     os.environ.setdefault("NODE_RANK", "0")
     node, door = number_of("NODE_RANK", 0, num_nodes - 1), None
@@ -163,26 +213,37 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
         try:
             processes[rank] = subprocess.Popen(command, env={**os.environ, **own})
         except OSError as error:
-            raise Fault(f"--devices {devices}: no process for rank {rank} ({error.strerror}); see `ulimit -a`.") from error
+            raise Fault(
+                f"--devices {devices}: no process for rank {rank} ({error.strerror}); see `ulimit "
+                f"-a`."
+            ) from error
     return Children(processes, door)
 
 
 def port_in_use() -> Fault:
-    """The fault of a MASTER_PORT in use. Rank 0 can't take another port, since the other ranks were told this one."""
+    """The fault of a MASTER_PORT in use. Rank 0 can't take another port, since the other ranks were
+    told this one."""
     where = f"port {os.environ.get('MASTER_PORT')}, where the ranks meet,"
-    return Fault(f"{where} is in use, or not allowed, on rank 0's machine: start all with another MASTER_PORT.")
+    return Fault(
+        f"{where} is in use, or not allowed, on rank 0's machine: start all with another "
+        f"MASTER_PORT."
+    )
 
 
 def for_launcher(code: int) -> int:
-    """`code`, but 0 for a requested stop under a torchrun with restarts left, which would restart after any other code."""
+    """`code`, but 0 for a requested stop under a torchrun with restarts left, which would restart
+    after any other code."""
     restarts_left = code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0)
     return DONE if restarts_left else code
 
 
 def find_launcher(launcher: str) -> list[str]:
-    """The words of --launcher with the program's path, also looked for beside Python, for environments that aren't activated."""
+    """The words of --launcher with the program's path, also looked for beside Python, for
+    environments that aren't activated."""
     words = shlex.split(launcher)
-    found = words and (shutil.which(words[0]) or shutil.which(Path(sys.executable).parent / words[0]))
+    found = words and (
+        shutil.which(words[0]) or shutil.which(Path(sys.executable).parent / words[0])
+    )
     if not found:
         raise Fault(f"--launcher {launcher!r}: there is no such program.")
     return [found, *words[1:]]

@@ -1,4 +1,5 @@
-"""Requests to stop or to save: by a signal to any rank, by a file in the run directory, or by --max_hours."""
+"""Requests to stop or to save: by a signal to any rank, by a file in the run directory, or by
+--max_hours."""
 
 import os
 import signal
@@ -11,9 +12,16 @@ from typing import NoReturn, Optional
 
 from fabric_llm.base.faults import STOPPED, Fault
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal was closed
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGINT,
+    signal.SIGHUP,
+)  # the last one: the terminal was closed
 STOP_FILE, SAVE_FILE = "stop", "save_now"
-SECONDS_OF_ONE_REQUEST = 1.0  # in which a scheduler signals all processes, and a launcher its ranks once more
+SECONDS_OF_ONE_REQUEST = (
+    1.0  # in which a scheduler signals all processes, and a launcher its ranks once more
+)
 
 
 def at_start() -> Fault:
@@ -22,15 +30,18 @@ def at_start() -> Fault:
 
 
 def interrupt(fault: Fault) -> NoReturn:
-    """A `StopSignal.at_once` for a rank among others: the exception ends it, and the watch tells the others."""
+    """A `StopSignal.at_once` for a rank among others: the exception ends it, and the watch tells
+    the others."""
     raise KeyboardInterrupt(str(fault))
 
 
 class StopSignal:
-    """Collects requests to this rank: signals and, as soon as there is something to save, files and --max_hours.
+    """Collects requests to this rank: signals and, as soon as there is something to save, files and
+    --max_hours.
 
-    The first signal is remembered until the end of a step. A second one ends the run without a save; the same signal
-    delivered twice counts as one. at_once(fault), unless None, ends the process at the first signal: nothing can be saved yet.
+    The first signal is remembered until the end of a step. A second one ends the run without a
+    save; the same signal delivered twice counts as one. at_once(fault), unless None, ends the
+    process at the first signal: nothing can be saved yet.
     """
 
     def __init__(self, at_once: Optional[Callable[[Fault], NoReturn]] = None) -> None:
@@ -45,17 +56,24 @@ class StopSignal:
         for end in self.pipe:
             os.set_blocking(end, False)
         self.former_wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
-        self.former = {number: signal.signal(number, self._handle) for number in SIGNALS if not _under_nohup(number)}
+        self.former = {
+            number: signal.signal(number, self._handle)
+            for number in SIGNALS
+            if not _under_nohup(number)
+        }
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        again = number == signal.SIGHUP and self.requests > 0  # sent again by the shell of the closed terminal
+        again = (
+            number == signal.SIGHUP and self.requests > 0
+        )  # sent again by the shell of the closed terminal
         if again or time.monotonic() < self.until:
             return
         self.until = time.monotonic() + SECONDS_OF_ONE_REQUEST
         self.requests += 1
         if self.requests == 1:
             self.end_by(self.at_once)
-            # The rest of this request comes now: in C code the main thread would hear of it much later.
+            # The rest of this request comes now: in C code the main thread would hear of it much
+            # later.
             time.sleep(SECONDS_OF_ONE_REQUEST)
         elif self.requests == 2:
             raise KeyboardInterrupt("stopped at once by a second signal, without a save.")
@@ -70,19 +88,22 @@ class StopSignal:
             at_once(at_start())
 
     def is_asked(self) -> bool:
-        """True once a signal has come. A thread may ask while the main thread is in C code, where Python runs no handlers."""
+        """True once a signal has come. A thread may ask while the main thread is in C code, where
+        Python runs no handlers."""
         heard = b""
         with suppress(BlockingIOError):
             heard = os.read(self.pipe[0], 4096)
         return self.requests > 0 or any(number in SIGNALS for number in heard)
 
     def watch_for(self, run_directory: Optional[Path], max_hours: Optional[float]) -> None:
-        """From now on only remember signals. run_directory, max_hours: None except on rank 0, which looks for all ranks."""
+        """From now on only remember signals. run_directory, max_hours: None except on rank 0, which
+        looks for all ranks."""
         self.end_by(None)
         self.run_directory, self.max_hours = run_directory, max_hours
 
     def is_to_stop(self) -> bool:
-        """Whether this rank is asked to stop. The answer stays True; a file that asks is removed."""
+        """Whether this rank is asked to stop. The answer stays True; a file that asks is
+        removed."""
         for name in (STOP_FILE, SAVE_FILE) if self.run_directory else ():
             if (self.run_directory / name).is_file():
                 (self.run_directory / name).unlink(missing_ok=True)
@@ -99,12 +120,17 @@ class StopSignal:
 
     def is_out_of_time(self) -> bool:
         """True once this process has run for --max_hours."""
-        return self.max_hours is not None and time.monotonic() - self.started >= 3600 * self.max_hours
+        return (
+            self.max_hours is not None and time.monotonic() - self.started >= 3600 * self.max_hours
+        )
 
     def finish(self) -> None:
-        """The run is over and saved: ignore signals but Ctrl-C, and remove files, which aren't meant for the next run."""
+        """The run is over and saved: ignore signals but Ctrl-C, and remove files, which aren't
+        meant for the next run."""
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN if number != signal.SIGINT else signal.default_int_handler)
+            signal.signal(
+                number, signal.SIG_IGN if number != signal.SIGINT else signal.default_int_handler
+            )
         self.is_to_stop()
 
     def restore(self) -> None:

@@ -1,14 +1,16 @@
 """Which rank failed first: each rank watches the others, from before they join until the run ends.
 
-The process group can't say which rank is missing: it forms when all are there, or fails after its time-out. Later a rank
-that dies closes its connections, which gloo notices and NCCL may not, and a rank that hangs closes none. So each rank writes
-heartbeats into a store, at the address of the process group's own, and a thread on each rank judges those that it reads
-there. A heartbeat has the number of collectives that the rank has entered (base/ranks.py): the others wait for the rank with
-the smallest number. The first fault of any rank is written there, too. Other ranks then see a broken connection, which is
-its consequence, and say whose fault came first.
+The process group can't say which rank is missing: it forms when all are there, or fails after its
+time-out. Later a rank that dies closes its connections, which gloo notices and NCCL may not, and a
+rank that hangs closes none. So each rank writes heartbeats into a store, at the address of the
+process group's own, and a thread on each rank judges those that it reads there. A heartbeat has the
+number of collectives that the rank has entered (base/ranks.py): the others wait for the rank with
+the smallest number. The first fault of any rank is written there, too. Other ranks then see a
+broken connection, which is its consequence, and say whose fault came first.
 
-Rank 0 or torchrun's agent holds the store, so it exists before the ranks have joined, and may end with rank 0. While rank 0
-is frozen, no request to the store returns. So a thread of its own talks to the store, and may wait for ever.
+Rank 0 or torchrun's agent holds the store, so it exists before the ranks have joined, and may end
+with rank 0. While rank 0 is frozen, no request to the store returns. So a thread of its own talks
+to the store, and may wait for ever.
 """
 
 import json
@@ -33,19 +35,27 @@ from fabric_llm.processes.stop import at_start
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
-MOST_SECONDS_BETWEEN_LOOKS = 5.0  # after a longer time the job was suspended, which isn't held against any rank
-SECONDS_TO_MEET = 1.0  # in which ranks hear of each other before they join, so that a lost one can be named
+MOST_SECONDS_BETWEEN_LOOKS = (
+    5.0  # after a longer time the job was suspended, which isn't held against any rank
+)
+SECONDS_TO_MEET = (
+    1.0  # in which ranks hear of each other before they join, so that a lost one can be named
+)
 SECONDS_TO_FIRST_WORDS = 0.1  # between beats until all ranks have been heard of
 SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends gives it up
 MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that lives, but is short of processor time
-SECONDS_TO_TELL = 1.25  # after a connection broke: to hear of the fault that broke it, or see who is silent
+SECONDS_TO_TELL = (
+    1.25  # after a connection broke: to hear of the fault that broke it, or see who is silent
+)
 
 
 class Watch:
-    """Watches the other ranks for this one, and tells them of this one. `mark` says that work goes on, `report` that it ended.
+    """Watches the other ranks for this one, and tells them of this one. `mark` says that work goes
+    on, `report` that it ended.
 
-    on_fault(fault): called in the watching thread to end the process, if the main thread doesn't. children: the ranks that
-    this process has started. is_asked(): whether a signal asks to stop, for the time in which the main thread is in C++.
+    on_fault(fault): called in the watching thread to end the process, if the main thread doesn't.
+    children: the ranks that this process has started. is_asked(): whether a signal asks to stop,
+    for the time in which the main thread is in C++.
     """
 
     def __init__(
@@ -67,27 +77,37 @@ class Watch:
         # What this rank has heard from the store. Times are monotonic seconds.
         self.beats: dict[int, dict[str, Any]] = {}  # of other ranks
         self.heard_at: dict[int, float] = {}  # when these last changed
-        self.first: Optional[tuple[int, Fault]] = None  # the first fault of the run, and whose it is
+        self.first: Optional[tuple[int, Fault]] = (
+            None  # the first fault of the run, and whose it is
+        )
         self.own_fault: Optional[Fault] = None  # to be told, unless another rank's came first
         self.lost: set[int] = set()  # ranks that this one has given up
         self.store_is_lost = False
-        self.hears_all = rank == 0  # the others hear rank 0 and those that they have started: n reads, not n squared
+        self.hears_all = (
+            rank == 0
+        )  # the others hear rank 0 and those that they have started: n reads, not n squared
         self.begun = self.done = 0  # number of exchanges with the store
-        self.begun_at = self.since = self.marked  # the silence of a rank never heard of counts from `since`
+        self.begun_at = self.since = (
+            self.marked
+        )  # the silence of a rank never heard of counts from `since`
         self.interval = MOST_SECONDS_BETWEEN_BEATS
         self.woken = threading.Event()
 
     def join(self, timeout_seconds: float) -> None:
         """Begin to watch while this rank waits for the others. MASTER_PORT is in the environment.
 
-        timeout_seconds: longest silence of a rank that is waited for, and time for all to connect once they are there.
+        timeout_seconds: longest silence of a rank that is waited for, and time for all to connect
+        once they are there.
         """
         self._start(max(timeout_seconds, 1.0))
         wait_until(lambda: not self._unheard(), SECONDS_TO_MEET, 0.02)
-        time.sleep(2 * SECONDS_TO_FIRST_WORDS)  # so that the others hear of this rank before it joins
+        time.sleep(
+            2 * SECONDS_TO_FIRST_WORDS
+        )  # so that the others hear of this rank before it joins
 
     def begin(self, timeout_seconds: float) -> None:
-        """All ranks have joined. From now on the run hangs if this rank isn't marked for `timeout_seconds`."""
+        """All ranks have joined. From now on the run hangs if this rank isn't marked for
+        `timeout_seconds`."""
         self.mark(0, "setting up")
         self.is_joining = False
         self._start(timeout_seconds)
@@ -98,15 +118,18 @@ class Watch:
         self.hears_all = self.rank == 0
 
     def claim_end(self) -> None:
-        """To be called by the thread that ends this rank. Never returns if another thread is ending it already."""
+        """To be called by the thread that ends this rank. Never returns if another thread is ending
+        it already."""
         self.ended.set()
         if not self.claimed.acquire(blocking=False):
             threading.Event().wait()
 
     def report(self, fault: Fault) -> tuple[int, Fault]:
-        """Tell the others why this rank ends. Returns the rank whose fault came first, and that fault."""
+        """Tell the others why this rank ends. Returns the rank whose fault came first, and that
+        fault."""
         if fault.code == PEER_LOST and self.own_fault is None:
-            # A connection broke: look for the fault of the rank that broke it, or for a rank that is silent since.
+            # A connection broke: look for the fault of the rank that broke it, or for a rank that
+            # is silent since.
             self.hears_all = True
 
             def told() -> Optional[Fault]:
@@ -114,7 +137,11 @@ class Watch:
                 return self._told()
 
             cause = wait_until(told, SECONDS_TO_TELL, self.interval / 4)
-            gone = [r for r in list(self.beats) if self._silence(r) > 1.5 * self.interval and not self._has_ended(r)]
+            gone = [
+                r
+                for r in list(self.beats)
+                if self._silence(r) > 1.5 * self.interval and not self._has_ended(r)
+            ]
             if cause is None and gone:
                 cause = self._silent(max(gone, key=self._silence))
             fault = cause or fault
@@ -128,7 +155,8 @@ class Watch:
         return self.first or (self.rank, fault)
 
     def wait_for(self, ranks: Collection[int], seconds: float) -> bool:
-        """Wait until `ranks` have said that they end, or can no longer say it. True if all have said so in time."""
+        """Wait until `ranks` have said that they end, or can no longer say it. True if all have
+        said so in time."""
 
         def left() -> set[int]:
             return {rank for rank in ranks if not self._has_ended(rank)}
@@ -146,11 +174,14 @@ class Watch:
 
     def _start(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)  # seconds of silence of a rank that lives
+        self.patience = min(
+            MOST_SECONDS_OF_SILENCE, timeout_seconds / 3
+        )  # seconds of silence of a rank that lives
         self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
         if not self.thread.is_alive():
             self.since = time.monotonic()
-            # If this process holds the door, the store must take it over before the process group wants the port.
+            # If this process holds the door, the store must take it over before the process group
+            # wants the port.
             store = self._connect() if self.children.door is not None else None
             threading.Thread(target=self._talk, args=[store], name="store", daemon=True).start()
             self.thread.start()
@@ -166,7 +197,9 @@ class Watch:
                 store = None  # before the ranks have joined, it may not be there yet
                 if not self.is_joining:  # a broken connection, which collectives notice, too
                     self.store_is_lost = True
-            self.woken.wait(min(self.interval, SECONDS_TO_FIRST_WORDS) if self._unheard() else self.interval)
+            self.woken.wait(
+                min(self.interval, SECONDS_TO_FIRST_WORDS) if self._unheard() else self.interval
+            )
             self.woken.clear()
 
     def _connect(self) -> torch.distributed.Store:
@@ -186,14 +219,25 @@ class Watch:
                 multi_tenant=True,  # the process group's store will be at the same address
                 master_listen_fd=None if door is None else door.detach(),
             )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store of the former attempt
+        attempt = os.environ.get(
+            "TORCHELASTIC_RESTART_COUNT", "0"
+        )  # torchrun may keep the store of the former attempt
         return torch.distributed.PrefixStore(f"watch-{attempt}", store)
 
     def _exchange(self, store: torch.distributed.Store) -> None:
-        if (own := self.own_fault) is not None:  # told before the beat that says that this rank has ended
-            told = {"rank": self.rank, "sentence": str(own), "code": own.code, "retryable": own.retryable}
+        if (
+            own := self.own_fault
+        ) is not None:  # told before the beat that says that this rank has ended
+            told = {
+                "rank": self.rank,
+                "sentence": str(own),
+                "code": own.code,
+                "retryable": own.retryable,
+            }
             store.compare_set("first", "", json.dumps(told))
-        if self.first is None and store.check(["first"]):  # remembered, since the store may end with rank 0
+        if self.first is None and store.check(
+            ["first"]
+        ):  # remembered, since the store may end with rank 0
             there = json.loads(store.get("first"))
             self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
         store.set(f"beat/{self.rank}", json.dumps(self._beat()))
@@ -203,17 +247,25 @@ class Watch:
                 self.beats[rank], self.heard_at[rank] = beat, time.monotonic()
 
     def _beat(self) -> dict[str, Any]:
-        own = {"at": time.monotonic(), "host": socket.gethostname(), "pid": os.getpid(), "ended": self.says_end}
+        own = {
+            "at": time.monotonic(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "ended": self.says_end,
+        }
         return own | {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
 
     def _listened(self) -> set[int]:
-        return (set(range(self.world_size)) if self.hears_all else {0, *self.children.processes}) - {self.rank}
+        return (
+            set(range(self.world_size)) if self.hears_all else {0, *self.children.processes}
+        ) - {self.rank}
 
     def _unheard(self) -> set[int]:
         return self._listened() - self.beats.keys()
 
     def refresh(self, seconds: float = SECONDS_TO_ANSWER) -> None:
-        """Exchange with the store now. It is lost if it doesn't answer in time, or has never answered before the ranks joined."""
+        """Exchange with the store now. It is lost if it doesn't answer in time, or has never
+        answered before the ranks joined."""
         begun, deadline = self.begun, time.monotonic() + seconds
         self.woken.set()
         while self.done <= begun and not self.store_is_lost:
@@ -226,24 +278,32 @@ class Watch:
         while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
             asleep = time.monotonic() - looked_at - MOST_SECONDS_BETWEEN_LOOKS
             if asleep > 0:
-                self.marked, self.since, self.begun_at = (t + asleep for t in (self.marked, self.since, self.begun_at))
+                self.marked, self.since, self.begun_at = (
+                    t + asleep for t in (self.marked, self.since, self.begun_at)
+                )
                 self.heard_at = {rank: at + asleep for rank, at in list(self.heard_at.items())}
             looked_at = time.monotonic()
             fault = self._told() or self._seen()
             if fault is None or self.ended.is_set():  # the main thread ends this rank
                 continue
             first = self.put_first(fault)[1]
-            # Unless it is stuck, the main thread sees a broken connection, and ends this rank by itself.
+            # Unless it is stuck, the main thread sees a broken connection, and ends this rank by
+            # itself.
             if not self.is_joining and not self._is_still() and self.ended.wait(SECONDS_TO_END):
                 return
             self.claim_end()
             if not self.is_joining:
                 stack = traceback.format_stack(sys._current_frames()[self.main_thread])
-                print(f"Rank {self.rank} was here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
+                print(
+                    f"Rank {self.rank} was here:\n{''.join(stack[-8:])}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.on_fault(first)
 
     def _told(self) -> Optional[Fault]:
-        """Why this rank must end, as a signal, the store, or the exit of a rank that this one started says. None: no reason."""
+        """Why this rank must end, as a signal, the store, or the exit of a rank that this one
+        started says. None: no reason."""
         if self.is_joining and self.is_asked():
             return at_start()
         dead = self.children.dead() if self.first is None else None
@@ -257,11 +317,14 @@ class Watch:
         if self.is_joining:
             return Fault(f"rank {rank} {how} before training began.", code)
         beat = self.beats.get(rank, {"step": 0, "doing": "starting"})
-        step = max(self.step, beat["step"])  # its last beat may be older than the last step of all ranks
+        step = max(
+            self.step, beat["step"]
+        )  # its last beat may be older than the last step of all ranks
         return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
 
     def _seen(self) -> Optional[Fault]:
-        """Which rank is missing, lost or frozen, or hangs, as the heartbeats show. None: all is well."""
+        """Which rank is missing, lost or frozen, or hangs, as the heartbeats show. None: all is
+        well."""
         if self.is_joining:
             limit = f"{self.timeout_seconds:.0f} s (--join_timeout)"
             awaited = sorted(self._listened() if self.rank == 0 else {0})
@@ -271,27 +334,46 @@ class Watch:
                 return self._silent(known[0], limit)
             if gone:
                 self.lost.update(gone)
-                where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT')}"
+                where = (
+                    f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT')}"
+                )
                 answer = "nothing was heard of it" if self.done else "nobody answers"
-                return Fault(f"rank {gone[0]} hasn't joined: {answer} at {where} for {limit}.", PEER_LOST)
-            if self.rank != 0 or self._unheard() or max(silence.values(), default=0.0) > self.patience:
+                return Fault(
+                    f"rank {gone[0]} hasn't joined: {answer} at {where} for {limit}.", PEER_LOST
+                )
+            if (
+                self.rank != 0
+                or self._unheard()
+                or max(silence.values(), default=0.0) > self.patience
+            ):
                 self.marked = time.monotonic()  # not all are there yet
-            apart = f"all ranks are there, but haven't connected to each other within {limit}: can their machines reach each "
+            apart = (
+                f"all ranks are there, but haven't connected to each other within {limit}: "
+                f"can their machines reach each "
+            )
             apart += "other on the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names?"
             return Fault(apart, PEER_LOST) if self._is_still() else None
 
         # Rank 0 has gone with the store, or is frozen.
         unanswered = time.monotonic() - self.begun_at if self.done < self.begun else 0.0
-        if self.store_is_lost or unanswered > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval:
+        if (
+            self.store_is_lost
+            or unanswered > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval
+        ):
             self.store_is_lost = True
             return self._silent(0)
 
-        # No progress here. The others wait for a rank that is silent or, if none is, for the one that is behind.
+        # No progress here. The others wait for a rank that is silent or, if none is, for the one
+        # that is behind.
         if self._is_still():
             self.hears_all = True
-        if not self._is_still(self.patience + self.interval):  # until then every rank that lives has been heard
+        if not self._is_still(
+            self.patience + self.interval
+        ):  # until then every rank that lives has been heard
             return None
-        if gone := [rank for rank in sorted(self._listened()) if self._silence(rank) > self.patience]:
+        if gone := [
+            rank for rank in sorted(self._listened()) if self._silence(rank) > self.patience
+        ]:
             return self._silent(gone[0])
         return hanging({**self.beats, self.rank: self._beat()}, self.timeout_seconds)
 
@@ -305,23 +387,35 @@ class Watch:
         return rank in self.beats and self.beats[rank]["ended"]
 
     def _silent(self, rank: int, limit: str = "") -> Fault:
-        """The fault of a silent rank, which is given up. limit: how long it was silent, in words (default: measured)."""
+        """The fault of a silent rank, which is given up. limit: how long it was silent, in words
+        (default: measured)."""
         self.lost.add(rank)
         if rank not in self.beats:
             return Fault(f"rank {rank} is lost or frozen: nothing was ever heard of it.", PEER_LOST)
         beat, silent = self.beats[rank], limit or f"{self._silence(rank):.1f} s"
-        when = "before training began" if self.is_joining else f"after step {beat['step']}, {beat['doing']}"
+        when = (
+            "before training began"
+            if self.is_joining
+            else f"after step {beat['step']}, {beat['doing']}"
+        )
         who = f"rank {rank} (process {beat['pid']} on {beat['host']})"
         return Fault(f"{who} is lost or frozen: silent for {silent}, {when}.", PEER_LOST)
 
 
 def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
-    """The fault of ranks that all live and make no progress: the one that has entered the fewest collectives hangs.
+    """The fault of ranks that all live and make no progress: the one that has entered the fewest
+    collectives hangs.
 
     beats: rank -> its heartbeat.
     """
     behind, *ahead = sorted(beats, key=lambda rank: (beats[rank]["collectives"], rank))
     beat = beats[behind]
-    wait = "; the others wait for it" if ahead and beats[ahead[0]]["collectives"] > beat["collectives"] else ""
+    wait = (
+        "; the others wait for it"
+        if ahead and beats[ahead[0]]["collectives"] > beat["collectives"]
+        else ""
+    )
     since = f"after step {beat['step']}, {beat['doing']}{wait}"
-    return Fault(f"rank {behind} hangs: no progress for {seconds:.0f} s {since} (--hang_timeout).", PEER_LOST)
+    return Fault(
+        f"rank {behind} hangs: no progress for {seconds:.0f} s {since} (--hang_timeout).", PEER_LOST
+    )

@@ -1,4 +1,5 @@
-"""`python -m fabric_llm.report checkpoints/RUN [OTHER ...]` writes a page about a run, or about several beside each other.
+"""`python -m fabric_llm.report checkpoints/RUN [OTHER ...]` writes a page about a run, or about
+several beside each other.
 
 Exit codes: 0 written, 2 bad arguments, 75 stopped on request.
 """
@@ -14,16 +15,26 @@ from fabric_llm.base.names import at_home
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.verify.__main__ import Parser
 
-DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples and flags. It needs no
-network, and shows a run that is still going as far as it is."""
+DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples and
+flags. It needs no network, and shows a run that is still going as far as it is."""
 REPORT = "report.html"
 
 
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command and return 0. Raises SystemExit where it fails."""
     parser = Parser(prog="python -m fabric_llm.report", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=at_home, metavar="checkpoints/RUN", help="one run, or several to compare")
-    parser.add_argument("--output", type=at_home, help=f"the file to write (default: {REPORT} in the first run's directory)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=at_home,
+        metavar="checkpoints/RUN",
+        help="one run, or several to compare",
+    )
+    parser.add_argument(
+        "--output",
+        type=at_home,
+        help=f"the file to write (default: {REPORT} in the first run's directory)",
+    )
     with in_one_sentence("fabric_llm.report"):
         given = parser.parse_args(argv)
         if given.output is not None:
@@ -34,11 +45,14 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def page_module(name: str = "fabric_llm.report.page") -> Any:
-    """A module that needs numpy and plotly: --help and bad flags are answered without. Raises Fault (2)."""
+    """A module that needs numpy and plotly: --help and bad flags are answered without. Raises Fault
+    (2)."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Fault("The report needs plotly: pip install plotly (or pip install -e '.[report]').") from error
+        raise Fault(
+            "The report needs plotly: pip install plotly (or pip install -e '.[report]')."
+        ) from error
 
 
 if __name__ == "__main__":

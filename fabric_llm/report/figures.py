@@ -1,7 +1,7 @@
 """Runs -> the figures of the report, as plotly's traces and layouts.
 
-A line keeps few enough points for a page to stay small, its extremes among them. One run is drawn over its steps, and several
-over tokens, because their steps may be of other sizes.
+A line keeps few enough points for a page to stay small, its extremes among them. One run is drawn
+over its steps, and several over tokens, because their steps may be of other sizes.
 """
 
 import html
@@ -33,48 +33,89 @@ class Figure(NamedTuple):
     yaxis: Mapping[str, Any] = {}  # plotly's layout of it
 
 
-BY_POSITION = "Of tokens with so many and more before them, up to twice as many: lower where the model uses what it sees."
-PROBES = (
-    "The loss on the second occurrence of a random passage, or of the value behind a key: low where a model uses its context."
+BY_POSITION = (
+    "Of tokens with so many and more before them, up to twice as many: lower where the "
+    "model uses what it sees."
 )
-RETRIEVAL = "Tokens of a value that are the most likely ones behind its key, which stood before in a text of so many tokens."
+PROBES = (
+    "The loss on the second occurrence of a random passage, or of the value behind a key: "
+    "low where a model uses its context."
+)
+RETRIEVAL = (
+    "Tokens of a value that are the most likely ones behind its key, which stood before "
+    "in a text of so many tokens."
+)
 FORGETTING = "Forgetting: loss minus its value before step 1"
 FIGURES = (
     Figure("eval_loss", "Validation loss", "nats a token"),
     Figure("loss", "Training loss", "nats a token", has_trend=True),
-    Figure("forgetting", FORGETTING, "nats a token", "Below 0 a set was learned.", yaxis={"zeroline": True}),
+    Figure(
+        "forgetting",
+        FORGETTING,
+        "nats a token",
+        "Below 0 a set was learned.",
+        yaxis={"zeroline": True},
+    ),
     Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits"),
-    Figure("by_position", "Validation loss by position in the document", "nats a token", BY_POSITION),
+    Figure(
+        "by_position", "Validation loss by position in the document", "nats a token", BY_POSITION
+    ),
     Figure("copy", "Copying and finding what is in the context", "nats a token", PROBES),
     Figure("retrieval", "Finding what stood far before", "of the tokens", RETRIEVAL),
-    Figure("tasks", "Accuracy in tasks", "of the documents", "The choice of the largest likelihood is a right one."),
+    Figure(
+        "tasks",
+        "Accuracy in tasks",
+        "of the documents",
+        "The choice of the largest likelihood is a right one.",
+    ),
     Figure("sources_share", "Share of each source", "of the sequences", style="steps"),  # of a plan
     Figure("sources_epochs", "How often each source is read", "epochs"),
     Figure("lr", "Learning rate"),
     Figure("grad_norm", "Gradient norm, before clipping", has_trend=True, yaxis={"type": "log"}),
     Figure("tokens_per_second", "Tokens per second, all devices", "tokens/s", has_trend=True),
     Figure("mfu", "Model FLOPs utilisation", "of the device's peak", has_trend=True),
-    Figure("model_tflops_per_device", "Operations of the model, of a device", "TFLOP/s", has_trend=True),
+    Figure(
+        "model_tflops_per_device", "Operations of the model, of a device", "TFLOP/s", has_trend=True
+    ),
     Figure("peak_memory_gib", "Peak memory of rank 0", "GiB"),
-    Figure("updated_fraction", "Share of weights that a step changes", "of the weights", has_trend=True),
+    Figure(
+        "updated_fraction", "Share of weights that a step changes", "of the weights", has_trend=True
+    ),
     Figure("update_ratio", "Size of a step's change", "of the weights' norm", has_trend=True),
     Figure("data_seconds", "Waiting of rank 0 for data", "seconds a step", has_trend=True),
-    Figure("wait_seconds", "Waiting of rank 0 for the device and other ranks", "seconds a step", has_trend=True),
+    Figure(
+        "wait_seconds",
+        "Waiting of rank 0 for the device and other ranks",
+        "seconds a step",
+        has_trend=True,
+    ),
     Figure("aux_loss", "Auxiliary loss of the routers"),
 )
 NOT_DRAWN = {"tokens", "position", "tokens_per_second_per_device", "eval_loss_ema"}
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
-    """The figures of the page in their order; a number that they don't know has one of its own behind them."""
+    """The figures of the page in their order; a number that they don't know has one of its own
+    behind them."""
     known = NOT_DRAWN.union(figure.name for figure in FIGURES)
-    others = sorted({name for run in runs for name, named in run.numbers.items() if "" in named} - known)
+    others = sorted(
+        {name for run in runs for name, named in run.numbers.items() if "" in named} - known
+    )
     return [*FIGURES, *(Figure(name, name.replace("_", " ")) for name in others)]
 
 
 # ------------------------------------------------------------------------------- as plotly has them
 
-COLORS = ("#1457a8", "#c2500a", "#1b7a4b", "#8a3ea8", "#b3275f", "#0f7f8c", "#7a5c00", "#545a66")  # of runs and sets
+COLORS = (
+    "#1457a8",
+    "#c2500a",
+    "#1b7a4b",
+    "#8a3ea8",
+    "#b3275f",
+    "#0f7f8c",
+    "#7a5c00",
+    "#545a66",
+)  # of runs and sets
 GREY = 7  # of them: events of a single run
 INK, MUTED, PALE = "#1d1f23", "#5b616b", "#e3e1dc"  # as in page.html
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -90,7 +131,13 @@ STYLES: dict[str, dict[str, Any]] = {
 def template() -> dict[str, Any]:
     """The look of all figures."""
     small = {"color": MUTED, "size": 12}
-    axis = {"gridcolor": PALE, "zeroline": False, "zerolinecolor": MUTED, "zerolinewidth": 1, "tickfont": small}
+    axis = {
+        "gridcolor": PALE,
+        "zeroline": False,
+        "zerolinecolor": MUTED,
+        "zerolinewidth": 1,
+        "tickfont": small,
+    }
     axis |= {"automargin": True, "separatethousands": True, "title": {"font": small, "standoff": 8}}
     layout = {
         "colorway": COLORS,
@@ -100,19 +147,34 @@ def template() -> dict[str, Any]:
         "margin": {"l": 48, "r": 10, "t": 6, "b": 40},
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": "white", "bordercolor": PALE, "namelength": -1},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": small, "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1.02,
+            "yanchor": "bottom",
+            "font": small,
+            "traceorder": "normal",
+        },
         "xaxis": {**axis, "nticks": 7, "exponentformat": "SI", "rangemode": "tozero"},
         "yaxis": {**axis, "nticks": 6, "exponentformat": "power", "hoverformat": ".5~g"},
     }
     return go.layout.Template(layout=layout).to_plotly_json()
 
 
-Chart = dict[str, Any]  # "name", "title", "unit" and "note" of a figure, its "traces", "undone" ones below, and "layout"
+Chart = dict[
+    str, Any
+]  # "name", "title", "unit" and "note" of a figure, its "traces", "undone" ones below, and "layout"
 
 
 def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
-    """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of a single run one colour."""
-    lines = [(figure, i, line) for figure in found for i, run in enumerate(runs) for line in _lines(figure, run)]
+    """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of
+    a single run one colour."""
+    lines = [
+        (figure, i, line)
+        for figure in found
+        for i, run in enumerate(runs)
+        for line in _lines(figure, run)
+    ]
     sets = list(dict.fromkeys(name for _, _, (name, _, _) in lines if name))
     drawn, over = [], "Tokens" if len(runs) > 1 else "Step"
     for figure in found:
@@ -125,8 +187,13 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
                 STYLES[style],
                 x=_places(runs, i, steps),
                 # Six digits keep the page small. What is no number, a gap, is none in JSON.
-                y=[float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()],
-                mode="lines+markers" if len(steps) <= (1 if style == "undone" else FEW_POINTS) else "lines",
+                y=[
+                    float(f"{value:.6g}") if math.isfinite(value) else None
+                    for value in values.tolist()
+                ],
+                mode="lines+markers"
+                if len(steps) <= (1 if style == "undone" else FEW_POINTS)
+                else "lines",
                 name=label,  # plotly reads some tags in names
                 legendgroup=label,
                 line_color=COLORS[(i if len(runs) > 1 else number) % len(COLORS)],
@@ -137,7 +204,9 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
             is_named = len({trace["name"] for trace in traces}) > 1
             yaxis = {**figure.yaxis}
             if len({y for trace in (*undone, *traces) for y in trace["y"]} - {None}) == 1:
-                yaxis.setdefault("rangemode", "tozero")  # plotly would draw a constant between itself -1 and +1
+                yaxis.setdefault(
+                    "rangemode", "tozero"
+                )  # plotly would draw a constant between itself -1 and +1
             layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
             drawn.append({**figure._asdict(), "traces": traces, "undone": undone, "layout": layout})
     return drawn
@@ -151,7 +220,9 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
         if has_trend:
             yield name, "trend", trend(series)
     for part in run.undone[-MOST_MARKED:]:
-        yield from ((name, "undone", series) for name, series in part.numbers.get(figure.name, {}).items())
+        yield from (
+            (name, "undone", series) for name, series in part.numbers.get(figure.name, {}).items()
+        )
 
 
 def _places(runs: Sequence[Run], i: int, steps: np.ndarray) -> list[int]:
@@ -160,13 +231,15 @@ def _places(runs: Sequence[Run], i: int, steps: np.ndarray) -> list[int]:
 
 
 def trend(series: Series) -> Series:
-    """Exponentially weighted mean of the points so far; a weight halves within 1 % of the points. Gaps are passed over."""
+    """Exponentially weighted mean of the points so far; a weight halves within 1 % of the points.
+    Gaps are passed over."""
     means = pd.Series(series.values).ewm(halflife=len(series.steps) / 100, ignore_na=True).mean()
     return Series(series.steps, means.to_numpy())
 
 
 def thinned(series: Series, most: int) -> Series:
-    """At most `most` points: the first, the last, and the lowest and highest of each of equally many points between.
+    """At most `most` points: the first, the last, and the lowest and highest of each of equally
+    many points between.
 
     A number that is missing, such as the loss of a step that was skipped, stays as a gap.
     """
@@ -183,28 +256,47 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[str, Any]]:
-    """Upright lines in all figures over steps or tokens: where something happened that isn't of UNMARKED."""
+    """Upright lines in all figures over steps or tokens: where something happened that isn't of
+    UNMARKED."""
     found = []
     for i, of_run in enumerate(events):
         color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
         steps = [event.step for event in of_run if event.kind not in UNMARKED][:MOST_MARKED]
-        found += [upright(place, color) for place in _places(runs, i, np.array(steps, dtype=np.int64))]
+        found += [
+            upright(place, color) for place in _places(runs, i, np.array(steps, dtype=np.int64))
+        ]
     return found
 
 
 def upright(place: float, color: str, **more: Any) -> dict[str, Any]:
     """A dotted line over the height of a figure, as a shape of plotly."""
     line = {"color": color, "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": place, "x1": place, "y0": 0, "y1": 1, "yref": "paper", "line": line, **more}
+    return {
+        "type": "line",
+        "x0": place,
+        "x1": place,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": line,
+        **more,
+    }
 
 
 def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float]) -> Chart:
-    """One bar of a device's memory by its parts, and upright lines at what the device has, and at parts of that."""
+    """One bar of a device's memory by its parts, and upright lines at what the device has, and at
+    parts of that."""
     bar = {"y": ["At the peak"], "orientation": "h", "hovertemplate": "%{x:,.2f} GiB"}
-    traces = [go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json() for name, size in parts.items()]
+    traces = [
+        go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json() for name, size in parts.items()
+    ]
     whole = (device_bytes or 0) / 2**30
     label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
-    lines = [upright(part * whole, MUTED, label={**label, "text": f"{100 * part:.0f} % "}) for part in (*limits, 1.0) if whole]
+    lines = [
+        upright(part * whole, MUTED, label={**label, "text": f"{100 * part:.0f} % "})
+        for part in (*limits, 1.0)
+        if whole
+    ]
     layout = {"barmode": "stack", "hovermode": "closest", "showlegend": True, "shapes": lines}
     layout |= {"xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"}}
     return {"name": "memory", "traces": traces, "layout": layout}

@@ -1,4 +1,5 @@
-"""The line from a base model to a run (weights/line.py) as a page: how far the losses of its points are above the base model's."""
+"""The line from a base model to a run (weights/line.py) as a page: how far the losses of its points
+are above the base model's."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ from fabric_llm.report import figures, page
 from fabric_llm.report.reading import Run, Series
 
 FILE = "average.html"  # beside the note of the average
-LINE = figures.Figure("line", "Loss minus the base model's", "nats a token", "Dotted: what was chosen, and budgets.")
+LINE = figures.Figure(
+    "line", "Loss minus the base model's", "nats a token", "Dotted: what was chosen, and budgets."
+)
 
 
 def write(note: Path) -> None:
@@ -17,13 +20,21 @@ def write(note: Path) -> None:
     said = json.loads(note.read_text())
     shares = np.array([point["weight_of_run"] for point in said["line"]])
     losses = [point["eval_loss"] for point in said["line"]]
-    lines = {name: Series(shares, np.array([one[name] - start for one in losses])) for name, start in losses[0].items()}
+    lines = {
+        name: Series(shares, np.array([one[name] - start for one in losses]))
+        for name, start in losses[0].items()
+    }
     [chart] = figures.charts([LINE], [Run("", note.parent, numbers={LINE.name: lines})])
     (base, _), (run, chosen) = ((part["path"], part["weight"]) for part in said["parts"])
     flat = {**figures.upright(0, figures.MUTED), "x1": 1, "yref": "y"}
     budgets = [{**flat, "y0": most, "y1": most} for most in said["forgetting_budget"].values()]
     chart["layout"]["shapes"] = [figures.upright(chosen, figures.INK), *budgets]
     chart["layout"]["xaxis"] = {"title": {"text": "Share of the run"}}
-    inside = {"charts": [chart], "runs": [{"headline": [("Share of the run", f"{chosen:.3f}", f"the rest is {base}")]}]}
+    inside = {
+        "charts": [chart],
+        "runs": [{"headline": [("Share of the run", f"{chosen:.3f}", f"the rest is {base}")]}],
+    }
     sections = {"curves": "Along the line"}
-    page.write_page(note.with_name(FILE), "Line between two models", run, "", sections, f"from {note}", **inside)
+    page.write_page(
+        note.with_name(FILE), "Line between two models", run, "", sections, f"from {note}", **inside
+    )

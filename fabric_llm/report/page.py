@@ -1,7 +1,8 @@
-"""What is said about runs in words and numbers, and the page around it: page.html, filled in by Jinja.
+"""What is said about runs in words and numbers, and the page around it: page.html, filled in by
+Jinja.
 
-Text that comes from runs is escaped by Jinja, and the data is JSON in which no tag can end. A Content-Security-Policy keeps the
-page from asking the network for anything.
+Text that comes from runs is escaped by Jinja, and the data is JSON in which no tag can end. A
+Content-Security-Policy keeps the page from asking the network for anything.
 """
 
 import json
@@ -24,14 +25,21 @@ from fabric_llm.report.reading import Event, Run, Series
 NONE = "\N{EN DASH}"
 NOT_COMPARED = ("run_name", "output_dir")  # flags
 SECTIONS = ("curves", "events", "samples", "flags")
-COMPARED = ("curves", "events", "flags")  # sections of several runs: each has a page of its own for its samples
+COMPARED = (
+    "curves",
+    "events",
+    "flags",
+)  # sections of several runs: each has a page of its own for its samples
 Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # head, rows
 
 
 def write(folders: Sequence[str], output: Path) -> None:
     """Write the report of the runs in `folders`. Raises Fault (2)."""
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
-    runs, above = [reading.read_run(path) for path in paths], os.path.commonpath(path.parent for path in paths)
+    runs, above = (
+        [reading.read_run(path) for path in paths],
+        os.path.commonpath(path.parent for path in paths),
+    )
     for run in runs:
         run.name = os.path.relpath(run.folder, above)
     is_one, events = len(runs) == 1, [reading.timeline(run) for run in runs]
@@ -53,15 +61,27 @@ def write(folders: Sequence[str], output: Path) -> None:
 
 
 def environment() -> jinja2.Environment:
-    """What renders page.html: text is escaped, a missing name is an error, and JSON has no NaN, which is none."""
+    """What renders page.html: text is escaped, a missing name is an error, and JSON has no NaN,
+    which is none."""
     loader, undefined = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
-    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=undefined)
+    made = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=undefined
+    )
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return made
 
 
-def write_page(output: Path, kind: str, title: str, lead: str, sections: dict[str, str], made_of: str, **inside: Any) -> None:
-    """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs besides. Raises Fault (2)."""
+def write_page(
+    output: Path,
+    kind: str,
+    title: str,
+    lead: str,
+    sections: dict[str, str],
+    made_of: str,
+    **inside: Any,
+) -> None:
+    """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs
+    besides. Raises Fault (2)."""
     inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
     bars = [inside["bars"]] if "bars" in inside else []
     page = environment().get_template("page.html")
@@ -70,8 +90,15 @@ def write_page(output: Path, kind: str, title: str, lead: str, sections: dict[st
         title=title,
         lead=lead,
         sections=sections,
-        made=f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC {made_of}.",
-        data={"template": figures.template(), "charts": [*inside["charts"], *bars], "marks": inside["marks"]},
+        made=(
+            f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC "
+            f"{made_of}."
+        ),
+        data={
+            "template": figures.template(),
+            "charts": [*inside["charts"], *bars],
+            "marks": inside["marks"],
+        },
         plotly=get_plotlyjs(),
         **inside,
     )
@@ -107,29 +134,56 @@ def shown(value: Any) -> str:
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
     """(label, figure, what is said below it) of the five figures that decide."""
-    loss = next(iter(run.numbers["eval_loss"].values()), None)  # of all sets together, or of the first
+    loss = next(
+        iter(run.numbers["eval_loss"].values()), None
+    )  # of all sets together, or of the first
     tokens, rates = run.number("tokens"), run.number("tokens_per_second")
     times = [datetime.fromisoformat(event["time"]) for event in run.events if "time" in event]
-    last = max((int(series.steps[-1]) for named in run.numbers.values() for series in named.values()), default=0)
+    last = max(
+        (int(series.steps[-1]) for named in run.numbers.values() for series in named.values()),
+        default=0,
+    )
     planned = run.begun.get("max_step") or run.flags.get("max_step")
     reached = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
     kind, ended, why = run.ending()
-    saved = f"Newest checkpoint: step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint."
+    saved = (
+        f"Newest checkpoint: step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint."
+    )
     return [
-        ("Validation loss", *((NONE, "no validation") if loss is None else last_and_best(run, loss))),
+        (
+            "Validation loss",
+            *((NONE, "no validation") if loss is None else last_and_best(run, loss)),
+        ),
         ("Tokens", number(tokens and tokens.values[-1]), reached),
-        ("Tokens per second", number(rates and np.round(np.nanmedian(rates.values))), reading.devices(run.begun)),
-        ("Time", duration((times[-1] - times[0]).total_seconds()) if times else NONE, "from start to end, with pauses"),
-        ("How it ended", Markup('<span class="{}">{}</span>').format(kind, ended), f"{why} {saved}".strip()),
+        (
+            "Tokens per second",
+            number(rates and np.round(np.nanmedian(rates.values))),
+            reading.devices(run.begun),
+        ),
+        (
+            "Time",
+            duration((times[-1] - times[0]).total_seconds()) if times else NONE,
+            "from start to end, with pauses",
+        ),
+        (
+            "How it ended",
+            Markup('<span class="{}">{}</span>').format(kind, ended),
+            f"{why} {saved}".strip(),
+        ),
     ]
 
 
 def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
-    """The last loss, and the best in words; of a mean, since the shares of its sets last changed: others are other means."""
+    """The last loss, and the best in words; of a mean, since the shares of its sets last changed:
+    others are other means."""
     steps, values = (part[np.isfinite(loss.values)] for part in loss)
     if not len(values):
         return NONE, ""
-    since = run.shares[-1][0] if len(run.shares) > 1 and loss is run.numbers["eval_loss"].get(reading.MEAN) else 0
+    since = (
+        run.shares[-1][0]
+        if len(run.shares) > 1 and loss is run.numbers["eval_loss"].get(reading.MEAN)
+        else 0
+    )
     words, latest = [f"before step {since:,} it had other shares"] * bool(since), steps >= since
     if latest.any():
         lowest = values[latest].argmin()
@@ -144,10 +198,15 @@ def known(run: Run) -> dict[str, str]:
 
 def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
-    begun, on = run.begun, ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
+    begun, on = (
+        run.begun,
+        ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir"),
+    )
     parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
     words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
-    return "; ".join(map(str, filter(None, [*words, reading.devices(begun), begun.get("strategy")])))
+    return "; ".join(
+        map(str, filter(None, [*words, reading.devices(begun), begun.get("strategy")]))
+    )
 
 
 def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:
@@ -156,7 +215,15 @@ def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Tabl
     for run, of_run in zip(runs, events):
         for event in of_run:
             time = event.time.replace("T", " ").removesuffix("+00:00")
-            found.append([*[run.name] * several, f"{event.step:,}", time, event.kind.capitalize(), event.words])
+            found.append(
+                [
+                    *[run.name] * several,
+                    f"{event.step:,}",
+                    time,
+                    event.kind.capitalize(),
+                    event.words,
+                ]
+            )
     return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], found
 
 

@@ -1,4 +1,5 @@
-"""A run directory -> `Run`, plain data, and what happened to it. Nothing is changed, and nothing here imports torch.
+"""A run directory -> `Run`, plain data, and what happened to it. Nothing is changed, and nothing
+here imports torch.
 
 What is missing or damaged is left out: a run that is still going, or was killed, has a report.
 """
@@ -43,8 +44,12 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     # name -> set or source, "" of neither -> Series
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
-    undone: list["Run"] = field(default_factory=list)  # numbers of steps that rewinds have undone, one of each time
-    shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # in the mean: (step, new shares)
+    undone: list["Run"] = field(
+        default_factory=list
+    )  # numbers of steps that rewinds have undone, one of each time
+    shares: list[tuple[int, dict[str, Any]]] = field(
+        default_factory=list
+    )  # in the mean: (step, new shares)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     samples: list[dict[str, Any]] = field(default_factory=list)  # samples.jsonl
@@ -62,21 +67,27 @@ class Run:
         return self.numbers.get(name, {}).get("")
 
     def tokens_at(self, steps: np.ndarray) -> list[int]:
-        """The tokens that were read after `steps`, between logged lines as if each step had as many."""
+        """The tokens that were read after `steps`, between logged lines as if each step had as
+        many."""
         known = self.number("tokens") or Series(np.array([0]), np.array([0.0]))
         xs, ys = np.append(0, known.steps), np.append(0.0, known.values)
         keep = np.append(True, np.diff(xs) > 0)
         return np.interp(steps, xs[keep], ys[keep]).astype(np.int64).tolist()
 
     def ending(self) -> tuple[str, str, str]:
-        """(kind, words, sentence): how the run ended, and why. kind: good, going, stopped or bad. The sentence may be ""."""
+        """(kind, words, sentence): how the run ended, and why. kind: good, going, stopped or bad.
+        The sentence may be ""."""
         code, reason = self.status.get("code"), self.status.get("reason") or ""
         if not self.status:
             return "going", "Not known: no STATUS.json", ""
         if code is None:
             return "going", "Running, or killed", ""
         if code == DONE:
-            return ("stopped", "Done, with warnings", " ".join(self.wrong)) if self.wrong else ("good", "Done", "")
+            return (
+                ("stopped", "Done, with warnings", " ".join(self.wrong))
+                if self.wrong
+                else ("good", "Done", "")
+            )
         sentence = f"{reason[:1].upper()}{reason[1:]} (exit code {code})"
         return ("stopped", "Stopped", sentence) if code == STOPPED else ("bad", "Failed", sentence)
 
@@ -90,7 +101,9 @@ def read_run(folder: Path) -> Run:
     if not any((folder / name).is_file() for name in ("metrics.jsonl", "arguments.yaml")):
         inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))[:5])
         there = f" It holds the runs {inside}." if inside else ""
-        raise Fault(f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{there}")
+        raise Fault(
+            f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{there}"
+        )
     run = Run(folder.resolve().name, folder, status=run_directory.read_status(folder))
     with suppress(OSError, ValueError):
         flags = command_line.read_yaml(folder / "arguments.yaml")
@@ -102,11 +115,16 @@ def read_run(folder: Path) -> Run:
     forgotten = run.numbers["eval_forgotten"]
     for name, budget in run.numbers["eval_budget"].items():
         if name in forgotten and (rise := forgotten[name].values[-1]) > (most := budget.values[-1]):
-            run.wrong.append(f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is {most:g}.")
+            run.wrong.append(
+                f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is "
+                f"{most:g}."
+            )
     samples = {}
     for _, record in files.json_lines(folder / "samples.jsonl"):
         if {"step", "prompt", "text"} <= record.keys():
-            samples[record["step"], record["prompt"]] = record  # of a step that was made twice the later ones
+            samples[record["step"], record["prompt"]] = (
+                record  # of a step that was made twice the later ones
+            )
     run.samples = sorted(samples.values(), key=lambda record: record["step"])
     return run
 
@@ -120,11 +138,14 @@ def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
         if type(record.get("step")) is type(record.get("tokens", 0)) is int:
             yield record
         elif not run.notes:
-            run.notes.append(f"{name}: line {number:,} can't be read. A kill leaves the last line cut off.")
+            run.notes.append(
+                f"{name}: line {number:,} can't be read. A kill leaves the last line cut off."
+            )
 
 
 def _fill_undone(run: Run) -> None:
-    """Add what was undone, in whose log a line with `undone` comes before the others of its time."""
+    """Add what was undone, in whose log a line with `undone` comes before the others of its
+    time."""
     parts: list[list[dict[str, Any]]] = []
     for record in _lines(run, METRICS_UNDONE):
         if "undone" in record:
@@ -136,7 +157,9 @@ def _fill_undone(run: Run) -> None:
         fill(run.undone[-1], lines)
 
 
-Columns = dict[tuple[str, str], tuple[array, array]]  # (name, set or source or ""): steps and values
+Columns = dict[
+    tuple[str, str], tuple[array, array]
+]  # (name, set or source or ""): steps and values
 
 
 def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
@@ -157,16 +180,27 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
             numbers[name][of_what] = series
     losses, forgotten = dict(sorted(numbers["eval_loss"].items())), numbers["eval_forgotten"]
     if numbers["eval_budget"]:  # the others may rise, and what is learned falls far
-        forgotten = {name: series for name, series in forgotten.items() if name in numbers["eval_budget"]}
+        forgotten = {
+            name: series for name, series in forgotten.items() if name in numbers["eval_budget"]
+        }
     budgets = {f"budget of {name}": budget for name, budget in numbers["eval_budget"].items()}
-    mean, probes = losses.pop("", None), {name: losses.pop(name) for name in PROBES if name in losses}
-    if mean is not None and list(losses) != [ONE_SET]:  # where it is the only set, the mean says the same again
+    mean, probes = (
+        losses.pop("", None),
+        {name: losses.pop(name) for name in PROBES if name in losses},
+    )
+    if mean is not None and list(losses) != [
+        ONE_SET
+    ]:  # where it is the only set, the mean says the same again
         losses = {MEAN if losses or probes else ONE_SET: mean, **losses}
     if average := numbers["eval_loss_ema"].get(""):
         losses[AVERAGE] = average
     numbers |= {"eval_loss": losses, "forgetting": {**forgotten, **budgets}, "copy": probes}
     for figure, pattern, words in (
-        ("by_position", r"eval_loss_from_(\d+)", "{} from {:,}"),  # and how many tokens are before those
+        (
+            "by_position",
+            r"eval_loss_from_(\d+)",
+            "{} from {:,}",
+        ),  # and how many tokens are before those
         ("retrieval", r"eval_accuracy_of_(\d+)", "{} from {:,} tokens"),
         ("tasks", r"eval_accuracy_of_(?!\d+(?:_at_\d+)?$)(.+)", "{}: {}"),
     ):
@@ -181,14 +215,20 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def parts_read(run: Run) -> list[str]:
-    """Of each set that an evaluation doesn't read to its end, how many rows of how many it reads, in words."""
+    """Of each set that an evaluation doesn't read to its end, how many rows of how many it reads,
+    in words."""
     rows, of_rows = run.numbers.get("eval_rows", {}), run.numbers.get("eval_of_rows", {})
-    both = ((name, rows[name].values[-1], of_rows[name].values[-1]) for name in rows if name in of_rows)
+    both = (
+        (name, rows[name].values[-1], of_rows[name].values[-1]) for name in rows if name in of_rows
+    )
     return [f"{name} on {read:,.0f} of {count:,.0f} rows" for name, read, count in both]
 
 
-def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str = "", of_what: str = "") -> None:
-    """Add the numbers of a line, or of one set or source in it. What no number is stands for is a gap."""
+def _collect(
+    columns: Columns, step: int, said: Mapping[str, Any], prefix: str = "", of_what: str = ""
+) -> None:
+    """Add the numbers of a line, or of one set or source in it. What no number is stands for is a
+    gap."""
     for name, value in said.items():
         if value is None or type(value) in (int, float):
             steps, values = columns[prefix + name, of_what]
@@ -203,7 +243,11 @@ def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str =
 # ------------------------------------------------------------------------------- events
 
 
-UNMARKED = ("started", "saved", "done")  # kinds of events; the others have an upright line in all figures
+UNMARKED = (
+    "started",
+    "saved",
+    "done",
+)  # kinds of events; the others have an upright line in all figures
 VERDICTS = {"skip": "skipped", "warn": "spike", "rewind": "rewound", "forgetting": "forgetting"}
 
 
@@ -226,7 +270,10 @@ def timeline(run: Run) -> list[Event]:
             if found and found[-1].kind not in ("stopped", "failed", "done"):
                 no_end = "no end was recorded before the next start; this is the last step that was"
                 found.append(Event(known, "killed", no_end))
-            source = event.get("from") and f"from {'random weights, ' * bool(event.get('random'))}{event['from']}"
+            source = (
+                event.get("from")
+                and f"from {'random weights, ' * bool(event.get('random'))}{event['from']}"
+            )
             words = "; ".join(filter(None, [devices(event), event.get("strategy"), source]))
         elif kind in ("saved", "stage"):
             words = _shares(event)
@@ -240,7 +287,10 @@ def timeline(run: Run) -> list[Event]:
     for said in run.verdicts:
         name, tokens = said.get("verdict") or "", said.get("discarded_tokens")
         position = said.get("from_position", said.get("position"))
-        parts = [said.get("reason") or name, "" if position is None else f"at sequence {position:,}"]
+        parts = [
+            said.get("reason") or name,
+            "" if position is None else f"at sequence {position:,}",
+        ]
         parts += ["" if tokens is None else f"{tokens:,} tokens discarded", _shares(said)]
         kind, time = VERDICTS.get(name, "spike"), said.get("time") or ""
         found.append(Event(said["step"], kind, "; ".join(filter(None, parts)), time))

@@ -1,12 +1,15 @@
 """The run itself: its objects, a log, saves, rewinds, and how it ends.
 
-reference      `load`, `verify_start`: the model as transformers loads it, and what it is compared with
+reference      `load`, `verify_start`: the model as transformers loads it, and what it is compared
+               with
 run            `Run`: what a run holds, and how it is closed
 build          `build`: plan -> Run; the run directory is made ready, and what the run does is said
 metrics        `MetricsFile`, `TRACKERS`: metrics.jsonl, and csv, TensorBoard, Weights & Biases
 log            `Log`: what goes to both, and what is printed; speed, memory and --profile
 samples        `Samples`: what the model in training makes of --sample_prompts
-save           `due_after`, `save`, `publish`: what follows a step; when a checkpoint is written, and when it is published
+save           `due_after`, `save`, `publish`: what follows a step; when a checkpoint is written,
+               and when it is published
 verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take
-supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code, STATUS.json
+supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code,
+               STATUS.json
 """

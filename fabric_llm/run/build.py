@@ -1,4 +1,5 @@
-"""Make the objects of a run from its plan: model and optimizer on the devices, data, log, evaluation."""
+"""Make the objects of a run from its plan: model and optimizer on the devices, data, log,
+evaluation."""
 
 import shutil
 import sys
@@ -23,7 +24,16 @@ from fabric_llm.checkpoint.keep import METRICS
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.order import sample
 from fabric_llm.data.token_bytes import bytes_of_tokens
-from fabric_llm.model import flops, freezing, language_model, layers, loading, strategy, tiles, weights
+from fabric_llm.model import (
+    flops,
+    freezing,
+    language_model,
+    layers,
+    loading,
+    strategy,
+    tiles,
+    weights,
+)
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
@@ -40,9 +50,11 @@ from fabric_llm.training.guard import Guard
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
-    """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't shared or has no room.
+    """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't
+    shared or has no room.
 
-    How a part is closed is registered when it is made. A run without a fault closes its parts in the opposite order.
+    How a part is closed is registered when it is made. A run without a fault closes its parts in
+    the opposite order.
     """
     # With the losses that rank 0 has found in the log: another machine may not see its end yet.
     plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
@@ -51,16 +63,23 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
 
     def require_room() -> None:
-        """Sweep, and end the run before its model is loaded if the disk has no room for one checkpoint."""
+        """Sweep, and end the run before its model is loaded if the disk has no room for one
+        checkpoint."""
         run_directory.sweep(plan.run_directory)
         average = flags.training.ema_device if flags.training.ema_decay is not None else None
-        needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
+        needed = adamw.checkpoint_bytes(
+            _skeleton(plan).parameters(), plan.model.bf16_updates, average
+        )
         writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
 
     ranks.from_rank_zero(require_room)
     failpoint("set_up")
     build_model(run, plan.model.source)
-    run.guard = Guard(**vars(flags.guard), budgets=plan.data.budgets, forgetting_action=flags.evaluation.forgetting_action)
+    run.guard = Guard(
+        **vars(flags.guard),
+        budgets=plan.data.budgets,
+        forgetting_action=flags.evaluation.forgetting_action,
+    )
     if plan.resumed:
         restore(run, plan.resumed)
         run.guard.changed = plan.measured_otherwise()
@@ -89,7 +108,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 
 
 def require_shared_directory(directory: Path, seconds: float) -> None:
-    """Raises Fault (73), before the model is loaded, if a rank doesn't write to the disk that rank 0 reads."""
+    """Raises Fault (73), before the model is loaded, if a rank doesn't write to the disk that rank
+    0 reads."""
     written = ranks.from_rank_zero(lambda: run_directory.read_status(directory))
     sees = run_directory.wait_for_status(directory, written, seconds / 2)
     if blind := [rank for rank, there in enumerate(ranks.gather(sees)) if not there]:
@@ -108,49 +128,63 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
 
 
 def build_model(run: Run, source: str) -> None:
-    """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks call it.
+    """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks
+    call it.
 
-    A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured on the model: attention, loss,
-    and whether the model keeps documents apart.
+    A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured
+    on the model: attention, loss, and whether the model keeps documents apart.
     """
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
-    opened, expected, chosen = reference.load(plan, source, run.flags.training.seed, run.flags.model)
+    opened, expected, chosen = reference.load(
+        plan, source, run.flags.training.seed, run.flags.model
+    )
     masks, attention, loss, tiled, idle = chosen
     config = deepcopy(plan.model.config)
     config._attn_implementation = attention
     recomputed = plan.model.activation_checkpointing
     model_plan = replace(plan.model, config=config, loss=loss)
-    run.plan = plan = replace(plan, model=model_plan, data=plan.data if masks else plan.data.without_masking())
+    run.plan = plan = replace(
+        plan, model=model_plan, data=plan.data if masks else plan.data.without_masking()
+    )
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
-    model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
+    model = language_model.LanguageModel(
+        _skeleton(plan), with_router_loss=has_router_loss, chunked=chunked
+    )
     model.idle = idle
     model.context_group = strategy.context_group(plan.placement.context_parallel)
     weights.compute_buffers(model.causal_lm)
     if plan.model.float8 != "none":
-        layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
+        layers.float8_products(
+            model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu"
+        )
     tiles.tile(model.causal_lm, tiled)
     model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
-        if plan.placement.kind == "cuda" and chunked:  # a CPU gains from it only at large vocabularies
+        if (
+            plan.placement.kind == "cuda" and chunked
+        ):  # a CPU gains from it only at large vocabularies
             layers.compile_loss(model)
 
     def fill(model: nn.Module) -> None:
         weights.fill(model, run.skeleton, opened)
 
     placement = plan.placement
-    run.model = strategy.wrap(fabric, placement.strategy, model, fill, plan.model.precision, placement.sharding)
+    run.model = strategy.wrap(
+        fabric, placement.strategy, model, fill, plan.model.precision, placement.sharding
+    )
     make_optimizer(run, plan.resume_from)
     if run.flags.model.verify_start:
         reference.verify_start(fabric, plan, run.model, expected)
 
 
 def load_again(run: Run, checkpoint: Optional[Path]) -> None:
-    """Load a checkpoint, or the start of the run if it is None, into the model that is there and into a new optimizer.
+    """Load a checkpoint, or the start of the run if it is None, into the model that is there and
+    into a new optimizer.
 
     All ranks call it.
     """
@@ -165,14 +199,17 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
 
 
 def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
-    """Make `run.optimizer`, with the state in a checkpoint, unless that is None. All ranks call it."""
+    """Make `run.optimizer`, with the state in a checkpoint, unless that is None. All ranks call
+    it."""
     plan, training = run.plan, run.flags.training
     decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
     optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
     ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
-        thawed = freezing.thawed(run.skeleton, keep.read_progress(checkpoint)["schedule"], plan.model.frozen)
+        thawed = freezing.thawed(
+            run.skeleton, keep.read_progress(checkpoint)["schedule"], plan.model.frozen
+        )
         reading.load_optimizer(checkpoint, run.model.module, run.optimizer, run.skeleton, thawed)
 
 
@@ -186,7 +223,10 @@ def restore(run: Run, document: Any) -> None:
 def make_batches(run: Run) -> Prefetch:
     """What gives this rank its micro-batches."""
     fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
-    sizes, how = (schedule.micro_batch_size, schedule.micro_batches), run.plan.placement.rows_of(fabric.global_rank)
+    sizes, how = (
+        (schedule.micro_batch_size, schedule.micro_batches),
+        run.plan.placement.rows_of(fabric.global_rank),
+    )
     how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
     batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
@@ -195,40 +235,69 @@ def make_batches(run: Run) -> Prefetch:
 
 def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
-    fabric, flags, plan, watch, tokenizer = run.fabric, run.flags, run.plan, run.watch, run.plan.model.tokenizer
+    fabric, flags, plan, watch, tokenizer = (
+        run.fabric,
+        run.flags,
+        run.plan,
+        run.watch,
+        run.plan.model.tokenizer,
+    )
     batches = evaluated_sets(plan, flags, **plan.placement.rows_of(fabric.global_rank))
     token_bytes = None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
-        size = max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()]) + 1
+        size = (
+            max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()])
+            + 1
+        )
         token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, size))
 
     def working() -> None:
         watch.mark(watch.step, "evaluating")
 
-    return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes, plan.in_bytes())
+    return Evaluation(
+        fabric, batches, run.requests.is_to_stop, working, token_bytes, plan.in_bytes()
+    )
 
 
 def evaluated_sets(plan: Plan, flags: Flags, **place: int) -> dict[str, Batches]:
     """{validation set, or probe: its batches}. Of the plan, the data and the tokenizer are read."""
     special = [] if plan.model.tokenizer is None else plan.model.tokenizer.all_special_ids
-    sets = plan.validation_splits() | plan.probes([plan.data.document_end, *special], flags.training.seed)
-    size, ends = flags.evaluation.eval_batch_size, dict.fromkeys(sets, plan.data.document_end) | plan.data.ends_of_eval_data()
+    sets = plan.validation_splits() | plan.probes(
+        [plan.data.document_end, *special], flags.training.seed
+    )
+    size, ends = (
+        flags.evaluation.eval_batch_size,
+        dict.fromkeys(sets, plan.data.document_end) | plan.data.ends_of_eval_data(),
+    )
     most = size * flags.evaluation.eval_iters
-    return {name: evaluation_batches(split, sample(split, most), size, ends[name], **place) for name, split in sets.items()}
+    return {
+        name: evaluation_batches(split, sample(split, most), size, ends[name], **place)
+        for name, split in sets.items()
+    }
 
 
 def evaluation_batches(
-    split: Any, rows: np.ndarray, size: int, document_end: Optional[int], world_size: int = 1, **place: Any
+    split: Any,
+    rows: np.ndarray,
+    size: int,
+    document_end: Optional[int],
+    world_size: int = 1,
+    **place: Any,
 ) -> Batches:
-    """The `rows` of a validation split in batches of `size`; as many on each rank. place: see Placement.rows_of."""
+    """The `rows` of a validation split in batches of `size`; as many on each rank. place: see
+    Placement.rows_of."""
     place |= {"world_size": world_size, "end": len(rows), "document_end": document_end}
     return Batches(split, 0, size, -(-len(rows) // (size * world_size)), picked=rows, **place)
 
 
 def open_log(run: Run) -> Log:
-    """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and what is planned."""
+    """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and
+    what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
-    log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
+    log, folder = (
+        Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches),
+        plan.run_directory,
+    )
     if plan.model.precision == "bf16-true":
         log.kept_updates = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
@@ -246,9 +315,22 @@ def open_log(run: Run) -> Log:
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)
-    facts = {"model": type(skeleton).__name__, "parameters": parameters, "max_step": plan.schedule.max_step}
-    facts |= {"from": str(plan.resume_from or plan.model.source), "random": is_random, "torch": torch.__version__}
-    facts |= {"strategy": place.strategy, "devices": place.world_size, "kind": place.kind, "nodes": place.num_nodes}
+    facts = {
+        "model": type(skeleton).__name__,
+        "parameters": parameters,
+        "max_step": plan.schedule.max_step,
+    }
+    facts |= {
+        "from": str(plan.resume_from or plan.model.source),
+        "random": is_random,
+        "torch": torch.__version__,
+    }
+    facts |= {
+        "strategy": place.strategy,
+        "devices": place.world_size,
+        "kind": place.kind,
+        "nodes": place.num_nodes,
+    }
     begins = "started" if plan.resume_from is None else "resumed"
     run_directory.record_event(folder, begins, plan.start.step, **facts)
     log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
@@ -276,8 +358,10 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
     print(
         f"{', '.join([model, plan.model.precision, *paths, start])}; "
-        f"{place.strategy} on {place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
-        f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
+        f"{place.strategy} on {place.world_size} {place.kind} "
+        f"device{'s' * (place.world_size > 1)}; "
+        f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} "
+        f"tokens a step, "
         f"{plan.schedule.max_step} steps; {plan.run_directory}"
     )
     if plan.model.rope:
@@ -287,17 +371,22 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     if idle := sorted(run.model.module.idle):
         count = sum(skeleton.get_parameter(name).numel() for name in idle)
         print(
-            f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long as that is so, "
+            f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long "
+            f"as that is so, "
             "they stay as they are. --freeze with their names saves their memory."
         )
     if plan.data.mixture is not None:
         print(plan.mixture_in_words())
     if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:
         print(
-            "Without replay a trained model forgets what the new text doesn't hold: --replay FOLDER reads some of what it knows "
+            "Without replay a trained model forgets what the new text doesn't hold: --replay "
+            "FOLDER reads some of what it knows "
             "along, and --eval_data measures it (docs/forgetting.md)."
         )
     if said := language_model.router_warning(skeleton):
         print(said)
     if plan.model.router_aux_loss_coef:
-        print(f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, logged as aux_loss.")
+        print(
+            f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, "
+            f"logged as aux_loss."
+        )

@@ -1,4 +1,5 @@
-"""The log of a run, on rank 0: metrics.jsonl, trackers, printed lines and a progress bar; speed and --profile."""
+"""The log of a run, on rank 0: metrics.jsonl, trackers, printed lines and a progress bar; speed and
+--profile."""
 
 import math
 import resource
@@ -22,7 +23,10 @@ from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers
 from fabric_llm.training.evaluation import Found
 from fabric_llm.training.guard import Guard
 
-FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row
+FEW_UPDATES, FEW_UPDATES_LOGS = (
+    0.1,
+    3,
+)  # part of the weights that changes in a step; logged steps in a row
 LARGEST_COSTS = 5  # of a profile, that are printed
 
 
@@ -30,14 +34,21 @@ class Log:
     """The log of a run. On other ranks than 0 it only keeps the losses."""
 
     def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
-        """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to set."""
+        """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to
+        set."""
         self.plan, self.device, self.progress = plan, device, plan.start
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
         self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
-        self.profiled, self.profile = (1, 0), None  # --profile: the first and the last step, and the recorder
+        self.profiled, self.profile = (
+            (1, 0),
+            None,
+        )  # --profile: the first and the last step, and the recorder
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
-        self.waits, self.untimed = self.speed.waits, self.speed.other  # time in `untimed` doesn't count as training
+        self.waits, self.untimed = (
+            self.speed.waits,
+            self.speed.other,
+        )  # time in `untimed` doesn't count as training
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.few_updates = 0  # logged steps in a row
         self.kept_updates: Optional[float] = None  # see adamw.kept_updates
@@ -46,7 +57,8 @@ class Log:
         """`step` begins. Starts the profile at the first step of --profile."""
         if self.profile is not None or not self.profiled[0] <= step <= self.profiled[1]:
             return
-        # acc_events: without it torch 2.11 warns of events of other cycles, of which there are none.
+        # acc_events: without it torch 2.11 warns of events of other cycles, of which there are
+        # none.
         self.profile = profile(acc_events=True)
         self.profiled, self.profile_began = (step, self.profiled[1]), time.monotonic()
         self.profile.start()
@@ -67,11 +79,24 @@ class Log:
         if mixture is not None and not self.plan.is_over(progress):
             shares = mixture.shares_at(progress.position)
             if shares != self.plan.shares_at(progress.position):  # another stage begins
-                run_directory.record_event(self.plan.run_directory, "stage", progress.step, shares=shares)
-                self.said(f"from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}")
+                run_directory.record_event(
+                    self.plan.run_directory, "stage", progress.step, shares=shares
+                )
+                self.said(
+                    f"from here on "
+                    f"{', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
+                )
 
-    def step(self, loss: float, lr: float, grad_norm: float, aux: list[float], update: Optional[tuple[float, float]]) -> None:
-        """Write and print a line about the step that is done. aux: the auxiliary loss of a mixture of experts, if it is trained.
+    def step(
+        self,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        aux: list[float],
+        update: Optional[tuple[float, float]],
+    ) -> None:
+        """Write and print a line about the step that is done. aux: the auxiliary loss of a mixture
+        of experts, if it is trained.
 
         update: see `training.step.update_size`; None if it wasn't measured.
         """
@@ -79,7 +104,12 @@ class Log:
         self.last_loss = loss
         if self.metrics is None:
             return
-        record: Record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": self.progress.tokens}
+        record: Record = {
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": self.progress.tokens,
+        }
         record |= self.speed.lap()
         record["peak_memory_gib"] = peak_memory_gib(self.device)
         words = [f"loss {loss:.4f}", f"lr {lr:.2e}", f"grad norm {grad_norm:.3f}"]
@@ -89,15 +119,23 @@ class Log:
         if update is not None:
             record["updated_fraction"], record["update_ratio"] = update
             words.append(f"{update[0]:.1%} of weights changed")
-        more = [f"{record['tokens_per_second_per_device']:,.0f} a device"] * (self.plan.placement.world_size > 1)
+        more = [f"{record['tokens_per_second_per_device']:,.0f} a device"] * (
+            self.plan.placement.world_size > 1
+        )
         if record.get("mfu", 0.0) >= 0.001:  # that of a toy model says nothing
             more.append(f"MFU {record['mfu']:.1%}")
-        words.append(f"{record['tokens_per_second']:,.0f} tokens/s" + (f" ({', '.join(more)})" if more else ""))
+        words.append(
+            f"{record['tokens_per_second']:,.0f} tokens/s"
+            + (f" ({', '.join(more)})" if more else "")
+        )
         left = self.speed.seconds_left(self.plan.schedule.max_step - self.progress.step)
         words += [f"{record['peak_memory_gib']:.2f} GiB", f"{timedelta(seconds=int(left))} left"]
         if self.plan.data.mixture is not None:
             record["sources"] = read = self.plan.data.mixture.read_before(self.progress.position)
-            sources = (f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)" for name, one in read.items())
+            sources = (
+                f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)"
+                for name, one in read.items()
+            )
             words.append(", ".join(sources))
         self._write({**record, **more_numbers(record)})
         self.said("  ".join(words))
@@ -110,14 +148,17 @@ class Log:
                     advice = "how much of smaller updates this optimizer loses can't be measured"
                 elif self.kept_updates < 0.9:
                     advice = (
-                        f"the rest was too small for bfloat16, and this optimizer keeps {self.kept_updates:.0%} of such updates: "
-                        "take --bf16_updates stochastic, and in an optimizer of your own `adamw.rounding`"
+                        f"the rest was too small for bfloat16, and this optimizer keeps "
+                        f"{self.kept_updates:.0%} of such updates: "
+                        "take --bf16_updates stochastic, and in an optimizer of your own "
+                        "`adamw.rounding`"
                     )
                 few = f"Warning: only {update[0]:.1%} of the weights change in a step"
                 self.line(f"{few}; {advice} (docs/numerics.md).")
 
     def evaluation(self, found: Found, guard: Guard) -> None:
-        """Write and print what an evaluation after the last step has found. The losses of sources are averaged by their shares."""
+        """Write and print what an evaluation after the last step has found. The losses of sources
+        are averaged by their shares."""
         rises, self.eval_loss = guard.rises(found.losses), self.together(found.losses)
         record: Record = {"eval_loss": self.eval_loss, "eval": {}}
         if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
@@ -143,7 +184,9 @@ class Log:
         self._write(record)
         self.said(line)
         if guard.over:
-            self._write({"verdict": "forgetting", "action": guard.forgetting, "reason": guard.forgotten})
+            self._write(
+                {"verdict": "forgetting", "action": guard.forgetting, "reason": guard.forgotten}
+            )
             self.said(f"Warning: {guard.forgotten}")
 
     def together(self, losses: Mapping[str, float]) -> float:
@@ -155,7 +198,10 @@ class Log:
         """Write and print that the last step, from `before`, was left out, or is a spike."""
         said = {"from_position": before.position, "reason": guard.reason}
         self._write({"verdict": guard.verdict, **said})
-        self.said(f"{guard.verdict}: {guard.reason}; sequences {before.position} to {self.progress.position - 1}")
+        self.said(
+            f"{guard.verdict}: {guard.reason}; sequences {before.position} to "
+            f"{self.progress.position - 1}"
+        )
 
     def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:
         """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
@@ -184,13 +230,21 @@ class Log:
             self.trackers.close(seconds)
 
     def _write_profile(self) -> None:
-        """Write the profile, if one is being recorded, and print the largest costs. A failure is a warning."""
+        """Write the profile, if one is being recorded, and print the largest costs. A failure is a
+        warning."""
         if self.profile is None:
             return
-        seconds, recorder, first = time.monotonic() - self.profile_began, self.profile, self.profiled[0]
+        seconds, recorder, first = (
+            time.monotonic() - self.profile_began,
+            self.profile,
+            self.profiled[0],
+        )
         recorder.stop()
         self.profile, self.profiled = None, (1, 0)  # once
-        folder, steps = self.plan.run_directory / "profile", f"steps {first} to {self.progress.step}"
+        folder, steps = (
+            self.plan.run_directory / "profile",
+            f"steps {first} to {self.progress.step}",
+        )
         trace = folder / f"steps-{first}-{self.progress.step}.json"
         try:
             run_directory.no_link(folder).mkdir(exist_ok=True)
@@ -200,8 +254,12 @@ class Log:
             return
         self.line(f"Profile of {steps}, {seconds:.2f} s: {trace}. Its largest costs:")
         # The time of an operation without those that it calls.
-        time_of = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"  # microseconds
-        costs = [(getattr(event, time_of), event.count, event.key) for event in recorder.key_averages()]
+        time_of = (
+            "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        )  # microseconds
+        costs = [
+            (getattr(event, time_of), event.count, event.key) for event in recorder.key_averages()
+        ]
         total = sum(cost for cost, *_ in costs) or 1.0
         for cost, count, name in sorted(costs, reverse=True)[:LARGEST_COSTS]:
             self.line(f"  {cost / total:6.1%} {cost / 1e6:9.3f} s {count:8d} x  {name}")
@@ -217,7 +275,8 @@ class Log:
 
 
 def more_numbers(record: dict[str, float]) -> dict[str, float]:
-    """Metrics of a step that are computed from its others, for metrics.jsonl and the trackers. Yours go here."""
+    """Metrics of a step that are computed from its others, for metrics.jsonl and the trackers.
+    Yours go here."""
     return {}
 
 
@@ -235,15 +294,20 @@ class Stopwatch:
 
 
 class Speed:
-    """Tokens and FLOPs per second, and how long a step waits. Each lap is an average since the one before.
+    """Tokens and FLOPs per second, and how long a step waits. Each lap is an average since the one
+    before.
 
     The log counts `tokens` and `steps`. Time in `other`, of evaluations and saves, doesn't count.
     """
 
-    def __init__(self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch) -> None:
+    def __init__(
+        self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch
+    ) -> None:
         """flops: of the model. batches: of this rank, whose wait for data stands for all ranks'."""
         self.flops, self.world_size, self.batches = flops, world_size, batches
-        self.peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.peak = (
+            peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        )
         self.tokens = self.steps = 0  # of this process, also those that a rewind has undone
         self.waits, self.other, self.began = Stopwatch(), Stopwatch(), time.monotonic()
         self.before, self.tokens_at = (0.0, 0, 0, 0.0, 0.0), np.zeros(1, dtype=np.int64)
@@ -256,15 +320,25 @@ class Speed:
     def lap(self) -> Record:
         """Metrics of the steps since the last lap, with `mfu` if the device's peak is known."""
         now = self.seconds, self.tokens, self.steps, self.batches.seconds_waited, self.waits.seconds
-        seconds, tokens, steps, read, waited = (after - before for after, before in zip(now, self.before))
+        seconds, tokens, steps, read, waited = (
+            after - before for after, before in zip(now, self.before)
+        )
         tokens_at = added(self.batches.tokens_at, -self.tokens_at)
         self.before, self.tokens_at = now, self.batches.tokens_at
         total = tokens / max(seconds, 1e-9)
         rate = total / self.world_size
         tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12
-        record = {"tokens_per_second": total, "tokens_per_second_per_device": rate, "model_tflops_per_device": tflops}
+        record = {
+            "tokens_per_second": total,
+            "tokens_per_second_per_device": rate,
+            "model_tflops_per_device": tflops,
+        }
         record |= {} if self.peak is None else {"mfu": tflops / self.peak}
-        return {**record, "data_seconds": read / max(steps, 1), "wait_seconds": waited / max(steps, 1)}
+        return {
+            **record,
+            "data_seconds": read / max(steps, 1),
+            "wait_seconds": waited / max(steps, 1),
+        }
 
     def seconds_left(self, steps_left: int) -> float:
         """Seconds that `steps_left` steps will take at the average speed so far."""

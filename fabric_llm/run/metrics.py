@@ -1,4 +1,5 @@
-"""metrics.jsonl, and the trackers of --logger, which get the same numbers and never delay or end a run. On rank 0."""
+"""metrics.jsonl, and the trackers of --logger, which get the same numbers and never delay or end a
+run. On rank 0."""
 
 import csv
 import hashlib
@@ -55,7 +56,9 @@ class MetricsFile:
         if removed and undone is not None:
             with undone.open("a") as file:
                 step = 0 if last is None else last.step
-                file.writelines([json.dumps({"step": step, "undone": len(removed)}) + "\n", *removed])
+                file.writelines(
+                    [json.dumps({"step": step, "undone": len(removed)}) + "\n", *removed]
+                )
         failpoint("metrics.replace")
         write_atomically(self.path, "".join(kept), durable=True)
 
@@ -78,24 +81,39 @@ def _finite(value: Any) -> Any:
 
 
 def flat(record: Mapping[str, Any]) -> Record:
-    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, by which trackers group numbers."""
+    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, by which trackers group
+    numbers."""
     found: Record = {}
     for name, value in record.items():
         is_inner = isinstance(value, Mapping)
-        found |= {f"{name}/{key}": one for key, one in flat(value).items()} if is_inner else {name: value}
+        found |= (
+            {f"{name}/{key}": one for key, one in flat(value).items()}
+            if is_inner
+            else {name: value}
+        )
     return found
 
 
 class Trackers:
-    """The trackers of --logger, fed by a thread. One that fails or is slow doesn't delay the run, and causes one warning."""
+    """The trackers of --logger, fed by a thread. One that fails or is slow doesn't delay the run,
+    and causes one warning."""
 
-    def __init__(self, names: str, folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> None:
+    def __init__(
+        self,
+        names: str,
+        folder: Path,
+        config: Record,
+        entity: Optional[str],
+        project: Optional[str],
+    ) -> None:
         """folder: the run directory, with metrics.jsonl. config: all flags."""
         self.opened: dict[str, Tracker] = {}
         self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
         self.warned: set[str] = set()
         for name in named(names):
-            opened = self._try(f"--logger {name}", partial(TRACKERS[name], folder, config, entity, project))
+            opened = self._try(
+                f"--logger {name}", partial(TRACKERS[name], folder, config, entity, project)
+            )
             self.opened |= {} if opened is None else {name: opened}
         self.thread = Thread(target=self._work, name="trackers", daemon=True)
         self.thread.start()
@@ -106,7 +124,9 @@ class Trackers:
             if f"--logger {name}" not in self.warned:
                 self.waiting.put((f"--logger {name}", partial(log, step, dict(record))))
         if self.waiting.qsize() > MANY_LINES:
-            self._warn_once("--logger", "falls behind; the run goes on, and metrics.jsonl has every line")
+            self._warn_once(
+                "--logger", "falls behind; the run goes on, and metrics.jsonl has every line"
+            )
 
     def cut(self, there: Progress) -> None:
         """The run went back: remove the numbers of undone steps, where a tracker can do it.
@@ -129,7 +149,10 @@ class Trackers:
         self.waiting.put(None)
         self.thread.join(patience_seconds)
         if self.thread.is_alive():
-            self._warn_once("The trackers", "hadn't taken everything when the run ended; metrics.jsonl has every line")
+            self._warn_once(
+                "The trackers",
+                "hadn't taken everything when the run ended; metrics.jsonl has every line",
+            )
 
     def _work(self) -> None:
         while (waiting := self.waiting.get()) is not None:
@@ -154,7 +177,8 @@ def named(given: str) -> list[str]:
         if name not in TRACKERS:
             instead = "".join(f": take {close}" for close in nearest(name.lower(), TRACKERS))
             raise ValueError(
-                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not {name[:60]!r}{instead}."
+                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not "
+                f"{name[:60]!r}{instead}."
             )
     if "none" in names and len(names) > 1:
         raise ValueError(f"--logger {given[:60]}: none goes by itself.")
@@ -196,7 +220,9 @@ def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close, Cut]:
     from torch.utils.tensorboard import SummaryWriter
 
     steps = [record["step"] for _, record in json_lines(folder / METRICS)]
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None)
+    writer = SummaryWriter(
+        str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None
+    )
 
     def log(step: int, record: Record) -> None:
         for key, value in record.items():
@@ -210,45 +236,76 @@ def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close, Cut]:
     return log, lambda: writer.close(), cut
 
 
-def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> tuple[Log, Close]:
-    """A Weights & Biases run; without a key or network an offline one, with one warning. Never prompts."""
+def _wandb(
+    folder: Path, config: Record, entity: Optional[str], project: Optional[str]
+) -> tuple[Log, Close]:
+    """A Weights & Biases run; without a key or network an offline one, with one warning. Never
+    prompts."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; without a network the default, 90, is waited in vain
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; `wandb sync` can send the rest later
+    os.environ.setdefault(
+        "WANDB_INIT_TIMEOUT", "20"
+    )  # seconds; without a network the default, 90, is waited in vain
+    os.environ.setdefault(
+        "WANDB_FINISH_TIMEOUT", "600"
+    )  # seconds; `wandb sync` can send the rest later
     import wandb
 
-    settings: Record = {"project": project or "fabric_llm", "entity": entity, "name": folder.name, "dir": str(folder)}
-    settings |= {"id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16], "resume": "allow"}
+    settings: Record = {
+        "project": project or "fabric_llm",
+        "entity": entity,
+        "name": folder.name,
+        "dir": str(folder),
+    }
+    settings |= {
+        "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+        "resume": "allow",
+    }
     settings["config"] = config
     run, reason = None, "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
     if os.environ.get("WANDB_MODE", "online") == "online":
-        has_prompt = "prompt" in inspect.signature(wandb.login).parameters  # older ones ask where there is no key
+        has_prompt = (
+            "prompt" in inspect.signature(wandb.login).parameters
+        )  # older ones ask where there is no key
         try:
-            if wandb.login(prompt=False, verify=False) if has_prompt else wandb.api.api_key is not None:
+            if (
+                wandb.login(prompt=False, verify=False)
+                if has_prompt
+                else wandb.api.api_key is not None
+            ):
                 run = wandb.init(**settings)
         except wandb.errors.Error as error:
             reason = f"there is no connection ({str(error).splitlines()[0]})"
             wandb.teardown()  # or the id stays in use by the run that failed
         if run is None:
-            warnings.warn(f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2)
+            warnings.warn(
+                f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2
+            )
             settings["mode"] = "offline"
     run = run or wandb.init(**settings)
-    run.define_metric("*", step_metric="step")  # its own step can't go back, as those of a rewind do
+    run.define_metric(
+        "*", step_metric="step"
+    )  # its own step can't go back, as those of a rewind do
 
     def close() -> None:
         run.finish()
         if run.offline:
             place = Path(run.dir).parent
-            print(f"Weights & Biases has logged offline: {command('wandb', 'sync', place)} sends it.", flush=True)
+            print(
+                f"Weights & Biases has logged offline: {command('wandb', 'sync', place)} sends it.",
+                flush=True,
+            )
 
     return (lambda step, record: run.log({"step": step, **record})), close
 
 
 def upload_to_wandb(checkpoint: Path) -> None:
-    """The checkpoint as an artifact of the current Weights & Biases run: a version of the model, with its name as an alias."""
+    """The checkpoint as an artifact of the current Weights & Biases run: a version of the model,
+    with its name as an alias."""
     import wandb
 
-    artifact = wandb.Artifact(checkpoint.parent.name, type="model", metadata={"checkpoint": checkpoint.name})
+    artifact = wandb.Artifact(
+        checkpoint.parent.name, type="model", metadata={"checkpoint": checkpoint.name}
+    )
     artifact.add_dir(str(checkpoint))
     wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
 

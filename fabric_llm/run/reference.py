@@ -1,4 +1,5 @@
-"""The model as transformers loads it, on rank 0: which fast paths it takes, and what the wrapped model must equal."""
+"""The model as transformers loads it, on rank 0: which fast paths it takes, and what the wrapped
+model must equal."""
 
 import math
 import re
@@ -23,20 +24,27 @@ from fabric_llm.model.strategy import reshard
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 
-Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]  # what the reference makes of the probe, on rank 0
+Expected = tuple[
+    Optional[gate.Outputs], Optional[gate.Gradients]
+]  # what the reference makes of the probe, on rank 0
 TURN_OFF = (
-    "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa or eager, "
+    "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa "
+    "or eager, "
     "--activation_checkpointing none."
 )
-# Measured on the reference: whether it keeps documents apart, attention, loss, modules that --tiled_mlp concerns, and
-# parameters that its loss doesn't depend on.
+# Measured on the reference: whether it keeps documents apart, attention, loss, modules that
+# --tiled_mlp concerns, and parameters that its loss doesn't depend on.
 Chosen = tuple[bool, str, str, list[str], frozenset[str]]
 
 
-def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Optional[weights.Source], Expected, Chosen]:
-    """Rank 0 opens the weights, and finds out on its CPU which fast paths the model takes. All ranks call it.
+def load(
+    plan: Plan, source: str, seed: int, model_flags: Flags
+) -> tuple[Optional[weights.Source], Expected, Chosen]:
+    """Rank 0 opens the weights, and finds out on its CPU which fast paths the model takes. All
+    ranks call it.
 
-    What is wrong with the weights, or with the model as transformers has it, ends the run on all ranks, with one sentence.
+    What is wrong with the weights, or with the model as transformers has it, ends the run on all
+    ranks, with one sentence.
     """
     expected: Expected = (None, None)
     opened, config = None, plan.model.config  # the former and `expected` stay on rank 0
@@ -51,10 +59,16 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
         if isinstance(opened, weights.Stored) and opened.left_out:
             _say_left_out(plan, opened.left_out)
         if unread := loading.unread_weights(source, config):
-            print(f"Not read, since others in {source!r} are its weights: {', '.join(unread)}.", flush=True)
+            print(
+                f"Not read, since others in {source!r} are its weights: {', '.join(unread)}.",
+                flush=True,
+            )
         skeleton = loading.build_skeleton(on_cpu, dtype)
-        freezing.freeze(skeleton, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
-        # Memory that nothing else will need before the reference is gone: the weights come to the devices after it.
+        freezing.freeze(
+            skeleton, plan.model.frozen
+        )  # so that the probe makes no gradients of what doesn't train
+        # Memory that nothing else will need before the reference is gone: the weights come to the
+        # devices after it.
         model = load_reference(skeleton, opened, (free_memory_bytes() or math.inf) / 2)
         name = type(model).__name__
         try:
@@ -63,22 +77,33 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
                 return chosen
             if gate.sees_ahead(model):
                 raise ValueError(
-                    f"{name}, as {source!r} configures it, isn't causal: what it says of a token depends on the tokens "
+                    f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
+                    f"depends on the tokens "
                     "after it, so there is nothing to predict."
                 )
             inputs, gradients = probe_of(plan, plan.data.document_end if chosen[0] else None), None
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
                 with gate.attention(model, "eager"):  # plain transformers
-                    gradients = gate.gradients_of_reference(language_model.LanguageModel(model), inputs)
+                    gradients = gate.gradients_of_reference(
+                        language_model.LanguageModel(model), inputs
+                    )
             expected = outputs, gradients
             return chosen
-        except (RuntimeError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError) as error:
+        except (
+            RuntimeError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            NotImplementedError,
+            AssertionError,
+        ) as error:
             if as_fault(error).code != UNEXPECTED:  # such as memory
                 raise
             said = one_line(error)[:300].rstrip(".") or type(error).__name__
             raise ValueError(
-                f"{name} as transformers {transformers.__version__} has it can't compute a probe on the CPU in "
+                f"{name} as transformers {transformers.__version__} has it can't compute a probe "
+                f"on the CPU in "
                 f"{str(model.dtype).removeprefix('torch.')}: {said}."
             ) from error
 
@@ -99,11 +124,14 @@ def _say_left_out(plan: Plan, names: list[str]) -> None:
 
 def open_weights(plan: Plan, source: str, seed: int) -> weights.Source:
     """Where the weights of a run come from. Called on rank 0."""
-    return loading.open_weights(source, plan.model.config, loading.DTYPES[plan.model.precision], seed)
+    return loading.open_weights(
+        source, plan.model.config, loading.DTYPES[plan.model.precision], seed
+    )
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:
-    """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
+    """What the flags leave open, and this model can. Raises ValueError where it can't do what they
+    ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
     attention, loss, document_end = asked, plan.model.loss, plan.data.document_end
     masks, sharing = plan.data.keeps_documents_apart(), plan.placement.context_parallel
@@ -111,37 +139,64 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     of_documents = gate.beyond_the_row(reference, lengths, documents=True) if masks else None
     if (depends := gate.beyond_the_row(reference, lengths)) is not None:
         raise ValueError(
-            f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: {depends}, which no checkpoint "
+            f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: "
+            f"{depends}, which no checkpoint "
             "holds. Take rows of one length, also for validation."
         )
     if sharing > 1 and not gate.takes_packed_attention(reference):
-        raise ValueError(f"--context_parallel {sharing}: {name} can't, since it doesn't take packed attention.")
+        raise ValueError(
+            f"--context_parallel {sharing}: {name} can't, since it doesn't take packed attention."
+        )
     chunks = loss != "full" and gate.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
-        raise ValueError(f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto.")
+        raise ValueError(
+            f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto."
+        )
     if sharing > 1:
         attention = fast_paths.PACKED
         if (why := no_kernel(reference, plan)) is not None:
             if fast_paths.LEAST_CAPABILITY > torch.cuda.get_device_capability():
-                raise ValueError(f"--context_parallel {sharing}: attention has no kernel here: {why}.")
-            print(f"Warning: attention has no kernel for packed documents, and takes one after the other: {why}.")
-    elif model_flags.attention == "auto" and asked == "sdpa" and document_end is not None and not plan.data.pads_before_text():
+                raise ValueError(
+                    f"--context_parallel {sharing}: attention has no kernel here: {why}."
+                )
+            print(
+                f"Warning: attention has no kernel for packed documents, and takes one after the "
+                f"other: {why}."
+            )
+    elif (
+        model_flags.attention == "auto"
+        and asked == "sdpa"
+        and document_end is not None
+        and not plan.data.pads_before_text()
+    ):
         if gate.takes_packed_attention(reference):
             if (why := no_kernel(reference, plan)) is None:
                 attention = fast_paths.PACKED
             else:
-                print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
+                print(
+                    f"Attention has a mask in place of PyTorch's kernel for packed documents: "
+                    f"{why}."
+                )
     elif asked == fast_paths.PACKED and not gate.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
     elif asked == fast_paths.PACKED and (why := no_kernel(reference, plan)) is not None:
-        raise ValueError(f"--attention packed: PyTorch's kernel for it can't be used: {why}. Take --attention auto.")
+        raise ValueError(
+            f"--attention packed: PyTorch's kernel for it can't be used: {why}. Take --attention "
+            f"auto."
+        )
     elif asked == fast_paths.PACKED and plan.data.pads_before_text():
-        raise ValueError("--attention packed: rows have padding before their text, which it would see; take --attention auto.")
+        raise ValueError(
+            "--attention packed: rows have padding before their text, which it would see; take "
+            "--attention auto."
+        )
     if masks or sharing > 1:
         with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
             leak = gate.find_leak(reference)
         if leak is not None and sharing > 1:
-            raise ValueError(f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its attention.")
+            raise ValueError(
+                f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its "
+                f"attention."
+            )
         if leak is not None or of_documents is not None:
             said, masks = f"{name} doesn't keep packed documents apart", False
             instead = f" with --attention {asked}: take another, or --document_masking false."
@@ -150,7 +205,8 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
             if plan.data.document_masking is True and document_end is not None:
                 raise ValueError(said + instead)
             why = of_documents or (
-                f"with another document before it, a document's logits change by up to {leak:.2g} of their standard deviation"
+                f"with another document before it, a document's logits change by up to {leak:.2g} "
+                f"of their standard deviation"
             )
             print(f"Warning: {said} ({why}): --document_masking is off.")
     if not masks and model_flags.attention == "auto" and sharing == 1:
@@ -158,15 +214,24 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     measured = tiles.found_in(reference) if plan.model.tiled_mlp else {}
     tiled = [one for one, is_tiled in measured.items() if is_tiled]
     whole = [one for one in measured if one not in tiled]
-    if plan.model.tiled_mlp and not any(p.ndim > 1 for one in tiled for p in reference.get_submodule(one).parameters()):
-        raise ValueError(f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by itself.")
+    if plan.model.tiled_mlp and not any(
+        p.ndim > 1 for one in tiled for p in reference.get_submodule(one).parameters()
+    ):
+        raise ValueError(
+            f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by "
+            f"itself."
+        )
     if whole:
-        print(f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as {whole[0]}.")
+        print(
+            f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as "
+            f"{whole[0]}."
+        )
     return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
 
 
 def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:
-    """Why the kernel of GPUs for packed documents can't be used, in words; None where it can, and on CPUs, which have none."""
+    """Why the kernel of GPUs for packed documents can't be used, in words; None where it can, and
+    on CPUs, which have none."""
     if plan.placement.kind != "cuda":
         return None
     heads = gate.heads_in_training(reference)
@@ -179,7 +244,8 @@ def compares_gradients(plan: Plan) -> bool:
 
 
 def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
-    """The first tokens of the validation split, as two packed documents where those are kept apart."""
+    """The first tokens of the validation split, as two packed documents where those are kept
+    apart."""
     length = gate.PROBE_TOKENS - gate.PROBE_TOKENS % plan.placement.context_parallel
     ids = plan.probe_input()[:, :length]
     inputs = {"input_ids": ids, "labels": ids}
@@ -190,17 +256,29 @@ def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
 
 
 def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expected) -> None:
-    """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
-    began, inputs, with_gradients = time.monotonic(), probe_of(plan, plan.data.document_end), compares_gradients(plan)
+    """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains
+    otherwise. All ranks call it."""
+    began, inputs, with_gradients = (
+        time.monotonic(),
+        probe_of(plan, plan.data.document_end),
+        compares_gradients(plan),
+    )
     outputs, gradients = expected
     limits = plan.model.precision if plan.model.float8 == "none" else "float8"
-    ours = gate.outputs_of(wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device)))
+    ours = gate.outputs_of(
+        wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device))
+    )
     reshard(wrapped)
     problem = outputs and gate.output_difference(ours, outputs, plan.model.precision)
     if (problem := ranks.from_first(problem)) is None and with_gradients:
-        found = gate.gradients_of_wrapped(fabric, wrapped, inputs, plan.placement.rows_of(fabric.global_rank))
+        found = gate.gradients_of_wrapped(
+            fabric, wrapped, inputs, plan.placement.rows_of(fabric.global_rank)
+        )
         words = gradients and gate.gradient_difference(found, gradients, limits)
-        problem = words and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
+        problem = (
+            words
+            and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
+        )
         problem = ranks.from_first(problem)
     if problem is not None:
         raise Fault(problem)
@@ -209,6 +287,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         to_rounding = "to rounding" if limits != "float8" else "to rounding in 8 bits"
         words = f", and the gradients are equal {to_rounding}" if with_gradients else ""
         print(
-            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {outputs.loss:.4f} in "
+            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, "
+            f"{outputs.loss:.4f} in "
             f"plain transformers{words} ({time.monotonic() - began:.1f} s)."
         )

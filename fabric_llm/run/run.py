@@ -26,11 +26,13 @@ from fabric_llm.run.samples import Samples
 from fabric_llm.training.evaluation import Evaluation
 from fabric_llm.training.guard import Guard
 
-# Time for the trackers to send what is left. After a stop it is short, because the scheduler may soon kill the process.
+# Time for the trackers to send what is left. After a stop it is short, because the scheduler may
+# soon kill the process.
 SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0
 
-# Finished runs are kept as long as the process lives. The last reference to a model also frees the process group, and gloo's
-# destructor, which runs while Python holds its lock, can wait for ever for a thread that needs this lock to free a tensor.
+# Finished runs are kept as long as the process lives. The last reference to a model also frees the
+# process group, and gloo's destructor, which runs while Python holds its lock, can wait for ever
+# for a thread that needs this lock to free a tensor.
 kept_alive: list[Any] = []
 
 
@@ -38,7 +40,8 @@ kept_alive: list[Any] = []
 class Run:
     """The objects of a run on this rank, in the order in which build.py makes them.
 
-    Nothing else may keep the optimizer: a rewind frees it before it makes another, since memory may not hold two.
+    Nothing else may keep the optimizer: a rewind frees it before it makes another, since memory may
+    not hold two.
     """
 
     fabric: Fabric
@@ -49,12 +52,16 @@ class Run:
     closing: ExitStack = field(default_factory=ExitStack)  # a run that fails doesn't close it
     model: nn.Module = field(init=False)  # wrapped
     optimizer: torch.optim.Optimizer = field(init=False)
-    skeleton: PreTrainedModel = field(init=False)  # the unwrapped model on the meta device, without memory
+    skeleton: PreTrainedModel = field(
+        init=False
+    )  # the unwrapped model on the meta device, without memory
     guard: Guard = field(init=False)
     batches: Prefetch = field(init=False)
     log: Log = field(init=False)
     samples: Samples = field(init=False)
-    background: Optional[Background] = None  # with --async_save: writes checkpoints while training goes on
+    background: Optional[Background] = (
+        None  # with --async_save: writes checkpoints while training goes on
+    )
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
     requests: StopSignal = field(init=False)
     evaluation: Evaluation = field(init=False)
@@ -73,7 +80,8 @@ class Run:
 
 
 def leave(run: Run) -> None:
-    """Take leave of the other ranks. Then rank 0 may take its time to send the trackers what they haven't received."""
+    """Take leave of the other ranks. Then rank 0 may take its time to send the trackers what they
+    haven't received."""
     log, has_ranks = run.log, torch.distributed.is_initialized()
     if has_ranks:
         run.fabric.barrier()
@@ -93,10 +101,19 @@ def say_what_comes_next(run: Run) -> None:
     plan, log = run.plan, run.log
     last, directory = step_directory(plan.run_directory, run.progress.step), plan.run_directory
     if not run.is_over:
-        why = f"after --max_hours {run.flags.training.max_hours:g}" if run.requests.is_out_of_time() else "on request"
-        resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"  # "true" would branch off again
+        why = (
+            f"after --max_hours {run.flags.training.max_hours:g}"
+            if run.requests.is_out_of_time()
+            else "on request"
+        )
+        resume = (
+            "true" if run.flags.checkpoint.checkpoint is None else "auto"
+        )  # "true" would branch off again
         print(f"\nStopped {why}. Checkpoint: {last}")
-        print(f"Next: the same command with {command(resume=resume, run_name=directory.name)}", flush=True)
+        print(
+            f"Next: the same command with {command(resume=resume, run_name=directory.name)}",
+            flush=True,
+        )
         return
     evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
     print(
@@ -105,4 +122,7 @@ def say_what_comes_next(run: Run) -> None:
         else f"\nNo step was left{evaluated}"
     )
     print(f"Checkpoint: {last}")
-    print(f"Next: {command('python', 'export_hf.py', directory, output=f'hf/{directory.name}')}", flush=True)
+    print(
+        f"Next: {command('python', 'export_hf.py', directory, output=f'hf/{directory.name}')}",
+        flush=True,
+    )

@@ -1,8 +1,10 @@
-"""--sample_prompts: continue a few prompts with the model in training, at step 0 and with each checkpoint.
+"""--sample_prompts: continue a few prompts with the model in training, at step 0 and with each
+checkpoint.
 
-All ranks take part, with the wrapped model, so nothing is gathered or loaded, under any strategy. Each token is one forward
-pass over whole rows, and the number of passes follows from the flags, so all ranks make the same. The most likely token is
-taken each time: no random numbers are drawn, so training goes on as it would have without samples.
+All ranks take part, with the wrapped model, so nothing is gathered or loaded, under any strategy.
+Each token is one forward pass over whole rows, and the number of passes follows from the flags, so
+all ranks make the same. The most likely token is taken each time: no random numbers are drawn, so
+training goes on as it would have without samples.
 """
 
 import time
@@ -25,16 +27,20 @@ from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
 
 SAMPLES = "samples.jsonl"
-MOST_TOKENS = 1024  # of a prompt and its continuation, and of a forward pass, which bounds the memory of the logits
+# of a prompt and its continuation, and of a forward pass, which bounds the memory of the logits
+MOST_TOKENS = 1024
 
 
 class Samples:
     """The samples of a run. All ranks call its methods; rank 0 writes samples.jsonl."""
 
-    def __init__(self, fabric: Fabric, plan: Plan, logging: Flags, log: Log, mark: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, fabric: Fabric, plan: Plan, logging: Flags, log: Log, mark: Callable[[int, str], None]
+    ) -> None:
         """logging: the group of flags. mark: see `Watch.mark`.
 
-        Raises Fault (2) without a tokenizer, or if a prompt and its continuation are longer than a sequence.
+        Raises Fault (2) without a tokenizer, or if a prompt and its continuation are longer than a
+        sequence.
         """
         self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
         if logging.sample_prompts is None:
@@ -42,14 +48,21 @@ class Samples:
         self.device, self.log, self.mark = fabric.device, log, mark
         self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens
         if self.tokenizer is None:
-            raise Fault("--sample_prompts needs a tokenizer, and there is none beside the model or the data.")
+            raise Fault(
+                "--sample_prompts needs a tokenizer, and there is none beside the model or the "
+                "data."
+            )
         most = min(MOST_TOKENS, *plan.contexts)
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
             tokens = prompt_tokens(self.tokenizer, text)
             if not 0 < len(tokens) <= most - self.count:
-                many = f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be one or more"
+                many = (
+                    f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be "
+                    f"one or more"
+                )
                 raise Fault(
-                    f"{many}, and with --sample_tokens {self.count} no more than {most}: those of a sequence of the run, and "
+                    f"{many}, and with --sample_tokens {self.count} no more than {most}: those of "
+                    f"a sequence of the run, and "
                     f"{MOST_TOKENS:,} at most."
                 )
             self.prompts.append((text, tokens))
@@ -64,12 +77,13 @@ class Samples:
 
     @torch.no_grad()
     def take(self, model: nn.Module, progress: Progress) -> None:
-        """Continue each prompt, if there are any, with the most likely tokens, and write the texts. All ranks call it."""
+        """Continue each prompt, if there are any, with the most likely tokens, and write the texts.
+        All ranks call it."""
         if not self.prompts:
             return
         began, step = time.monotonic(), progress.step
-        # Rows are padded on the right, which a causal model doesn't see, and all have one length, for which layers are
-        # compiled once.
+        # Rows are padded on the right, which a causal model doesn't see, and all have one length,
+        # for which layers are compiled once.
         length = max(len(prompt) for _, prompt in self.prompts) + self.count
         size = max(1, MOST_TOKENS // length)
         with self.log.untimed:
@@ -85,14 +99,19 @@ class Samples:
                     tokens[rows, ends] = model(tokens)[rows, ends - 1].argmax(dim=-1)
                     ends += 1
                     self.mark(step, "sampling")
-                for (text, prompt), row in zip(part, tokens.tolist() if self.file is not None else []):
+                for (text, prompt), row in zip(
+                    part, tokens.tolist() if self.file is not None else []
+                ):
                     added = continuation(self.tokenizer, prompt, row[: len(prompt) + self.count])
                     said = {"prompt": text, "text": added, "tokens": self.count, "how": "greedy"}
                     self.file.write(step, {"position": progress.position, **said})
             model.train()
             reshard(model)
             self.mark(step, "in the next step")
-        self.log.said(f"samples of {len(self.prompts)} prompts: {time.monotonic() - began:.1f} s, into {SAMPLES}")
+        self.log.said(
+            f"samples of {len(self.prompts)} prompts: {time.monotonic() - began:.1f} s, into "
+            f"{SAMPLES}"
+        )
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> str:

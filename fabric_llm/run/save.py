@@ -1,4 +1,5 @@
-"""What is due after a step, and saving: within the step or in the background, published once all ranks have written."""
+"""What is due after a step, and saving: within the step or in the background, published once all
+ranks have written."""
 
 import math
 from dataclasses import asdict, replace
@@ -17,7 +18,9 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.run.run import Run
 
 
-def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> tuple[bool, bool, bool]:
+def due_after(
+    before: Progress, progress: Progress, plan: Plan, flags: Flags
+) -> tuple[bool, bool, bool]:
     """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
     Each is due at its interval and after the last step, and an evaluation also in the middle and at
@@ -31,11 +34,16 @@ def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) ->
     half_done = half_epochs(plan, progress.position) > half_epochs(plan, before.position)
     saves, to_go_back_to = at(flags.save.save_step_interval), goes_back_by_losses(plan, flags)
     evaluates = half_done or at(flags.evaluation.eval_step_interval) or saves and to_go_back_to
-    return saves or evaluates or before == plan.start or at(flags.logging.log_step_interval), evaluates, saves
+    return (
+        saves or evaluates or before == plan.start or at(flags.logging.log_step_interval),
+        evaluates,
+        saves,
+    )
 
 
 def half_epochs(plan: Plan, position: int) -> int:
-    """Half epochs that are read before `position`. Those of a mixture are its source's of which the run reads most rows."""
+    """Half epochs that are read before `position`. Those of a mixture are its source's of which the
+    run reads most rows."""
     if plan.data.mixture is None:
         return 2 * position // len(plan.data.dataset.train)
     last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
@@ -64,7 +72,8 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
 
 
 def save(run: Run, *, stops: bool) -> None:
-    """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call it.
+    """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call
+    it.
 
     If a request to stop has cut off an evaluation that is due here, the checkpoint has no losses,
     and a resumed run makes it.
@@ -75,12 +84,17 @@ def save(run: Run, *, stops: bool) -> None:
     with log.untimed:
         run.watch.mark(step, "saving")
         in_background = run.background is not None and not (run.is_over or stops)
-        followed = run.flags.save.keep_best_of  # the set by whose loss the best checkpoints are kept
+        followed = (
+            run.flags.save.keep_best_of
+        )  # the set by whose loss the best checkpoints are kept
         loss = math.nan
         if losses is not None:
             loss = log.together(losses) if followed is None else losses.get(followed, math.nan)
-        # The rows that all ranks have read since `from_position`, which `fabric_llm.verify` compares with the data.
-        before = plan.resumed.get("rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0})
+        # The rows that all ranks have read since `from_position`, which `fabric_llm.verify`
+        # compares with the data.
+        before = plan.resumed.get(
+            "rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
+        )
         read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
         pending = writing.begin(
             step_directory(plan.run_directory, step),
@@ -107,9 +121,14 @@ def save(run: Run, *, stops: bool) -> None:
             taken, free = (f"{size / 2**30:.2f} GiB" for size in copies)
             if not pending.is_copied:
                 said = f"the copies would take {taken} of a host's memory, of which {free} are free"
-                log.line(f"Warning: --async_save: {said}: training waits for the save of step {step}.")
+                log.line(
+                    f"Warning: --async_save: {said}: training waits for the save of step {step}."
+                )
             elif not run.background.has_written:
-                log.line(f"--async_save: while a checkpoint is written, its copies take {taken} of a host's memory.")
+                log.line(
+                    f"--async_save: while a checkpoint is written, its copies take {taken} of a "
+                    f"host's memory."
+                )
         if pending.is_copied:
             run.saving = run.background.write(pending)
         else:
@@ -121,7 +140,8 @@ def save(run: Run, *, stops: bool) -> None:
 
 
 def origin(plan: Plan) -> dict[str, Any]:
-    """Hashes of what the run is made from, for manifests; those of data are by source in a mixture."""
+    """Hashes of what the run is made from, for manifests; those of data are by source in a
+    mixture."""
 
     def sha256(path: Path) -> Optional[str]:
         return files.sha256(path) if path.is_file() else None
@@ -129,19 +149,23 @@ def origin(plan: Plan) -> dict[str, Any]:
     return {
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
-        "data": plan.data.of_each(lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}),
+        "data": plan.data.of_each(
+            lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}
+        ),
         "data_sha256": plan.data.of_each(lambda dataset: sha256(dataset.folder / "manifest.json")),
         "data_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
     }
 
 
 def has_written(run: Run) -> bool:
-    """True once this rank's part of a checkpoint is written in the background, and waits to be published."""
+    """True once this rank's part of a checkpoint is written in the background, and waits to be
+    published."""
     return run.saving is not None and run.saving.done()
 
 
 def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
-    """Publish the checkpoint that was written in the background, if there is one and all ranks have written it.
+    """Publish the checkpoint that was written in the background, if there is one and all ranks have
+    written it.
 
     ranks_that_have_written: how many; None: wait for all. All ranks call it.
     """

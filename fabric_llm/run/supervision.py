@@ -1,5 +1,5 @@
-"""The ranks of a run join, plan, train and end. Whatever ends a rank becomes one sentence for the user, an exit code, and
-STATUS.json. processes/watch.py finds out which rank failed first.
+"""The ranks of a run join, plan, train and end. Whatever ends a rank becomes one sentence for the
+user, an exit code, and STATUS.json. processes/watch.py finds out which rank failed first.
 """
 
 import json
@@ -27,16 +27,20 @@ from fabric_llm.processes.stop import StopSignal, interrupt
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import peak_memory_gib
 
-SECONDS_FOR_OTHERS = 5.0  # rank 0, which holds the store, waits until the others have read its fault, or children end
-SECONDS_FOR_RANK_0 = launch.SECONDS_TO_END + SECONDS_FOR_OTHERS  # its main thread may need all of the first
+# rank 0, which holds the store, waits until the others have read its fault, or children end
+SECONDS_FOR_OTHERS = 5.0
+SECONDS_FOR_RANK_0 = (
+    launch.SECONDS_TO_END + SECONDS_FOR_OTHERS
+)  # its main thread may need all of the first
 SECONDS_FOR_CHILDREN = 60.0  # to end after a run without a fault
 
 
 def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[[], bool]) -> None:
-    """Join the other ranks, plan, and run `body()`, which returns whether the run was asked to stop. All ranks call it.
+    """Join the other ranks, plan, and run `body()`, which returns whether the run was asked to
+    stop. All ranks call it.
 
-    Raises SystemExit with a code of docs/faults.md, unless the run is done, or has stopped under a torchrun that would
-    restart it.
+    Raises SystemExit with a code of docs/faults.md, unless the run is done, or has stopped under a
+    torchrun that would restart it.
     """
 
     def stuck(fault: Fault) -> NoReturn:
@@ -49,7 +53,9 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
 
     placement = this.placement
     if place(flags) != placement:  # torch is imported now
-        raise Fault("PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda to use them, or cpu.")
+        raise Fault(
+            "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda to use them, or cpu."
+        )
     this.fabric = make_fabric(placement, flags.model.precision, flags.devices.hang_timeout)
     watched = 1 if flags.devices.tpu else placement.world_size  # on TPUs there is no store
     this.rank = int(os.environ["RANK"]) if watched > 1 else 0
@@ -81,11 +87,18 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
 
 
 def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
-    """Wait for all ranks, and set `this.directory` to rank 0's. Raises Fault; a problem of rank 0 is raised on all ranks."""
+    """Wait for all ranks, and set `this.directory` to rank 0's. Raises Fault; a problem of rank 0
+    is raised on all ranks."""
     fabric, watch = this.fabric, this.watch
-    if "SLURM_STEP_NODELIST" in os.environ and launch.started_by_other() and "MASTER_ADDR" not in os.environ:
+    if (
+        "SLURM_STEP_NODELIST" in os.environ
+        and launch.started_by_other()
+        and "MASTER_ADDR" not in os.environ
+    ):
         # A task of srun. Lightning can read SLURM's lists of host names.
-        os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
+        os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(
+            os.environ["SLURM_STEP_NODELIST"]
+        )
     if watch.world_size > 1:
         signals.end_by(None)  # the watch hears them
         watch.join(flags.devices.join_timeout)
@@ -100,8 +113,13 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         given = ranks.gather(flags.flat())
         for rank, own in enumerate(given):  # ranks of two jobs may have met at one address
             for name in (name for name, value in given[0].items() if own[name] != value):
-                ours, others = (f"--{name} {json.dumps(one[name], default=str)}" for one in (own, given[0]))
-                raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
+                ours, others = (
+                    f"--{name} {json.dumps(one[name], default=str)}" for one in (own, given[0])
+                )
+                raise Fault(
+                    f"rank {rank} was started with {ours}, rank 0 with {others}: start all with "
+                    f"one command."
+                )
     except ValueError as error:
         raise as_mistake(error) from None
     except RuntimeError as error:
@@ -111,15 +129,22 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         if fault.code == faults.UNEXPECTED:
             raise
         raise Fault(f"another rank was lost before training began: {fault}", fault.code) from error
-    assert fabric.world_size == this.placement.world_size, (fabric.world_size, this.placement.world_size)
+    assert fabric.world_size == this.placement.world_size, (
+        fabric.world_size,
+        this.placement.world_size,
+    )
     watch.begin(flags.devices.hang_timeout)
     signals.end_by(interrupt)  # the watch tells the others when this rank ends
 
 
 def _plan_together(this: ThisRank, flags: Flags) -> None:
     """Set `this.plan`, on all ranks. Raises the same Fault on all ranks."""
-    # Rank 0 alone chooses the checkpoint: it compares hashes, and other machines may not see the newest yet.
-    resume_from, problem = ranks.from_rank_zero(lambda: run_directory.choose(flags, this.directory)), None
+    # Rank 0 alone chooses the checkpoint: it compares hashes, and other machines may not see the
+    # newest yet.
+    resume_from, problem = (
+        ranks.from_rank_zero(lambda: run_directory.choose(flags, this.directory)),
+        None,
+    )
     try:
         plan = make_plan(flags, this.placement, this.directory, resume_from)
     except ValueError as error:
@@ -135,7 +160,8 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
 def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:
     """Tell the other ranks and the user why this rank ends. Returns its exit code.
 
-    own: this rank's fault. is_stuck: the watching thread calls this, for a fault that it has seen or been told.
+    own: this rank's fault. is_stuck: the watching thread calls this, for a fault that it has seen
+    or been told.
     """
     rank, watch = this.rank, this.watch
     first_rank, first = watch.report(own)
@@ -144,32 +170,48 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     if not is_first and first.code != faults.PEER_LOST:
         first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
 
-    # Rank 0 prints the first fault. Another rank prints its own error, which only it has seen, or that rank 0 is lost.
+    # Rank 0 prints the first fault. Another rank prints its own error, which only it has seen, or
+    # that rank 0 is lost.
     if first.code == faults.DONE:
         if is_rank_zero():
             print(first, flush=True)
     elif rank == 0:
         print(f"train.py: error: {first}", file=sys.stderr, flush=True)
     elif own.code in (faults.UNEXPECTED, faults.OUT_OF_MEMORY) or first.code == faults.PEER_LOST:
-        print(f"train.py: rank {rank}: {first if own.code == faults.PEER_LOST else own}", file=sys.stderr, flush=True)
+        print(
+            f"train.py: rank {rank}: {first if own.code == faults.PEER_LOST else own}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     # Rank 0 writes STATUS.json, or another rank, if rank 0 is lost, frozen or never joined.
     if rank == 0:
         if this.plan is None:  # nothing was done in the run directory
-            run_directory.leave(first, has_plan=watch.is_joining)  # a plan can only be wrong after joining
+            run_directory.leave(
+                first, has_plan=watch.is_joining
+            )  # a plan can only be wrong after joining
         else:
-            run_directory.write_status(this.directory, first.code, str(first), watch.step, first.retryable)
+            run_directory.write_status(
+                this.directory, first.code, str(first), watch.step, first.retryable
+            )
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
-    elif watch.store_is_lost or first.code == faults.PEER_LOST and not watch.wait_for([0], SECONDS_FOR_RANK_0):
+    elif (
+        watch.store_is_lost
+        or first.code == faults.PEER_LOST
+        and not watch.wait_for([0], SECONDS_FOR_RANK_0)
+    ):
         _write_for_rank_0(this, flags, first)
         if first.code != faults.STOPPED:
             launch.kill_parent()
     this.children.end(SECONDS_FOR_OTHERS)
 
-    # The rank that failed first exits with its own code. So does the process that started the others, for its user.
+    # The rank that failed first exits with its own code. So does the process that started the
+    # others, for its user.
     if is_first and not is_stuck:
         return own.code
-    return first.code if first.code == faults.STOPPED or this.children.processes else faults.PEER_LOST
+    return (
+        first.code if first.code == faults.STOPPED or this.children.processes else faults.PEER_LOST
+    )
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
@@ -177,11 +219,17 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
     of_rank_0 = this.watch.beats.get(0, {})
     with suppress(ValueError, OSError):
         directory = this.directory or run_directory.directory(flags)
-        if not of_rank_0 and not launch.has_parent():  # rank 0 never came, so it doesn't hold the lock
+        if (
+            not of_rank_0 and not launch.has_parent()
+        ):  # rank 0 never came, so it doesn't hold the lock
             run_directory.lock(directory)
         said = run_directory.read_status(directory)
-        if directory.is_dir() and (said.get("code") is None or said.get("pid") != of_rank_0.get("pid")):
-            run_directory.write_status(directory, first.code, str(first), this.watch.step, first.retryable)
+        if directory.is_dir() and (
+            said.get("code") is None or said.get("pid") != of_rank_0.get("pid")
+        ):
+            run_directory.write_status(
+                directory, first.code, str(first), this.watch.step, first.retryable
+            )
 
 
 def _out_of_memory(this: ThisRank, fault: Fault) -> Fault:
@@ -190,10 +238,14 @@ def _out_of_memory(this: ThisRank, fault: Fault) -> Fault:
     if device.type == "cuda":
         total = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
     return Fault(
-        f"out of memory (rank {this.rank}, step {watch.step + 1}, {watch.doing}): peak {peak_memory_gib(device):.1f} GiB{total}; "
-        f"a micro-batch is {plan.schedule.micro_batch_size} x {plan.data.dataset.context_length} tokens, the model "
-        f"{plan.placement.strategy} over {plan.placement.world_size} devices. Smaller: --micro_batch_size (with the same "
-        "--global_batch_size), --activation_checkpointing true, more --devices, --cpu_offload true. "
+        f"out of memory (rank {this.rank}, step {watch.step + 1}, {watch.doing}): peak "
+        f"{peak_memory_gib(device):.1f} GiB{total}; "
+        f"a micro-batch is {plan.schedule.micro_batch_size} x {plan.data.dataset.context_length} "
+        f"tokens, the model "
+        f"{plan.placement.strategy} over {plan.placement.world_size} devices. Smaller: "
+        f"--micro_batch_size (with the same "
+        "--global_batch_size), --activation_checkpointing true, more --devices, --cpu_offload "
+        "true. "
         f"{str(fault)[:200].rstrip('.')}.",
         faults.OUT_OF_MEMORY,
     )

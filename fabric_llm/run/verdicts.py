@@ -37,9 +37,12 @@ def report(run: Run, before: Progress) -> None:
 
 
 def require_budget(run: Run) -> None:
-    """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that only warns."""
+    """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that
+    only warns."""
     if run.guard.forgetting in ("stop", "rewind"):
-        reason = f"{run.guard.forgotten} (--forgetting_budget: more replay or a larger budget may help)"
+        reason = (
+            f"{run.guard.forgotten} (--forgetting_budget: more replay or a larger budget may help)"
+        )
         raise _fault(run, reason, forgot=True)
 
 
@@ -167,9 +170,16 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
     latest = files.latest(folder)
     merge = ""
     has_learned = latest is not None and latest != step_directory(folder, 0)
-    if forgot and has_learned and run.flags.model.rope is None:  # which makes another model of the base
-        base, budget = loading.folder_of(run.flags.model.model_name), run.flags.evaluation.forgetting_budget
-        merging = command("python", "-m", "fabric_llm.average", Path(base), folder, forgetting_budget=budget)
+    if (
+        forgot and has_learned and run.flags.model.rope is None
+    ):  # which makes another model of the base
+        base, budget = (
+            loading.folder_of(run.flags.model.model_name),
+            run.flags.evaluation.forgetting_budget,
+        )
+        merging = command(
+            "python", "-m", "fabric_llm.average", Path(base), folder, forgetting_budget=budget
+        )
         merge = f"Next: {merging} merges it with its base model inside the budget. Or: "
     at = f"at step {run.progress.step}; the last checkpoint is {latest or 'none'}"
     return Fault(f"{reason} {at}. {merge}{following}", NON_FINITE)

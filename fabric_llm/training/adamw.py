@@ -1,15 +1,17 @@
-"""AdamW that keeps small updates of bfloat16 parameters. `make_optimizer` makes the optimizer of a run.
+"""AdamW that keeps small updates of bfloat16 parameters. `make_optimizer` makes the optimizer of a
+run.
 
-A bfloat16 number has 8 significant bits, so an update smaller than 1/512 of its weight is rounded away. At the learning rates
-of continued pretraining most updates are. `updates` says what is done:
+A bfloat16 number has 8 significant bits, so an update smaller than 1/512 of its weight is rounded
+away. At the learning rates of continued pretraining most updates are. `updates` says what is done:
 
-| updates    | a new bfloat16 parameter is                     | state, bytes a parameter             |
-|------------|-------------------------------------------------|--------------------------------------|
-| stochastic | rounded up or down at random, right on average  | moments bfloat16: 4                  |
-| master     | a float32 master, rounded to nearest            | master and moments float32: 12       |
-| nearest    | rounded to nearest: torch.optim.AdamW           | moments bfloat16: 4                  |
+| updates    | a new bfloat16 parameter is                    | state, bytes a parameter         |
+|------------|------------------------------------------------|----------------------------------|
+| stochastic | rounded up or down at random, right on average | moments bfloat16: 4              |
+| master     | a float32 master, rounded to nearest           | master and moments float32: 12   |
+| nearest    | rounded to nearest: torch.optim.AdamW          | moments bfloat16: 4              |
 
-All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU for any model.
+All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a
+GPU for any model.
 """
 
 import warnings
@@ -26,35 +28,57 @@ from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.model import strategy
 from fabric_llm.model.strategy import local_part
 from fabric_llm.training import adamw_rounded
-from fabric_llm.training.adamw_rounded import ALIGNED_ELEMENTS, Origin, Update, compiled, equals_plain, plain_update
+from fabric_llm.training.adamw_rounded import (
+    ALIGNED_ELEMENTS,
+    Origin,
+    Update,
+    compiled,
+    equals_plain,
+    plain_update,
+)
 
-LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
+LEAST_ELEMENTS = (
+    2**20
+)  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
-BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # of master: on a CPU they fit its cache, on a GPU they hide launches
+BLOCK_ELEMENTS = {
+    "cpu": 2**18,
+    "cuda": 2**23,
+}  # of master: on a CPU they fit its cache, on a GPU they hide launches
 
 
-def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updates: str) -> torch.optim.Optimizer:
-    """The optimizer for a wrapped model. Its state must be tensors, so that checkpoints can hold it.
+def make_optimizer(
+    wrapped: nn.Module, decayed: set[str], training: Flags, updates: str
+) -> torch.optim.Optimizer:
+    """The optimizer for a wrapped model. Its state must be tensors, so that checkpoints can hold
+    it.
 
-    decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates: see above.
+    decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates:
+    see above.
     """
     shards = strategy.shards(wrapped)
     named = [(name, shard.parameter) for name, shard in shards.items()]
     groups = parameter_groups(named, decayed, training.weight_decay)
     origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     betas = (training.beta1, training.beta2)
-    return AdamW(groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins)
+    return AdamW(
+        groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins
+    )
 
 
 def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, float], None]:
-    """For an optimizer of your own: `store(parameter, values, step)` writes float32 values into a parameter of `wrapped`.
+    """For an optimizer of your own: `store(parameter, values, step)` writes float32 values into a
+    parameter of `wrapped`.
 
-    A bfloat16 parameter is rounded stochastically, as AdamW's are: small updates aren't lost, and the bits are the same on any
-    devices, however parameters are sharded. values: of the parameter's shape and placement. step: a number that is another in
-    each step, such as a count of them in the optimizer's state. Parameters of other dtypes are copied into.
+    A bfloat16 parameter is rounded stochastically, as AdamW's are: small updates aren't lost, and
+    the bits are the same on any devices, however parameters are sharded. values: of the parameter's
+    shape and placement. step: a number that is another in each step, such as a count of them in the
+    optimizer's state. Parameters of other dtypes are copied into.
     """
-    origins = {shard.parameter: (name, shard.first) for name, shard in strategy.shards(wrapped).items()}
+    origins = {
+        shard.parameter: (name, shard.first) for name, shard in strategy.shards(wrapped).items()
+    }
 
     @torch.no_grad()
     def store(parameter: nn.Parameter, values: Tensor, step: float) -> None:
@@ -68,9 +92,11 @@ def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, f
 
 
 def kept_updates(training: Flags, updates: str) -> Optional[float]:
-    """The part of small updates that reaches bfloat16 weights with the optimizer of `make_optimizer`; None if it can't be measured.
+    """The part of small updates that reaches bfloat16 weights with the optimizer of
+    `make_optimizer`; None if it can't be measured.
 
-    Of a small matrix, against the same one in float32. All ranks call it: an optimizer may need all.
+    Of a small matrix, against the same one in float32. All ranks call it: an optimizer may need
+    all.
     """
     signs = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).sign()
     moved = []
@@ -82,7 +108,9 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
             nn.init.constant_(weight, 1.5)  # its neighbours are 2**-7 away
             optimizer = make_optimizer(probe, set(), training, updates)
             for group in optimizer.param_groups:
-                group["lr"] = 2.0**-13  # with momentum 10 times as much, which is still rounded away
+                group["lr"] = (
+                    2.0**-13
+                )  # with momentum 10 times as much, which is still rounded away
             for _ in range(64):
                 weight.grad = signs.to(dtype)
                 optimizer.step()
@@ -94,11 +122,14 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
 
 def require_tensors(optimizer: torch.optim.Optimizer) -> None:
     """Raises Fault, after a first step, where checkpoints couldn't hold the optimizer's state."""
-    for state in getattr(optimizer, "optimizer", optimizer).state.values():  # without Fabric's wrapper
+    for state in getattr(
+        optimizer, "optimizer", optimizer
+    ).state.values():  # without Fabric's wrapper
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise Fault(
-                    f"the optimizer keeps {name!r} as {type(value).__name__}, but checkpoints hold tensors alone: "
+                    f"the optimizer keeps {name!r} as {type(value).__name__}, but checkpoints "
+                    f"hold tensors alone: "
                     "make it one (docs/make_it_yours.md)."
                 )
 
@@ -114,25 +145,33 @@ def decayed_names(model: nn.Module) -> set[str]:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: set[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Two groups for an optimizer, with and without weight decay. Names are those of the unwrapped model."""
+    """Two groups for an optimizer, with and without weight decay. Names are those of the unwrapped
+    model."""
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     with_decay = [parameter for name, parameter in trained if name in decayed]
     without = [parameter for name, parameter in trained if name not in decayed]
     settings = ((with_decay, weight_decay), (without, 0.0))
-    return [{"params": parameters, "weight_decay": decay} for parameters, decay in settings if parameters]
+    return [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in settings
+        if parameters
+    ]
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), in the arithmetic of torch.optim.AdamW.
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), in the arithmetic of
+    torch.optim.AdamW.
 
-    Parameters that aren't bfloat16 are treated as torch.optim.AdamW(fused=True) would, whatever `updates` is, which is one of
-    UPDATES. State of a parameter, from the beginning: `step` (float32 scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and
-    under master `master`: shape, device and placement (DTensor) of the parameter, dtypes as above. The moments are rounded like
-    the parameter: to nearest, exp_avg_sq could never fall where beta2 is above 0.998.
+    Parameters that aren't bfloat16 are treated as torch.optim.AdamW(fused=True) would, whatever
+    `updates` is, which is one of UPDATES. State of a parameter, from the beginning: `step` (float32
+    scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and under master `master`: shape, device
+    and placement (DTensor) of the parameter, dtypes as above. The moments are rounded like the
+    parameter: to nearest, exp_avg_sq could never fall where beta2 is above 0.998.
 
-    Rounding is a function of (seed, step of the parameter, its name, tensor, index in the whole parameter): the same on CPUs
-    and GPUs, however a parameter is split over ranks. Nothing is saved for it. `origins` says what each parameter is a piece
-    of; one that it doesn't name is taken for whole, and for its name its place among the parameters.
+    Rounding is a function of (seed, step of the parameter, its name, tensor, index in the whole
+    parameter): the same on CPUs and GPUs, however a parameter is split over ranks. Nothing is saved
+    for it. `origins` says what each parameter is a piece of; one that it doesn't name is taken for
+    whole, and for its name its place among the parameters.
     """
 
     def __init__(
@@ -149,7 +188,9 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if updates not in UPDATES:
             raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.updates, self.seed, self.elements, self.origins = updates, seed, 0, {}
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
@@ -159,10 +200,15 @@ class AdamW(torch.optim.Optimizer):
 
     def _begin(self, param: Tensor) -> None:
         wide = self.updates == "master" and param.dtype == torch.bfloat16
-        kept = {"dtype": torch.float32 if wide else param.dtype, "memory_format": torch.contiguous_format}
+        kept = {
+            "dtype": torch.float32 if wide else param.dtype,
+            "memory_format": torch.contiguous_format,
+        }
         state = self.state[param]
         state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param.detach(), **kept) for _ in range(2))
+        state["exp_avg"], state["exp_avg_sq"] = (
+            torch.zeros_like(param.detach(), **kept) for _ in range(2)
+        )
         if wide:
             state["master"] = param.detach().to(**kept)
 
@@ -177,10 +223,15 @@ class AdamW(torch.optim.Optimizer):
             states = [self.state[param] for param in params]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            # What one kernel takes: a parameter, its gradient and its state, and what they are a piece of.
+            # What one kernel takes: a parameter, its gradient and its state, and what they are a
+            # piece of.
             alike: dict[Any, list[tuple[list[Tensor], Origin]]] = {}
             for param, state, step in zip(params, states, torch.stack(steps).tolist()):
-                held = [param, param.grad.contiguous(), *(state[name] for name in UPDATED if name in state)]
+                held = [
+                    param,
+                    param.grad.contiguous(),
+                    *(state[name] for name in UPDATED if name in state),
+                ]
                 tensors = [local_part(tensor) for tensor in held]
                 if tensors[0].numel():  # else this rank holds nothing of a sharded parameter
                     key = param.device, param.dtype, param.grad.dtype, step
@@ -208,23 +259,29 @@ class AdamW(torch.optim.Optimizer):
 
 @cache
 def fastest(device: torch.device) -> Update:
-    """The kernel of a device, if it compiles and has the right bits. Otherwise warn, and return `plain_update`, with the same bits."""
+    """The kernel of a device, if it compiles and has the right bits. Otherwise warn, and return
+    `plain_update`, with the same bits."""
     if device.type not in ("cpu", "cuda"):
         return plain_update
     try:
         if device.type == "cpu":
             update = compiled()
         else:
-            from fabric_llm.training.adamw_triton import update  # where there are GPUs there is Triton
+            from fabric_llm.training.adamw_triton import (
+                update,
+            )  # where there are GPUs there is Triton
         if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
             return update
         reason = "its bits differ from those of plain PyTorch"
     except Exception as error:  # whatever a compiler does, plain PyTorch has the same bits
-        reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[:400]
+        reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[
+            :400
+        ]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
         warnings.warn(
-            f"The optimizer's kernel for {device.type}, which needs {needs}, isn't used ({reason}). "
+            f"The optimizer's kernel for {device.type}, which needs {needs}, isn't used "
+            f"({reason}). "
             "Without it, plain PyTorch takes several times as long for the same numbers.",
             stacklevel=2,
         )
@@ -237,26 +294,36 @@ def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) 
     grads = [grad.to(param.dtype) for grad, param in zip(grads, params)]
     steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
     options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    options |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
+    options |= {
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "amsgrad": False,
+        "maximize": False,
+    }
     torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 
 def master_step(tensors: list[Tensor], group: dict[str, Any], step: float) -> None:
     """float32 master and moments; the parameter becomes the master, rounded to nearest."""
     block = BLOCK_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
-    for param, grad, exp_avg, exp_avg_sq, master in zip(*(tensor.view(-1).split(block) for tensor in tensors)):
+    for param, grad, exp_avg, exp_avg_sq, master in zip(
+        *(tensor.view(-1).split(block) for tensor in tensors)
+    ):
         fused_step([[master, grad, exp_avg, exp_avg_sq]], group, step)
         if group["lr"] != 0:
             param.copy_(master)
 
 
 def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[str] = None) -> int:
-    """Bytes of all parameters and of the state of those that train. ema: device of the moving average, host or same."""
+    """Bytes of all parameters and of the state of those that train. ema: device of the moving
+    average, host or same."""
     total = 0
     for parameter in parameters:
         each = own = parameter.element_size()
         if parameter.requires_grad:
-            each = 2 + 3 * 4 if updates == "master" and parameter.dtype == torch.bfloat16 else 3 * own
+            each = (
+                2 + 3 * 4 if updates == "master" and parameter.dtype == torch.bfloat16 else 3 * own
+            )
             each += {None: 0, "host": 4, "same": own}[ema]
         total += parameter.numel() * each
     return total

@@ -1,8 +1,10 @@
-"""AdamW of bfloat16 numbers with stochastic rounding: in plain PyTorch, and by kernels that must give the same bits.
+"""AdamW of bfloat16 numbers with stochastic rounding: in plain PyTorch, and by kernels that must
+give the same bits.
 
-Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192. All arithmetic is float32 or int32, one operation
-at a time, and each operation is rounded exactly as IEEE 754 says. So the same inputs give the same bits on any device,
-and in any kernel that does the same operations in the same order: adamw.cpp on CPUs, adamw_triton.py on GPUs.
+Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192. All arithmetic is float32 or
+int32, one operation at a time, and each operation is rounded exactly as IEEE 754 says. So the same
+inputs give the same bits on any device, and in any kernel that does the same operations in the same
+order: adamw.cpp on CPUs, adamw_triton.py on GPUs.
 """
 
 import ctypes
@@ -22,39 +24,67 @@ import torch
 from torch import Tensor
 
 Key = tuple[int, int, int]  # three int32
-Piece = tuple[Sequence[Tensor], int, Key]  # contiguous tensors, first index modulo 2**32, key of the noise
+Piece = tuple[
+    Sequence[Tensor], int, Key
+]  # contiguous tensors, first index modulo 2**32, key of the noise
 Update = Callable[[Sequence[Piece], list[float]], None]  # as `plain_update`
-Origin = tuple[str, int]  # of a rank's piece of a parameter: its name, and the index of the first element in the whole
+Origin = tuple[
+    str, int
+]  # of a rank's piece of a parameter: its name, and the index of the first element in the whole
 PIECE_ELEMENTS = {"cpu": 2**20}  # what a CPU's thread does at a time
-ALIGNED_ELEMENTS = 3 * 2**13  # of a comparison in which all addresses are multiples of 16, as kernels like them
-PLAIN_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}  # what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
-# Contraction would round a * b + c once instead of twice. Roots are vectorised only without errno and traps.
+ALIGNED_ELEMENTS = (
+    3 * 2**13
+)  # of a comparison in which all addresses are multiples of 16, as kernels like them
+PLAIN_ELEMENTS = {
+    "cpu": 2**17,
+    "cuda": 2**23,
+}  # what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
+# Contraction would round a * b + c once instead of twice. Roots are vectorised only without errno
+# and traps.
 COMPILER_FLAGS = ["-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC"]
 COMPILER_FLAGS += ["-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def rounded_step(
-    parameters: list[tuple[list[Tensor], Origin]], group: dict[str, Any], step: int, seed: int, update: Update
+    parameters: list[tuple[list[Tensor], Origin]],
+    group: dict[str, Any],
+    step: int,
+    seed: int,
+    update: Update,
 ) -> None:
-    """A step of AdamW by an `update`, see `plain_update`. parameters: (tensors that it takes, their origin), on one device."""
-    numbers, limit = numbers_of(group, step), PIECE_ELEMENTS.get(parameters[0][0][0].device.type, 2**32)
-    pieces = [piece for tensors, origin in parameters for piece in pieces_of(tensors, origin, limit, seed, step)]
+    """A step of AdamW by an `update`, see `plain_update`. parameters: (tensors that it takes, their
+    origin), on one device."""
+    numbers, limit = (
+        numbers_of(group, step),
+        PIECE_ELEMENTS.get(parameters[0][0][0].device.type, 2**32),
+    )
+    pieces = [
+        piece
+        for tensors, origin in parameters
+        for piece in pieces_of(tensors, origin, limit, seed, step)
+    ]
     if group["lr"] != 0:
         return update(pieces, numbers)
     for (param, *others), first, key in pieces:  # not even a -0.0 may change
         update([([param.clone(), *others], first, key)], numbers)
 
 
-def pieces_of(tensors: Sequence[Tensor], origin: Origin, limit: int, seed: int, step: int) -> Iterator[Piece]:
-    """Cut contiguous tensors into pieces of at most `limit` elements: (a piece of each, first index modulo 2**32, key of the noise).
+def pieces_of(
+    tensors: Sequence[Tensor], origin: Origin, limit: int, seed: int, step: int
+) -> Iterator[Piece]:
+    """Cut contiguous tensors into pieces of at most `limit` elements: (a piece of each, first index
+    modulo 2**32, key of the noise).
 
-    No piece crosses a multiple of 2**32, because kernels count indices in 32 bits; the higher bits go into the key.
+    No piece crosses a multiple of 2**32, because kernels count indices in 32 bits; the higher bits
+    go into the key.
     """
     (name, offset), start, count = origin, 0, tensors[0].numel()
     while start < count:
         high, first = divmod(offset + start, 2**32)
         end = min(start + limit, start + 2**32 - first, count)
-        whole = end - start == count  # the usual case; cutting would take longer than a small update
+        whole = (
+            end - start == count
+        )  # the usual case; cutting would take longer than a small update
         cut = tensors if whole else [tensor.view(-1)[start:end] for tensor in tensors]
         yield cut, first, key_of(seed, step, name, high)
         start = end
@@ -67,21 +97,33 @@ def key_of(seed: int, step: int, name: str, high: int) -> Key:
 
 
 def numbers_of(group: dict[str, Any], step: int) -> list[float]:
-    """The numbers of an update, computed in float64 on the host and rounded to float32: the same for every device."""
+    """The numbers of an update, computed in float64 on the host and rounded to float32: the same
+    for every device."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
     bias = 1 / math.sqrt(1 - beta2**step)
-    exact = decay, 1 - beta1, beta2, 1 - beta2, bias, group["eps"], step_size  # in the order of `plain_update`
+    exact = (
+        decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        bias,
+        group["eps"],
+        step_size,
+    )  # in the order of `plain_update`
     return torch.tensor(exact, dtype=torch.float64).float().tolist()
 
 
 def plain_update(pieces: Sequence[Piece], numbers: list[float]) -> None:
-    """Update pieces of (param, grad, exp_avg, exp_avg_sq) in place: bfloat16, the gradients of any one dtype."""
+    """Update pieces of (param, grad, exp_avg, exp_avg_sq) in place: bfloat16, the gradients of any
+    one dtype."""
     decay, grad_weight, beta2, square_weight, bias, eps, step_size = numbers
     for tensors, first, key in pieces:
         block = PLAIN_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
         for start in range(0, tensors[0].numel(), block):
-            param, grad, exp_avg, exp_avg_sq = (tensor.view(-1)[start : start + block] for tensor in tensors)
+            param, grad, exp_avg, exp_avg_sq = (
+                tensor.view(-1)[start : start + block] for tensor in tensors
+            )
             p, g, m, v = (tensor.float() for tensor in (param, grad, exp_avg, exp_avg_sq))
             m.add_((g - m).mul_(grad_weight))
             v.mul_(beta2).add_((g * g).mul_(square_weight))
@@ -94,21 +136,27 @@ def plain_update(pieces: Sequence[Piece], numbers: list[float]) -> None:
 
 
 @torch.no_grad()
-def round_stochastically(target: Tensor, values: Tensor, origin: Origin, seed: int, step: int) -> None:
-    """Write float32 `values` into a contiguous bfloat16 `target` of their shape, on average exactly.
+def round_stochastically(
+    target: Tensor, values: Tensor, origin: Origin, seed: int, step: int
+) -> None:
+    """Write float32 `values` into a contiguous bfloat16 `target` of their shape, on average
+    exactly.
 
-    The same on any devices: a function of the values, seed, step, and of where `target` lies in its parameter.
+    The same on any devices: a function of the values, seed, step, and of where `target` lies in its
+    parameter.
     """
     limit = PLAIN_ELEMENTS["cpu" if target.device.type == "cpu" else "cuda"]
-    for (part, exact), first, key in pieces_of([target, values.contiguous()], origin, limit, seed, step):
+    for (part, exact), first, key in pieces_of(
+        [target, values.contiguous()], origin, limit, seed, step
+    ):
         bits = noise(first, part.numel(), key, part.device)[0]
         rounded = bfloat16_bits(exact.to(torch.float32, copy=True).view(-1), bits)
         part.view(-1).view(torch.int16).copy_(rounded)
 
 
 def rows_of(pieces: Sequence[Piece]) -> array:
-    """What a kernel needs to know of each piece, ROW numbers of 64 bits: four addresses, the count of elements, the first index,
-    and three words of the key."""
+    """What a kernel needs to know of each piece, ROW numbers of 64 bits: four addresses, the count
+    of elements, the first index, and three words of the key."""
     rows = array("q")
     for tensors, first, key in pieces:
         rows.extend((*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), first, *key))
@@ -116,21 +164,25 @@ def rows_of(pieces: Sequence[Piece]) -> array:
 
 
 def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 -> the bits of bfloat16s as int32 in -2**15..2**15-1, rounded stochastically, in the memory of `values`.
+    """float32 -> the bits of bfloat16s as int32 in -2**15..2**15-1, rounded stochastically, in the
+    memory of `values`.
 
-    bfloat16 is the upper half of float32's bits. Adding noise, int32 in 0..2**16-1, carries into it with probability lower half /
-    2**16, so the mean is exact, and bfloat16 numbers stay. NaNs are made canonical so that none carries into the sign.
+    bfloat16 is the upper half of float32's bits. Adding noise, int32 in 0..2**16-1, carries into it
+    with probability lower half / 2**16, so the mean is exact, and bfloat16 numbers stay. NaNs are
+    made canonical so that none carries into the sign.
     """
     torch.nan_to_num_(values, nan=math.nan, posinf=math.inf, neginf=-math.inf)
     return values.view(torch.int32).add_(noise).bitwise_right_shift_(16)
 
 
 def noise(first: int, count: int, key: Key, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Uniform int32 [count] in 0..2**16-1 for parameter, exp_avg and exp_avg_sq: a function of (key, index) alone.
+    """Uniform int32 [count] in 0..2**16-1 for parameter, exp_avg and exp_avg_sq: a function of
+    (key, index) alone.
 
-    Shifts and factors are those of Wellons' hash-prospector (github.com/skeeto/hash-prospector): lowbias32, whose 32 bits serve
-    two tensors, then the last round of triple32. A key goes in before each multiplication, so that no step's noise is
-    another's, shifted. tests/test_adamw_kernels.py tests all of this.
+    Shifts and factors are those of Wellons' hash-prospector (github.com/skeeto/hash-prospector):
+    lowbias32, whose 32 bits serve two tensors, then the last round of triple32. A key goes in
+    before each multiplication, so that no step's noise is another's, shifted.
+    tests/test_adamw_kernels.py tests all of this.
     """
 
     def upper(x: Tensor, shift: int) -> Tensor:  # x >> shift of unsigned numbers
@@ -147,13 +199,21 @@ def noise(first: int, count: int, key: Key, device: torch.device) -> tuple[Tenso
 
 
 def compiled() -> Update:
-    """`plain_update` in one pass over memory, for a CPU: adamw.cpp, compiled by c++ or by what CXX names.
+    """`plain_update` in one pass over memory, for a CPU: adamw.cpp, compiled by c++ or by what CXX
+    names.
 
-    Compiling takes half a second and leaves no files. ctypes passes addresses, so no header of Python or torch is needed.
+    Compiling takes half a second and leaves no files. ctypes passes addresses, so no header of
+    Python or torch is needed.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, library = str(Path(__file__).with_name("adamw.cpp")), f"{folder}/adamw.so"
-        command = [*shlex.split(os.environ.get("CXX", "c++")), *COMPILER_FLAGS, source, "-o", library]
+        command = [
+            *shlex.split(os.environ.get("CXX", "c++")),
+            *COMPILER_FLAGS,
+            source,
+            "-o",
+            library,
+        ]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         function = ctypes.CDLL(library).update  # it stays in memory without its file
     function.restype = None
@@ -169,9 +229,12 @@ def compiled() -> Update:
 
 
 def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) -> bool:
-    """Whether an update gives the bits of plain PyTorch on a CPU, for numbers of all sizes, infinities and NaNs."""
+    """Whether an update gives the bits of plain PyTorch on a CPU, for numbers of all sizes,
+    infinities and NaNs."""
     generator = torch.Generator().manual_seed(0)
-    every = torch.randint(-(2**15), 2**15, (4, count), generator=generator).to(torch.int16)  # bits of any bfloat16
+    every = torch.randint(-(2**15), 2**15, (4, count), generator=generator).to(
+        torch.int16
+    )  # bits of any bfloat16
     usual = torch.randn(4, count, generator=generator).bfloat16().view(torch.int16)
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     for expected in (every, usual):
@@ -182,7 +245,10 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
             for one, tensors in ((update, found), (plain_update, expected)):
                 cut = count // 3  # into two pieces of different lengths
                 flat = tensors.view(torch.bfloat16)
-                parts = [(list(flat[:, :cut]), 2**32 - count, key), (list(flat[:, cut:]), 2**32 - count + cut, key)]
+                parts = [
+                    (list(flat[:, :cut]), 2**32 - count, key),
+                    (list(flat[:, cut:]), 2**32 - count + cut, key),
+                ]
                 one(parts, numbers)
         if not torch.equal(found.cpu(), expected):
             return False

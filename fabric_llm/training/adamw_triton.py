@@ -1,7 +1,8 @@
-"""`plain_update` of adamw_rounded.py on a GPU, in one pass over memory, as a Triton kernel. Only GPUs import this.
+"""`plain_update` of adamw_rounded.py on a GPU, in one pass over memory, as a Triton kernel. Only
+GPUs import this.
 
-One launch updates all pieces. A table on the device says where each is: a program finds the piece that its tile belongs to, and
-makes pointers of the addresses.
+One launch updates all pieces. A table on the device says where each is: a program finds the piece
+that its tile belongs to, and makes pointers of the addresses.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def update(pieces: Sequence[Piece], numbers: list[float]) -> None:
 @triton.jit(do_not_specialize=["pieces"])
 def _kernel(
     table, pieces, decay, grad_weight, beta2, square_weight, bias, eps, step_size,
-    ROW: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    ROW: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     tile, first_tiles = tl.program_id(0), table + pieces * ROW
     piece, end = 0, pieces  # the last piece whose first tile isn't after this one
@@ -56,9 +58,16 @@ def _kernel(
 
     row = table + piece * ROW
     param, grad = _pointer(row, tl.bfloat16, ALIGNED), _pointer(row + 1, GRAD, ALIGNED)
-    exp_avg, exp_avg_sq = _pointer(row + 2, tl.bfloat16, ALIGNED), _pointer(row + 3, tl.bfloat16, ALIGNED)
+    exp_avg, exp_avg_sq = (
+        _pointer(row + 2, tl.bfloat16, ALIGNED),
+        _pointer(row + 3, tl.bfloat16, ALIGNED),
+    )
     count, first = tl.load(row + 4), tl.load(row + 5).to(tl.uint32)
-    key0, key1, key2 = tl.load(row + 6).to(tl.uint32), tl.load(row + 7).to(tl.uint32), tl.load(row + 8).to(tl.uint32)
+    key0, key1, key2 = (
+        tl.load(row + 6).to(tl.uint32),
+        tl.load(row + 7).to(tl.uint32),
+        tl.load(row + 8).to(tl.uint32),
+    )
     begin = (tile - tl.load(first_tiles + piece)) * TILE
     for block in range(TILE // BLOCK):
         start = begin + block * BLOCK
@@ -84,9 +93,11 @@ def _pointer(field, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _block(
     param, grad, exp_avg, exp_avg_sq, start, count, first, key0, key1, key2,
-    decay, grad_weight, beta2, square_weight, bias, eps, step_size, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+    decay, grad_weight, beta2, square_weight, bias, eps, step_size,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Update BLOCK elements, or as many as there are. Only whole blocks are loaded and stored 16 bytes at a time."""
+    """Update BLOCK elements, or as many as there are. Only whole blocks are loaded and stored 16
+    bytes at a time."""
     lane = tl.arange(0, BLOCK)
     at = start + lane
     inside = None if WHOLE else at < count

@@ -1,7 +1,8 @@
 """An exponential moving average (EMA) of the weights: --ema_decay.
 
-After each step `ema += (1 - decay) * (weights - ema)`. It begins as a copy of the weights, so it needs no bias correction.
---ema_every N updates it every N steps with decay**N, so that it reaches as far back.
+After each step `ema += (1 - decay) * (weights - ema)`. It begins as a copy of the weights, so it
+needs no bias correction. --ema_every N updates it every N steps with decay**N, so that it reaches
+as far back.
 """
 
 from collections.abc import Iterator
@@ -21,21 +22,29 @@ BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
 class Average:
     """The EMA of all parameters that an optimizer trains, in their shapes, and sharded as they are.
 
-    `state`, as of an optimizer: parameter -> {"ema": tensor}. So checkpoints name, shard and restore it like moments.
+    `state`, as of an optimizer: parameter -> {"ema": tensor}. So checkpoints name, shard and
+    restore it like moments.
 
-    device: host, float32 in host memory; same, in the dtype and on the device of the parameter. There bfloat16 is rounded
-    stochastically, by other noise than the optimizer's: to nearest, an average with a decay above 0.998 couldn't move.
+    device: host, float32 in host memory; same, in the dtype and on the device of the parameter.
+    There bfloat16 is rounded stochastically, by other noise than the optimizer's: to nearest, an
+    average with a decay above 0.998 couldn't move.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int
+    ) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.decay, self.every, self.seed = decay, every, seed
         origins = getattr(optimizer, "origins", {})
         self.origins = [origins.get(param, (str(number), 0)) for number, param in enumerate(params)]
         for param in params:
-            where, dtype = ("cpu", torch.float32) if device == "host" else (param.device, param.dtype)
-            average = param.detach().to(where, dtype, copy=True, memory_format=torch.contiguous_format)
+            where, dtype = (
+                ("cpu", torch.float32) if device == "host" else (param.device, param.dtype)
+            )
+            average = param.detach().to(
+                where, dtype, copy=True, memory_format=torch.contiguous_format
+            )
             self.state[param] = {NAME: average}
 
     @torch.no_grad()
@@ -53,8 +62,11 @@ class Average:
                 ema.copy_(param)
                 continue
             origin = f"{NAME} of {name}", offset
-            for (old, new), first, key in pieces_of([ema, param], origin, BLOCK_ELEMENTS, self.seed, step):
-                # No fused operations: they give other bits at the end of a vector, and so with other shards.
+            for (old, new), first, key in pieces_of(
+                [ema, param], origin, BLOCK_ELEMENTS, self.seed, step
+            ):
+                # No fused operations: they give other bits at the end of a vector, and so with
+                # other shards.
                 wide = old.float()
                 moved = new.to(old.device, torch.float32).sub(wide).mul_(weight).add_(wide)
                 if ema.dtype == torch.bfloat16:
@@ -66,7 +78,8 @@ class Average:
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """In the body, the model has the average, rounded to nearest, as its weights. They are restored from a copy."""
+        """In the body, the model has the average, rounded to nearest, as its weights. They are
+        restored from a copy."""
         kept = [(param, param.clone()) for param, _ in self._tensors()]
         for param, ema in self._tensors():
             param.copy_(ema)
@@ -82,8 +95,11 @@ class Average:
             yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, state[NAME]))
 
 
-def begin(optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int) -> None:
-    """Give an optimizer an `Average` of its weights, as its attribute `average`, unless decay is None."""
+def begin(
+    optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int
+) -> None:
+    """Give an optimizer an `Average` of its weights, as its attribute `average`, unless decay is
+    None."""
     if decay is not None:
         optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
 

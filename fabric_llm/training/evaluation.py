@@ -25,7 +25,9 @@ class Found(NamedTuple):
     """What an evaluation has found."""
 
     sets: dict[str, dict[str, float]]  # by name, see `evaluate`
-    of_average: Optional[dict[str, float]]  # losses of the moving average of the weights, if there is one, nats
+    of_average: Optional[
+        dict[str, float]
+    ]  # losses of the moving average of the weights, if there is one, nats
 
     @property
     def losses(self) -> dict[str, float]:
@@ -39,7 +41,9 @@ class Evaluation:
 
     fabric: Fabric
     batches: Mapping[str, Batches]  # {set: this rank's batches}, read from position 0
-    is_asked_to_stop: Callable[[], bool]  # of this rank; a request to one rank ends the evaluation on all
+    is_asked_to_stop: Callable[
+        [], bool
+    ]  # of this rank; a request to one rank ends the evaluation on all
     working: Callable[[], None]  # called before each batch, to mark that this rank makes progress
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
     in_bytes: Collection[str] = ()  # sets that have a loss in bits per byte
@@ -51,7 +55,8 @@ class Evaluation:
         return any(batches.micro_batches > 0 for batches in self.batches.values())
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[Found]:
-        """Evaluate the model and its moving average; the loss of a set without batches is 0. None if asked to stop before the end."""
+        """Evaluate the model and its moving average; the loss of a set without batches is 0. None
+        if asked to stop before the end."""
         self.was_stopped, of_average = False, None
         sets, average = self._sets(model), getattr(optimizer, "average", None)  # see ema.py
         if average is not None and not self.was_stopped:
@@ -63,7 +68,9 @@ class Evaluation:
         found: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
             read, token_bytes = self._until_stopped(batches, is_first=not found), self.token_bytes
-            token_bytes = token_bytes if name in self.in_bytes and batches.questions is None else None
+            token_bytes = (
+                token_bytes if name in self.in_bytes and batches.questions is None else None
+            )
             found[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
             if (count := len(batches.rows)) > batches.end:  # the loss is of a part of the set
                 found[name] |= {"rows": batches.end, "of_rows": count}
@@ -85,7 +92,11 @@ def rows_in_words(sets: Mapping[str, Batches]) -> str:
     words = []
     for name, batches in sets.items():
         read, count = batches.end, len(batches.rows)
-        words.append(f"all {count:,} rows of {name}" if read == count else f"{read:,} of {count:,} rows of {name}")
+        words.append(
+            f"all {count:,} rows of {name}"
+            if read == count
+            else f"{read:,} of {count:,} rows of {name}"
+        )
     spread = ", evenly spread" * any(batches.end < len(batches.rows) for batches in sets.values())
     return ", ".join(words) + spread
 
@@ -98,14 +109,17 @@ def evaluate(
     token_bytes: Optional[Tensor] = None,
     questions: Optional[Any] = None,
 ) -> dict[str, float]:
-    """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`, bits_per_byte of text.
+    """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`,
+    bits_per_byte of text.
 
-    Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over what is predicted from positions of a document from N on,
-    and below 2 N: it falls where a model uses what it sees. All ranks have the same number of batches. questions: see
-    `Batches`; what their `answered` says, which may be another loss, is added.
+    Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over what is predicted from
+    positions of a document from N on, and below 2 N: it falls where a model uses what it sees. All
+    ranks have the same number of batches. questions: see `Batches`; what their `answered` says,
+    which may be another loss, is added.
     """
     model.eval()
-    # Of all targets, and by place, or three sums by question; targets, bytes of their text, targets by place or question.
+    # Of all targets, and by place, or three sums by question; targets, bytes of their text, targets
+    # by place or question.
     asked = 0 if questions is None else len(questions)
     totals = torch.zeros(1 + (3 * asked or PLACES), dtype=torch.float64, device=fabric.device)
     counts = torch.zeros(2 + (asked or PLACES), dtype=torch.int64)
@@ -115,8 +129,12 @@ def evaluate(
         labels = batch["labels"][:, 1:]
         if token_bytes is not None:
             counts[1] += token_bytes[labels[labels != IGNORED]].sum()
-        places = places_of(batch) if questions is None else batch["questions"][:, None].expand_as(labels)
-        counts[2:] += torch.bincount(places[:, : labels.shape[1]][labels != IGNORED], minlength=len(counts) - 2)
+        places = (
+            places_of(batch) if questions is None else batch["questions"][:, None].expand_as(labels)
+        )
+        counts[2:] += torch.bincount(
+            places[:, : labels.shape[1]][labels != IGNORED], minlength=len(counts) - 2
+        )
         if questions is None and places.any():
             batch = {**batch, "places": places}
         here = fabric.to_device(batch)
@@ -125,9 +143,15 @@ def evaluate(
             totals[0] += found[0]
             totals[1:].view(-1, 3).index_add_(0, here["questions"], found[1:].view(-1, 3).double())
         else:
-            totals[: max(2, found.numel())] += found  # all are at the first place where none are told apart
+            totals[: max(2, found.numel())] += (
+                found  # all are at the first place where none are told apart
+            )
     model.train()
-    reshard(model)  # otherwise the next step would find the outermost unit gathered, and not reduce its gradients
+    reshard(
+        model
+        # otherwise the next step would find the outermost unit gathered, and not reduce its
+        # gradients
+    )
     total, *sums = sum_over_ranks(fabric, totals).tolist()
     targets, text, *of_places = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
     found = {"loss": total / max(targets, 1)}
@@ -138,11 +162,16 @@ def evaluate(
     if questions is not None:
         return found
     by_place = zip([0, *EDGES.tolist()], sums, of_places)
-    return found | ({f"loss_from_{first}": part / n for first, part, n in by_place if n} if any(of_places[1:]) else {})
+    return found | (
+        {f"loss_from_{first}": part / n for first, part, n in by_place if n}
+        if any(of_places[1:])
+        else {}
+    )
 
 
 def places_of(batch: MicroBatch) -> Tensor:
-    """Of each token, by how many are before it in its document: 0 below FIRST_PLACE, 1 below twice that, and so on. int64."""
+    """Of each token, by how many are before it in its document: 0 below FIRST_PLACE, 1 below twice
+    that, and so on. int64."""
     rows, context = batch["input_ids"].shape
     positions = batch.get("position_ids", torch.arange(context).expand(rows, context))
     return torch.bucketize(positions.contiguous(), EDGES, right=True)

@@ -1,16 +1,20 @@
-"""The learning rate as a function of the step. A schedule is one entry of SCHEDULES; `--lr_schedule` takes its name."""
+"""The learning rate as a function of the step. A schedule is one entry of SCHEDULES;
+`--lr_schedule` takes its name."""
 
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
-# Name -> shape of a decay: a function from the part of it that is done, 0 to 1, to the part of the rate that is left.
+# Name -> shape of a decay: a function from the part of it that is done, 0 to 1, to the part of the
+# rate that is left.
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),  # Loshchilov and Hutter (2017)
     "linear": lambda done: 1 - done,
     "sqrt": lambda done: 1 - math.sqrt(done),  # Haegele et al. (2024), arXiv 2405.18392
-    "exponential": lambda done: (100 ** (1 - done) - 1) / 99,  # by a factor of 100, shifted to end at 0
+    "exponential": lambda done: (
+        (100 ** (1 - done) - 1) / 99
+    ),  # by a factor of 100, shifted to end at 0
 }
 
 
@@ -20,19 +24,24 @@ class AfterWarmup(NamedTuple):
     step: int  # finished steps since the warm-up
     done: float  # the part of the steps after the warm-up that is done, 0 to 1
     last_decay: float  # the factor of --decay_steps: 1 before them, falling to 0
-    cooldown: float  # the factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate
+    # the factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate
+    cooldown: float
     warmup_steps: int
 
 
-# Name -> schedule: a function from the place after the warm-up to x in lr(x) = min_lr + x (lr - min_lr).
+# Name -> schedule: a function from the place after the warm-up to x in lr(x) = min_lr + x (lr -
+# min_lr).
 SCHEDULES: dict[str, Callable[[AfterWarmup], float]] = {
     "cosine": lambda at: DECAYS["cosine"](at.done),
     "linear": lambda at: DECAYS["linear"](at.done),
     "constant": lambda at: 1.0,
     "wsd": lambda at: at.last_decay,  # warm-up, stable, decay: Hu et al. (2024), arXiv 2404.06395
-    # Falls to a constant rate, at which a run of any length stays until its last decay: Singh et al. (2025), arXiv 2503.02844.
+    # Falls to a constant rate, at which a run of any length stays until its last decay: Singh et
+    # al. (2025), arXiv 2503.02844.
     "infinite": lambda at: at.cooldown * at.last_decay,
-    "inverse_sqrt": lambda at: math.sqrt(max(1, at.warmup_steps) / (max(1, at.warmup_steps) + at.step)),
+    "inverse_sqrt": lambda at: math.sqrt(
+        max(1, at.warmup_steps) / (max(1, at.warmup_steps) + at.step)
+    ),
 }
 WITH_DECAY_STEPS = ("wsd", "infinite")
 
@@ -53,10 +62,11 @@ def lr_at(
 ) -> float:
     """Learning rate of the step that follows `step` finished ones.
 
-    It rises linearly from lr/warmup_steps to lr over the warm-up. Then it follows SCHEDULES[lr_schedule] down to min_lr, which
-    it would reach one step after the last. decay_steps: the last steps, over which wsd and infinite decay in a shape of DECAYS
-    (default: a tenth of the run). cooldown_steps: steps after the warm-up over which infinite falls to constant_lr (defaults:
-    a quarter of the run, and the mean of lr and min_lr, as in the paper).
+    It rises linearly from lr/warmup_steps to lr over the warm-up. Then it follows
+    SCHEDULES[lr_schedule] down to min_lr, which it would reach one step after the last.
+    decay_steps: the last steps, over which wsd and infinite decay in a shape of DECAYS (default: a
+    tenth of the run). cooldown_steps: steps after the warm-up over which infinite falls to
+    constant_lr (defaults: a quarter of the run, and the mean of lr and min_lr, as in the paper).
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -72,7 +82,8 @@ def lr_at(
         step,
         done=min(1.0, step / max(1, steps)),
         last_decay=DECAYS[decay_shape](min(1.0, max(0.0, decayed))),
-        cooldown=constant + (1 - constant) * DECAYS["cosine"](min(1.0, step / max(1, cooldown_steps))),
+        cooldown=constant
+        + (1 - constant) * DECAYS["cosine"](min(1.0, step / max(1, cooldown_steps))),
         warmup_steps=warmup_steps,
     )
     left = SCHEDULES[lr_schedule](at)
@@ -80,5 +91,10 @@ def lr_at(
 
 
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run that are arguments of `lr_at`, except `max_step`, since a run may be extended."""
-    return {name: flags[name] for name in inspect.signature(lr_at).parameters if name not in ("step", "max_step")}
+    """The flags of a run that are arguments of `lr_at`, except `max_step`, since a run may be
+    extended."""
+    return {
+        name: flags[name]
+        for name in inspect.signature(lr_at).parameters
+        if name not in ("step", "max_step")
+    }

@@ -1,4 +1,5 @@
-"""The parts of an optimizer step, from which train.py composes the step: seed, targets, backward, clip, share, update."""
+"""The parts of an optimizer step, from which train.py composes the step: seed, targets, backward,
+clip, share, update."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,27 +15,40 @@ from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
 from fabric_llm.model.gate import square
-from fabric_llm.model.strategy import PREFIX, local_part, original_name, reshard, shard_group, sum_over_shards
+from fabric_llm.model.strategy import (
+    PREFIX,
+    local_part,
+    original_name,
+    reshard,
+    shard_group,
+    sum_over_shards,
+)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make the randomness inside a step (dropout) a function of (seed, step, rank), so that nothing has to be saved."""
+    """Make the randomness inside a step (dropout) a function of (seed, step, rank), so that nothing
+    has to be saved."""
     torch.manual_seed(int(random_key(seed, step, rank) >> 1))
 
 
 def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
-    """Target tokens of the global batch, int64 scalar, at least 1, so that the loss of a batch without targets isn't 0/0."""
+    """Target tokens of the global batch, int64 scalar, at least 1, so that the loss of a batch
+    without targets isn't 0/0."""
     counts = torch.stack([target_count(batch) for batch in micro_batches])
     return sum_over_ranks(fabric, counts.sum()).clamp(min=1)
 
 
 def accumulate(
-    fabric: Fabric, model: nn.Module, micro_batches: list[MicroBatch], syncs_every_micro_batch: bool, sums_in_float32: bool
+    fabric: Fabric,
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    syncs_every_micro_batch: bool,
+    sums_in_float32: bool,
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a step. The caller makes one backward pass for each.
 
-    syncs_every_micro_batch: reduce gradients over ranks after each micro-batch, instead of after the last. sums_in_float32: see
-    `GradientSums`.
+    syncs_every_micro_batch: reduce gradients over ranks after each micro-batch, instead of after
+    the last. sums_in_float32: see `GradientSums`.
     """
     sums = GradientSums(model.parameters()) if sums_in_float32 and len(micro_batches) > 1 else None
     for index, batch in enumerate(micro_batches):
@@ -48,7 +62,8 @@ def accumulate(
 
 
 class GradientSums:
-    """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for each parameter of this rank.
+    """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for
+    each parameter of this rank.
 
     A bfloat16 sum would be rounded at each addition (docs/numerics.md has the numbers).
     """
@@ -59,11 +74,14 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, last: bool) -> None:
-        """Add the gradients of one micro-batch and free them. After the last one, the rounded sums take their place."""
+        """Add the gradients of one micro-batch and free them. After the last one, the rounded sums
+        take their place."""
         for index, parameter in enumerate(self.parameters):
             total = self.sums[index]
             if last and total is not None:
-                if parameter.grad is None:  # as of an expert that got no token of the last micro-batch
+                if (
+                    parameter.grad is None
+                ):  # as of an expert that got no token of the last micro-batch
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local_part(parameter.grad)
                 gradient.copy_(total.add_(gradient))
@@ -74,19 +92,25 @@ class GradientSums:
 
 
 def backward(fabric: Fabric, loss: Tensor) -> None:
-    """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, but here they are to be summed."""
+    """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, but
+    here they are to be summed."""
     failpoint("forward")
     waits_for_others()
     fabric.backward(loss * fabric.world_size)
 
 
-def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
-    """Scale the gradient of the global batch down to an L2 norm of `max_norm` (0: don't). Returns the norm before."""
+def clip(
+    fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+) -> float:
+    """Scale the gradient of the global batch down to an L2 norm of `max_norm` (0: don't). Returns
+    the norm before."""
     fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # only 16-mixed has a scaler
     group, idle = shard_group(model), model.module.idle
     if idle:
         named = model.named_parameters()
-        drop_zeros([p for name, p in named if original_name(name).removeprefix(PREFIX) in idle], group)
+        drop_zeros(
+            [p for name, p in named if original_name(name).removeprefix(PREFIX) in idle], group
+        )
     return clip_gradients(model.parameters(), max_norm, group)
 
 
@@ -94,8 +118,8 @@ def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max
 def drop_zeros(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> None:
     """Take the gradients of `parameters` away that are zero on all ranks. All ranks call it.
 
-    Where the loss doesn't depend on a parameter, one device and FSDP2 leave it without a gradient, and
-    the optimizer leaves it alone. FSDP1 and DDP give it zeros, by which it would decay.
+    Where the loss doesn't depend on a parameter, one device and FSDP2 leave it without a gradient,
+    and the optimizer leaves it alone. FSDP1 and DDP give it zeros, by which it would decay.
     """
     none = torch.zeros((), dtype=torch.bool, device=parameters[0].device)
     here = torch.stack([none if p.grad is None else local_part(p.grad).any() for p in parameters])
@@ -105,17 +129,22 @@ def drop_zeros(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) ->
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> float:
-    """Scale all gradients down to a common L2 norm of `max_norm` (0: only measure). Returns the norm before.
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]
+) -> float:
+    """Scale all gradients down to a common L2 norm of `max_norm` (0: only measure). Returns the
+    norm before.
 
-    group: see `shard_group`. Squares are summed in float64, so that the norm doesn't depend on the number of shards, or on
-    rounding to bfloat16. The host waits for the norm, because most steps need no scaling.
+    group: see `shard_group`. Squares are summed in float64, so that the norm doesn't depend on the
+    number of shards, or on rounding to bfloat16. The host waits for the norm, because most steps
+    need no scaling.
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     gradients = [g for g in gradients if g.numel()]
     norm = sum_over_shards(sum_of_squares(gradients), group).sqrt().item()
     if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
-        # Rounded to float32, so that another order of the sums, 1e-16 apart, doesn't change a gradient's last bit.
+        # Rounded to float32, so that another order of the sums, 1e-16 apart, doesn't change a
+        # gradient's last bit.
         coefficient = torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32).item()
         torch._foreach_mul_(gradients, coefficient)
     return norm
@@ -127,21 +156,30 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     if gradients[
         0
-    ].is_cuda:  # one launch for a dtype, which reads them once: of several at once, and in `square`, copies are made
+        # one launch for a dtype, which reads them once: of several at once, and in `square`, copies
+        # are made
+    ].is_cuda:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        norms = [norm for same in by_dtype.values() for norm in torch._foreach_norm(same, 2, dtype=torch.float64)]
+        norms = [
+            norm
+            for same in by_dtype.values()
+            for norm in torch._foreach_norm(same, 2, dtype=torch.float64)
+        ]
         return torch.stack(norms).square().sum()
     return torch.stack([square(gradient) for gradient in gradients]).sum()
 
 
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
-    """The sums over all ranks of `total`, float32 scalar or vector, and of the small integers `asked`.
+    """The sums over all ranks of `total`, float32 scalar or vector, and of the small integers
+    `asked`.
 
     In a step the host waits only for these sums, and for the norm in `clip` just before.
     """
-    numbers = torch.cat([total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)])
+    numbers = torch.cat(
+        [total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)]
+    )
     summed = sum_over_ranks(fabric, numbers).tolist()
     return summed[: total.numel()], [int(number) for number in summed[total.numel() :]]
 
@@ -153,32 +191,44 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def leave_out(fabric: Fabric) -> None:
-    """After a step that isn't taken: 16-mixed lowers the scale of its loss, which may have caused an overflow."""
+    """After a step that isn't taken: 16-mixed lowers the scale of its loss, which may have caused
+    an overflow."""
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         scaler.update()
 
 
 def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
-    """Copies of evenly spaced weights of this rank's part of each parameter that trains, one-dimensional, in their dtype."""
+    """Copies of evenly spaced weights of this rank's part of each parameter that trains,
+    one-dimensional, in their dtype."""
     samples = []
     for parameter in parameters:
         if parameter.requires_grad:
             weights = local_part(parameter.detach()).flatten()
             if weights.numel() > per_parameter:
-                apart = 8 * -(-weights.numel() // per_parameter)  # reading 8 neighbours costs as much as reading one
-                weights = weights[: weights.numel() // apart * apart].view(-1, apart)[:, :8].flatten()
+                apart = 8 * -(
+                    -weights.numel() // per_parameter
+                )  # reading 8 neighbours costs as much as reading one
+                weights = (
+                    weights[: weights.numel() // apart * apart].view(-1, apart)[:, :8].flatten()
+                )
             samples.append(weights)
     return torch.cat(samples)
 
 
 def update_size(before: Tensor, model: nn.Module) -> tuple[float, float]:
-    """(fraction of weights that a step changed, L2 norm of the change divided by theirs), over all ranks.
+    """(fraction of weights that a step changed, L2 norm of the change divided by theirs), over all
+    ranks.
 
-    before: `sample_weights` before the step. model: wrapped. Both show whether training in bfloat16 has an effect.
+    before: `sample_weights` before the step. model: wrapped. Both show whether training in bfloat16
+    has an effect.
     """
     before, after = before.float(), sample_weights(model.parameters()).float()
-    squares = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (after - before, before)]
-    numbers = torch.stack([(before != after).sum().double(), squares[0].new_tensor(before.numel()), *squares])
+    squares = [
+        torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (after - before, before)
+    ]
+    numbers = torch.stack(
+        [(before != after).sum().double(), squares[0].new_tensor(before.numel()), *squares]
+    )
     changed, total, update, weights = sum_over_shards(numbers, shard_group(model)).tolist()
     return changed / total, math.sqrt(update / weights) if weights else 0.0

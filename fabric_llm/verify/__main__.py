@@ -1,9 +1,12 @@
-"""`python -m fabric_llm.verify checkpoints/RUN` verifies a run, and the same with `--drill` rehearses its crash.
+"""`python -m fabric_llm.verify checkpoints/RUN` verifies a run, and the same with `--drill`
+rehearses its crash.
 
-The first reads every byte of a run, changes nothing, and prints a certificate with all that is wrong (inspect_run.py). The
-second trains a few steps with the user's own flags twice, once killed and resumed, and compares bit for bit (drill.py).
+The first reads every byte of a run, changes nothing, and prints a certificate with all that is
+wrong (inspect_run.py). The second trains a few steps with the user's own flags twice, once killed
+and resumed, and compares bit for bit (drill.py).
 
-Exit codes: 0 all good, 2 bad arguments, 66 damaged or different, 75 stopped on request, 77 refused for security.
+Exit codes: 0 all good, 2 bad arguments, 66 damaged or different, 75 stopped on request, 77 refused
+for security.
 """
 
 import argparse
@@ -24,8 +27,9 @@ from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.verify.drill import drill
 
-DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with --drill, train a few
-steps of your own configuration, kill a rank, resume, and compare with an undisturbed run bit for bit."""
+DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with
+--drill, train a few steps of your own configuration, kill a rank, resume, and compare with an
+undisturbed run bit for bit."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,17 +42,38 @@ def parse(argv: list[str]) -> argparse.Namespace:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="python -m fabric_llm.verify", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
-        "run", nargs="?", type=at_home, help="checkpoints/RUN; with --drill: the run whose arguments.yaml is taken"
+        "run",
+        nargs="?",
+        type=at_home,
+        help="checkpoints/RUN; with --drill: the run whose arguments.yaml is taken",
     )
-    parser.add_argument("--output", type=at_home, help="write the certificate there as well, as JSON")
-    parser.add_argument("--no_export", action="store_true", help="don't export the newest checkpoint to compare logits")
-    group = parser.add_argument_group("drill", "python -m fabric_llm.verify --drill -- FLAGS OF train.py")
-    group.add_argument("--drill", action="store_true", help="train twice, once killed and resumed, and compare")
-    group.add_argument("--steps", type=int, default=8, help="of each run, at least 3 (default: 8)")
-    group.add_argument("--seed", type=int, help="of the rank and step that are killed (default: random, printed)")
-    group.add_argument("--launcher", default="", help="such as 'torchrun --nproc_per_node 8' (default: train.py alone)")
+    parser.add_argument(
+        "--output", type=at_home, help="write the certificate there as well, as JSON"
+    )
+    parser.add_argument(
+        "--no_export",
+        action="store_true",
+        help="don't export the newest checkpoint to compare logits",
+    )
+    group = parser.add_argument_group(
+        "drill", "python -m fabric_llm.verify --drill -- FLAGS OF train.py"
+    )
     group.add_argument(
-        "--output_dir", type=at_home, help="where to make the folder of the two runs (default: the temporary one)"
+        "--drill", action="store_true", help="train twice, once killed and resumed, and compare"
+    )
+    group.add_argument("--steps", type=int, default=8, help="of each run, at least 3 (default: 8)")
+    group.add_argument(
+        "--seed", type=int, help="of the rank and step that are killed (default: random, printed)"
+    )
+    group.add_argument(
+        "--launcher",
+        default="",
+        help="such as 'torchrun --nproc_per_node 8' (default: train.py alone)",
+    )
+    group.add_argument(
+        "--output_dir",
+        type=at_home,
+        help="where to make the folder of the two runs (default: the temporary one)",
     )
     given = parser.parse_args(argv[:cut])
     given.train_flags = argv[cut + 1 :]
@@ -65,7 +90,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    """Run the command and return 0. Raises SystemExit where it fails, or anything is damaged or different."""
+    """Run the command and return 0. Raises SystemExit where it fails, or anything is damaged or
+    different."""
     with in_one_sentence("fabric_llm.verify"):
         given = parse(sys.argv[1:] if argv is None else argv)
         document = drilled(given) if given.drill else verified(given)
@@ -74,7 +100,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         print("\nCertificate")
         for key, value in document.items():
             if isinstance(value, dict):
-                value = ", ".join(f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in value.items())
+                value = ", ".join(
+                    f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in value.items()
+                )
             for line in value if isinstance(value, list) else [value]:
                 print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
@@ -91,12 +119,16 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
     if given.run is not None:
         arguments = Path(given.run) / "arguments.yaml"
         if not arguments.is_file():
-            raise Fault(f"No run at {given.run!r}: it has no {arguments.name}.{nearest_of(Path(given.run))}")
+            raise Fault(
+                f"No run at {given.run!r}: it has no {arguments.name}.{nearest_of(Path(given.run))}"
+            )
         flags = ["--config", str(arguments), *flags]
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     where = {"prefix": "fabric_llm-drill-", "dir": given.output_dir, "ignore_cleanup_errors": True}
     with tempfile.TemporaryDirectory(**where) as folder:
-        return drill(flags, Path(folder).resolve(), steps=given.steps, seed=seed, launcher=given.launcher)
+        return drill(
+            flags, Path(folder).resolve(), steps=given.steps, seed=seed, launcher=given.launcher
+        )
 
 
 def verified(given: argparse.Namespace) -> dict[str, Any]:
@@ -105,10 +137,14 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
     if not run.is_dir():
         raise Fault(f"No run at {str(run)!r}.{nearest_of(run)}")
     if (run / files.MANIFEST).is_file():
-        raise Fault(f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}.")
+        raise Fault(
+            f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}."
+        )
     from transformers.utils.logging import set_verbosity_error
 
-    from fabric_llm.verify.inspect_run import verify_run  # imports torch, for which --help and bad arguments don't wait
+    from fabric_llm.verify.inspect_run import (
+        verify_run,
+    )  # imports torch, for which --help and bad arguments don't wait
 
     set_verbosity_error()
     report = verify_run(run, exports=not given.no_export)

@@ -1,6 +1,8 @@
-"""Rehearse a crash: train the same run twice, once undisturbed, once killed and resumed, and compare them bit for bit.
+"""Rehearse a crash: train the same run twice, once undisturbed, once killed and resumed, and
+compare them bit for bit.
 
-A random rank is killed with SIGKILL at a random step. Both runs use the user's own flags, except those in OWN.
+A random rank is killed with SIGKILL at a random step. Both runs use the user's own flags, except
+those in OWN.
 """
 
 import json
@@ -22,21 +24,35 @@ from fabric_llm.processes.launch import PARENT, find_launcher
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
 OWN += " --checkpoint null --resume_override null"
-COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")  # the rest is speed and memory
+COMPARED = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "sources",
+    "eval_loss",
+    "eval",
+)  # the rest is speed and memory
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
 
 
-def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: str) -> dict[str, Any]:
-    """The certificate of two runs of `steps` steps with train.py's `flags` in `folder`, the second killed and resumed.
+def drill(
+    flags: list[str], folder: Path, *, steps: int, seed: int, launcher: str
+) -> dict[str, Any]:
+    """The certificate of two runs of `steps` steps with train.py's `flags` in `folder`, the second
+    killed and resumed.
 
     Raises Fault (2) if the undisturbed run fails, (66) if the other can't be resumed.
     """
     interval = max(1, steps // 3)
     own = f"{OWN} --max_step {steps} --save_step_interval {interval} --output_dir".split()
     start = find_launcher(launcher) if launcher else [sys.executable]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_LLM_")}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("FABRIC_LLM_")
+    }
     if not launcher:
         clean[PARENT] = str(os.getpid())  # the run ends with this process, even after SIGKILL
 
@@ -45,11 +61,17 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
         command = [*start, str(TRAIN), *flags, *words]  # the last of a flag wins
         return run_training(command, {**clean, **more}, folder / log, patient=bool(launcher))
 
-    print(f"Drill in {folder}, seed {seed}: {steps} steps undisturbed, a checkpoint every {interval}", flush=True)
+    print(
+        f"Drill in {folder}, seed {seed}: {steps} steps undisturbed, a checkpoint every {interval}",
+        flush=True,
+    )
     whole, broken = folder / "undisturbed", folder / "killed"
     code, said = train(whole.name, "undisturbed.log")
     if code != DONE or (last := files.latest(whole)) is None:
-        raise Fault(f"the undisturbed run ended with code {code}{'' if code else ' and no checkpoint'}: {said}")
+        raise Fault(
+            f"the undisturbed run ended with code {code}{'' if code else ' and no checkpoint'}: "
+            f"{said}"
+        )
     world_size = files.read(last)["world_size"]
 
     chance = random.Random(seed)
@@ -59,7 +81,10 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
     kill = f"between_steps:rank={rank}:count={step}"
     code, said = train(broken.name, "killed.log", **{failpoints.VARIABLE: kill})
     if code == DONE:
-        raise Fault(f"the run ended with code 0, although rank {rank} was to be killed at step {step}.", NO_CHECKPOINT)
+        raise Fault(
+            f"the run ended with code 0, although rank {rank} was to be killed at step {step}.",
+            NO_CHECKPOINT,
+        )
 
     newest = files.latest(broken)
     print(f"It ended with code {code}; resuming from {newest and newest.name}", flush=True)
@@ -69,8 +94,18 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
 
     compared, differences = compare(whole, broken)
     verdict = "identical" if newest else "identical, but nothing was saved to resume"
-    facts = {"flags": shlex.join(flags), "launcher": launcher, "steps": steps, "seed": seed, "killed_rank": rank}
-    facts |= {"killed_at_step": step, "resumed_from": newest and newest.name, "world_size": world_size}
+    facts = {
+        "flags": shlex.join(flags),
+        "launcher": launcher,
+        "steps": steps,
+        "seed": seed,
+        "killed_rank": rank,
+    }
+    facts |= {
+        "killed_at_step": step,
+        "resumed_from": newest and newest.name,
+        "world_size": world_size,
+    }
     return {
         "what": "resume drill",
         "verdict": "different" if differences else verdict,
@@ -81,13 +116,21 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
     }
 
 
-def run_training(command: list[str], environment: dict[str, str], log: Path, patient: bool) -> tuple[int, str]:
-    """Run train.py, and print its steps and errors when it has ended. Returns (exit code, its last lines).
+def run_training(
+    command: list[str], environment: dict[str, str], log: Path, patient: bool
+) -> tuple[int, str]:
+    """Run train.py, and print its steps and errors when it has ended. Returns (exit code, its last
+    lines).
 
-    patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end its ranks.
+    patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end
+    its ranks.
     """
     with log.open("w") as output:  # not a pipe, which a rank that doesn't end could hold open
-        out: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        out: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+        }
         process = subprocess.Popen(command, env=environment, start_new_session=True, **out)
     print(f"  tail -f {log}", flush=True)
     try:
@@ -113,7 +156,8 @@ def run_training(command: list[str], environment: dict[str, str], log: Path, pat
 
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
-    """Compare the tensors' files of the newest checkpoints of two runs, and their logs. Returns (counts, every difference)."""
+    """Compare the tensors' files of the newest checkpoints of two runs, and their logs. Returns
+    (counts, every difference)."""
     ours, theirs = files.latest(first), files.latest(second)
     written, others, differences = {}, {}, []
     if ours is None or theirs is None or ours.name != theirs.name:
@@ -124,7 +168,9 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
         if written.get(name) != others.get(name):
             differences.append(f"{name} of {ours.name} isn't the same in both.")
     logs = (files.json_lines(run / "metrics.jsonl") for run in (first, second))
-    lines, more = ([{key: one[key] for key in COMPARED if key in one} for _, one in log] for log in logs)
+    lines, more = (
+        [{key: one[key] for key in COMPARED if key in one} for _, one in log] for log in logs
+    )
     for one, other in zip(lines, more):
         if one != other:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
@@ -135,5 +181,6 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def tensor_files(checkpoint: Path) -> list[str]:
-    """Names of the files that hold its tensors. What else it has, such as its start, isn't the same in a resumed run."""
+    """Names of the files that hold its tensors. What else it has, such as its start, isn't the same
+    in a resumed run."""
     return [name for name in files.files_in(checkpoint) if name.endswith(".safetensors")]

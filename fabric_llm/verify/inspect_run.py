@@ -1,7 +1,8 @@
-"""Inspect a run: the bytes of its checkpoints, their tensors and the rows they have read, its logs, and an export.
+"""Inspect a run: the bytes of its checkpoints, their tensors and the rows they have read, its logs,
+and an export.
 
-A check takes a path, facts about it, and a `Report`, to which it adds everything that it finds. It returns a line that is
-shown if it has found nothing, see `Report.look`. Nothing is changed.
+A check takes a path, facts about it, and a `Report`, to which it adds everything that it finds. It
+returns a line that is shown if it has found nothing, see `Report.look`. Nothing is changed.
 """
 
 import math
@@ -27,7 +28,13 @@ from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import freezing
-from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config, open_weights
+from fabric_llm.model.loading import (
+    DTYPES,
+    checked_skeleton,
+    disable_progress_bar,
+    load_config,
+    open_weights,
+)
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import VerificationError, export, read_proof
 
@@ -38,14 +45,17 @@ say = partial(print, flush=True)
 
 @dataclass
 class Report:
-    """What was inspected, and what is wrong with it: the whole certificate but its versions and date."""
+    """What was inspected, and what is wrong with it: the whole certificate but its versions and
+    date."""
 
     run: str
     code: int = DONE  # 66 or 77 if something was found
     findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # worth knowing, but no failure
     counts: dict[str, int] = field(default_factory=dict)
-    newest: Optional[dict[str, Any]] = None  # name, step and manifest_sha256 of the newest checkpoint
+    newest: Optional[dict[str, Any]] = (
+        None  # name, step and manifest_sha256 of the newest checkpoint
+    )
     export: Optional[dict[str, Any]] = None  # export.Proof
 
     def find(self, sentence: str, code: int = NO_CHECKPOINT) -> None:
@@ -62,13 +72,22 @@ class Report:
         self.counts[what] = self.counts.get(what, 0) + number
 
     def look(self, check: Callable[..., str], path: Path, *facts: Any) -> None:
-        """Call `check(path, *facts, self)` and print its line if it finds nothing. Unreadable files are a finding."""
+        """Call `check(path, *facts, self)` and print its line if it finds nothing. Unreadable files
+        are a finding."""
         before = len(self.findings)
         try:
             good = check(path, *facts, self)
         except Fault as fault:
             self.find(str(fault), fault.code if fault.code == REFUSED else NO_CHECKPOINT)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:
             self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
         if len(self.findings) == before:
             say(f"  {good}")
@@ -82,7 +101,8 @@ def listed(names: Iterable[Any]) -> str:
 
 
 def verify_run(run: Path, exports: bool) -> Report:
-    """Inspect the run directory `run`. exports: also export the newest checkpoint, to compare logits."""
+    """Inspect the run directory `run`. exports: also export the newest checkpoint, to compare
+    logits."""
     disable_progress_bar()
     report = Report(str(run))
     status = run_directory.read_status(run)  # first, because a run that is still going saves more
@@ -90,13 +110,17 @@ def verify_run(run: Path, exports: bool) -> Report:
     for path in files.step_directories(run):
         before, code = len(report.findings), report.code
         document = verify_checkpoint(path, report)
-        if not path.exists():  # pruned by a run that is still going, so that its files seemed to be missing
+        if (
+            not path.exists()
+        ):  # pruned by a run that is still going, so that its files seemed to be missing
             del report.findings[before:]
             report.code = code
             report.note(f"{path.name} was pruned meanwhile.")
         elif document is not None:
             documents[files.step_of(path)] = document
-    for left in sorted(p.name for p in run.iterdir() if p.name.startswith((".tmp-step-", ".trash-step-", "aside-"))):
+    for left in sorted(
+        p.name for p in run.iterdir() if p.name.startswith((".tmp-step-", ".trash-step-", "aside-"))
+    ):
         report.note(f"{left} isn't a checkpoint of the run and wasn't looked at.")
     newest = files.latest(run)
     durable = 0 if newest is None else files.step_of(newest)
@@ -105,7 +129,9 @@ def verify_run(run: Path, exports: bool) -> Report:
     else:
         hashed = files.sha256(newest / files.MANIFEST)
         report.newest = {"name": newest.name, "step": durable, "manifest_sha256": hashed}
-    saved_at_the_end = status.get("step") == status.get("last_durable_step")  # which a second signal prevents
+    saved_at_the_end = status.get("step") == status.get(
+        "last_durable_step"
+    )  # which a second signal prevents
     over = status.get("code") in (DONE, STOPPED) and saved_at_the_end
     report.look(check_status, run / run_directory.STATUS, status, durable)
     report.look(check_metrics, run / "metrics.jsonl", over, durable, documents)
@@ -113,9 +139,16 @@ def verify_run(run: Path, exports: bool) -> Report:
         stored = [*newest.glob("*.safetensors"), *newest.glob("weights/*.safetensors")]
         advice = "set TMPDIR to a larger disk, or leave it out with --no_export"
         try:
-            files.room(Path(tempfile.gettempdir()), sum(file.stat().st_size for file in stored), "The export", advice)
+            files.room(
+                Path(tempfile.gettempdir()),
+                sum(file.stat().st_size for file in stored),
+                "The export",
+                advice,
+            )
         except Fault as fault:
-            raise Fault(str(fault)) from fault  # an argument of this command, not a save that failed
+            raise Fault(
+                str(fault)
+            ) from fault  # an argument of this command, not a save that failed
         report.look(check_export, newest)
     elif exports and newest is not None:
         report.note(f"{newest.name} wasn't exported, as something is wrong with it.")
@@ -143,9 +176,15 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.count("checkpoints", 1)
     report.count("files", len(sizes) + 1)
     report.count("bytes", sum(sizes) + (path / files.MANIFEST).stat().st_size)
-    say(f"  {len(sizes)} files, {sum(sizes):,} bytes as in {files.MANIFEST}; world size {manifest.get('world_size')}")
+    say(
+        f"  {len(sizes)} files, {sum(sizes):,} bytes as in {files.MANIFEST}; world size "
+        f"{manifest.get('world_size')}"
+    )
     step, reached = files.step_of(path), progress["progress"]
-    for name, written in ((files.MANIFEST, manifest.get("step")), ("trainer/progress.json", reached["step"])):
+    for name, written in (
+        (files.MANIFEST, manifest.get("step")),
+        ("trainer/progress.json", reached["step"]),
+    ):
         if written != step:
             report.find(f"{str(path / name)!r} is that of step {written}, not of step {step}.")
     report.look(check_shapes, path, progress)
@@ -179,11 +218,16 @@ def damaged_files(path: Path) -> Iterator[str]:
 
 
 def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
-    """Compare weights and optimizer state with the model of config.json. progress: the content of progress.json."""
+    """Compare weights and optimizer state with the model of config.json. progress: the content of
+    progress.json."""
     config, dtype = load_config(str(path)), DTYPES[progress["fixed"]["precision"]]
     skeleton = checked_skeleton(str(path), config, dtype)
-    open_weights(str(path), config, dtype)  # raises Fault, which names what is missing or has another shape
-    frozen = freezing.frozen_names(skeleton, *(progress["schedule"].get(flag) for flag in freezing.FLAGS))
+    open_weights(
+        str(path), config, dtype
+    )  # raises Fault, which names what is missing or has another shape
+    frozen = freezing.frozen_names(
+        skeleton, *(progress["schedule"].get(flag) for flag in freezing.FLAGS)
+    )
     moments = {
         f"state.{PREFIX}{name}.{moment}": tuple(parameter.shape)
         for name, parameter in skeleton.named_parameters()
@@ -196,12 +240,19 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
         for name, shape in sorted(moments.items())
         if stored.shapes.get(name) != shape
     ]
-    wrong += [f"{name} lacks {missing} elements" for name in stored if (missing := stored.missing(name))]
+    wrong += [
+        f"{name} lacks {missing} elements" for name in stored if (missing := stored.missing(name))
+    ]
     if wrong:
-        report.find(f"{str(path / 'trainer' / 'optimizer')!r} isn't that of the model: {listed(wrong)}.")
+        report.find(
+            f"{str(path / 'trainer' / 'optimizer')!r} isn't that of the model: {listed(wrong)}."
+        )
     report.counts["parameters"] = sum(parameter.numel() for parameter in skeleton.parameters())
     count = len(saved_shapes(skeleton))
-    return f"{count} weights and {len(moments)} moments have the names and shapes of {type(skeleton).__name__}"
+    return (
+        f"{count} weights and {len(moments)} moments have the names and shapes of "
+        f"{type(skeleton).__name__}"
+    )
 
 
 def check_finite(path: Path, report: Report) -> str:
@@ -220,27 +271,43 @@ def check_finite(path: Path, report: Report) -> str:
 
 
 def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
-    """Compare the rows that all ranks have read, as `progress` of the `file` progress.json records, with those of its position."""
+    """Compare the rows that all ranks have read, as `progress` of the `file` progress.json records,
+    with those of its position."""
     said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
     first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
     mixture = mixture_of(progress) if "mixture" in progress else None
-    rows, order = fixed["train_rows"] if mixture is None else sum(mixture.rows), fixed.get("row_order")
+    rows, order = (
+        fixed["train_rows"] if mixture is None else sum(mixture.rows),
+        fixed.get("row_order"),
+    )
     if read.count != end - first:
-        report.find(f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}.")
+        report.find(
+            f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}."
+        )
     elif read.count == 0:
         return "no row was read yet"
     elif order != ROW_ORDER:
-        report.find(f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}.")
+        report.find(
+            f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}."
+        )
     elif rows <= 0 or end - first > MOST_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != (claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end)):
-        report.find(f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, others never.")
+    elif read != (
+        claimed_by(mixture.rows_at, first, end)
+        if mixture
+        else claimed_rows(rows, fixed["seed"], first, end)
+    ):
+        report.find(
+            f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, "
+            f"others never."
+        )
     return f"{span} were each read by one rank"
 
 
 def check_export(newest: Path, report: Report) -> str:
-    """Export the newest checkpoint to a temporary directory, which compares it with plain transformers."""
+    """Export the newest checkpoint to a temporary directory, which compares it with plain
+    transformers."""
     say(f"{newest}: exporting to compare with plain transformers")
     with tempfile.TemporaryDirectory(prefix="fabric_llm-verify-") as folder:
         try:
@@ -252,11 +319,12 @@ def check_export(newest: Path, report: Report) -> str:
     return read_proof(proof)
 
 
-# ------------------------------------------------------------------------------- what a run has logged
+# ---------------------------------------------------------------------------- what a run has logged
 
 
 def check_status(file: Path, status: dict[str, Any], durable: int, report: Report) -> str:
-    """Compare `status`, the content of STATUS.json, with `durable`, the step of the newest checkpoint."""
+    """Compare `status`, the content of STATUS.json, with `durable`, the step of the newest
+    checkpoint."""
     if not file.is_file():
         report.note(f"there is no {file.name}.")
         return f"no {file.name}"
@@ -270,10 +338,14 @@ def check_status(file: Path, status: dict[str, Any], durable: int, report: Repor
     return f"{file.name}: {ended}; step {status.get('step')}, last durable step {said}"
 
 
-def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dict[str, Any]], report: Report) -> str:
-    """Check that metrics.jsonl holds each step once, in order, and all steps up to `durable`, the newest checkpoint's.
+def check_metrics(
+    file: Path, over: bool, durable: int, documents: dict[int, dict[str, Any]], report: Report
+) -> str:
+    """Check that metrics.jsonl holds each step once, in order, and all steps up to `durable`, the
+    newest checkpoint's.
 
-    over: the run has ended and saved. documents: {step: what `verify_checkpoint` returns} of each undamaged checkpoint.
+    over: the run has ended and saved. documents: {step: what `verify_checkpoint` returns} of each
+    undamaged checkpoint.
     """
     lines, name = [], repr(str(file))
     for number, (line, record) in enumerate(files.json_lines(file), 1):
@@ -282,8 +354,12 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
         elif not line.endswith("\n") and not over:
             report.note(f"the last line of {name} was cut off by a kill; a resumed run removes it.")
         else:
-            report.find(f"{name} line {number} isn't a JSON object with a step and, if any, whole tokens.")
-    training = [(number, record) for number, record in lines if "loss" in record and "tokens" in record]
+            report.find(
+                f"{name} line {number} isn't a JSON object with a step and, if any, whole tokens."
+            )
+    training = [
+        (number, record) for number, record in lines if "loss" in record and "tokens" in record
+    ]
     evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
 
     places: dict[int, int] = {}  # step -> its line
@@ -293,13 +369,19 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
         if step in places:
             report.find(f"{name} line {number} repeats step {step} of line {places[step]}.")
         elif step <= before["step"]:
-            report.find(f"{name} line {number} goes back from step {before['step']} to step {step}.")
+            report.find(
+                f"{name} line {number} goes back from step {before['step']} to step {step}."
+            )
         elif record["tokens"] <= before["tokens"]:
-            report.find(f"{name} line {number} has {record['tokens']} tokens, after {before['tokens']}.")
+            report.find(
+                f"{name} line {number} has {record['tokens']} tokens, after {before['tokens']}."
+            )
         places.setdefault(step, number)
         before = record
 
-    guarded = {record["step"] for _, record in lines if "verdict" in record}  # skipped, or rolled back
+    guarded = {
+        record["step"] for _, record in lines if "verdict" in record
+    }  # skipped, or rolled back
     taken = [(number, record) for number, record in training if record["step"] not in guarded]
     for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
         if bad := [number for number, record in some if not is_finite(record.get(key))]:
@@ -309,10 +391,13 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
         report.find(f"{name} has more than one evaluation of step {listed(twice)}.")
     if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
         sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
-        report.find(f"{sentence}.") if over else report.note(f"{sentence}: a resumed run writes them anew.")
+        report.find(f"{sentence}.") if over else report.note(
+            f"{sentence}: a resumed run writes them anew."
+        )
 
-    # Each checkpoint records the step at which its process has started, and how often it logs; a save logs as well. If all
-    # checkpoints of an earlier process were pruned, this isn't known, and no line of it is required.
+    # Each checkpoint records the step at which its process has started, and how often it logs; a
+    # save logs as well. If all checkpoints of an earlier process were pruned, this isn't known, and
+    # no line of it is required.
     said = {record["step"]: record for _, record in training}
     wanted = set(documents) - {0}
     for saved_at, document in documents.items():
@@ -323,10 +408,15 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
     for step in sorted(documents.keys() & said.keys()):
         if said[step].get("position", documents[step]["position"]) != documents[step]["position"]:
             continue  # the run has gone back there since
-        here, there = ({key: one.get(key) for key in ("tokens", "sources")} for one in (said[step], documents[step]))
+        here, there = (
+            {key: one.get(key) for key in ("tokens", "sources")}
+            for one in (said[step], documents[step])
+        )
         for key in here:
             if here[key] != there[key]:
-                report.find(f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}.")
+                report.find(
+                    f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}."
+                )
     for number, record in evaluation:
         document = documents.get(record["step"])
         if document is None or record.get("position", document["position"]) != document["position"]:
@@ -341,7 +431,9 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
                 words = f"{name} line {number} says {here} as the {what}"
                 report.find(f"{words}, the checkpoint of step {record['step']} {there}.")
     report.count("training_lines", len(training))
-    return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
+    return (
+        f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
+    )
 
 
 def is_finite(value: Any) -> bool:

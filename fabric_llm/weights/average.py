@@ -1,4 +1,5 @@
-"""The average of models on disk, summed in float64 tensor by tensor, verified, and evaluated beside its parts. One process."""
+"""The average of models on disk, summed in float64 tensor by tensor, verified, and evaluated beside
+its parts. One process."""
 
 import gc
 import json
@@ -34,13 +35,23 @@ from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_her
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.run.build import evaluated_sets
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
-from fabric_llm.weights.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
+from fabric_llm.weights.export import (
+    VerificationError,
+    logits_of,
+    opened,
+    replacing,
+    require_weights,
+    write_model,
+)
 
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
 PROBE_TOKENS = 64
 NOTE = "average.json"
 # Fields of a configuration that don't change what the weights mean.
-NO_MATTER = re.compile(r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|^architectures$|2id$|^id2|^init")
+NO_MATTER = re.compile(
+    r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|"
+    r"^architectures$|2id$|^id2|^init"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class Part:
 
 
 def open_parts(folders: Sequence[Path]) -> list[Part]:
-    """The parts, once they are verified and of one model. Raises Fault: 66 damaged, 77 refused, 2 of different models."""
+    """The parts, once they are verified and of one model. Raises Fault: 66 damaged, 77 refused, 2
+    of different models."""
     loading.disable_progress_bar()
     first, *others = parts = [open_part(folder) for folder in folders]
     for other in others:
@@ -69,14 +81,21 @@ def open_parts(folders: Sequence[Path]) -> list[Part]:
         if type(first.config) is not type(other.config):
             kinds = f"{first.config.model_type} and {other.config.model_type}"
             raise ValueError(f"{both} are different models: {kinds}.")
-        one, two = ({k: v for k, v in p.config.to_dict().items() if not NO_MATTER.search(k)} for p in (first, other))
+        one, two = (
+            {k: v for k, v in p.config.to_dict().items() if not NO_MATTER.search(k)}
+            for p in (first, other)
+        )
         differing = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
         if differing:
             words = (f"{key} {one.get(key)}, and {two.get(key)}" for key in differing[:10])
             raise ValueError(f"{both} are different models: {'; '.join(words)}.")
-        vocabularies = [part.tokenizer.get_vocab() for part in (first, other) if part.tokenizer is not None]
+        vocabularies = [
+            part.tokenizer.get_vocab() for part in (first, other) if part.tokenizer is not None
+        ]
         if vocabularies[1:] and vocabularies[0] != vocabularies[1]:
-            raise ValueError(f"{both} have different tokenizers: their embeddings don't mean the same tokens.")
+            raise ValueError(
+                f"{both} have different tokenizers: their embeddings don't mean the same tokens."
+            )
     return parts
 
 
@@ -85,47 +104,75 @@ def open_part(folder: Path) -> Part:
     progress = keep.verified(folder, hashes=True) if is_of_run else None
     config = loading.load_config(str(folder))
     if not loading.has_weights(str(folder)):
-        raise ValueError(f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing.")
-    dtype = (config.dtype or torch.float32) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]
-    exact = torch.promote_types(dtype, torch.float32)  # holds what the files hold, be it of 16 or of 32 bits
+        raise ValueError(
+            f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing."
+        )
+    dtype = (
+        (config.dtype or torch.float32)
+        if progress is None
+        else loading.DTYPES[progress["fixed"]["precision"]]
+    )
+    exact = torch.promote_types(
+        dtype, torch.float32
+    )  # holds what the files hold, be it of 16 or of 32 bits
     loading.checked_skeleton(str(folder), config, exact)
     weights = loading.open_weights(str(folder), config, exact)
     return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
 
 
 def average(
-    parts: Sequence[Part], weights: Sequence[float], how: dict[str, Any], output: Path, dtype: str, max_shard_size: str
+    parts: Sequence[Part],
+    weights: Sequence[float],
+    how: dict[str, Any],
+    output: Path,
+    dtype: str,
+    max_shard_size: str,
 ) -> str:
     """Write `output`, verify it, and return what was verified, in words.
 
-    weights: they add up to 1. how: what the note says of them. Raises Fault (76) for NaN in a part, and VerificationError; nothing
-    is then left behind.
+    weights: they add up to 1. how: what the note says of them. Raises Fault (76) for NaN in a part,
+    and VerificationError; nothing is then left behind.
     """
     averaged = average_of(parts, weights, dtype)
-    skeleton, newest = averaged.skeleton, parts[-1]  # of a run; its generation config and tokenizer are taken
+    skeleton, newest = (
+        averaged.skeleton,
+        parts[-1],
+    )  # of a run; its generation config and tokenizer are taken
     written = str(skeleton.dtype).removeprefix("torch.")
-    note = {"what": "weighted average of models, summed in float64", **how, "dtype": written, "parts": []}
+    note = {
+        "what": "weighted average of models, summed in float64",
+        **how,
+        "dtype": written,
+        "parts": [],
+    }
     for part, weight in zip(parts, weights):
         step = None if part.progress is None else part.progress["progress"]["step"]
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
     with replacing(output, skeleton, "The average") as folder:
         write_model(folder, newest.path, skeleton, averaged, max_shard_size)
-        (folder / NOTE).write_text(json.dumps({**note, "versions": keep.versions()}, indent=2) + "\n")
+        (folder / NOTE).write_text(
+            json.dumps({**note, "versions": keep.versions()}, indent=2) + "\n"
+        )
         loaded = opened(folder)
         require_weights(loaded, averaged, "{} isn't the average of the parts")
         input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
         if not torch.isfinite(logits_of(loaded, input_ids)).all():
             raise VerificationError("it gives NaN or infinity.")
-    tensors, parameters = len(layout_of_files(skeleton)), sum(parameter.numel() for parameter in skeleton.parameters())
+    tensors, parameters = (
+        len(layout_of_files(skeleton)),
+        sum(parameter.numel() for parameter in skeleton.parameters()),
+    )
     return (
-        f"Verified with plain transformers: {tensors} tensors, {parameters:,} parameters, each the float64 average "
+        f"Verified with plain transformers: {tensors} tensors, {parameters:,} parameters, each "
+        f"the float64 average "
         f"rounded to {written}; logits are finite."
     )
 
 
 @dataclass(frozen=True)
 class Average:
-    """The sum of weight x tensor over the parts, float64, rounded to the dtypes of a model on the meta device. A `Source`."""
+    """The sum of weight x tensor over the parts, float64, rounded to the dtypes of a model on the
+    meta device. A `Source`."""
 
     parts: Sequence[Part]
     weights: Sequence[float]
@@ -149,7 +196,10 @@ class Average:
         for name in sums:
             sums[name] = sums[name].to(wanted[name].dtype)
             if not is_finite(sums[name]):
-                raise Fault(f"{wanted[name].dtype} can't hold the numbers of {name}: take another --dtype.", NON_FINITE)
+                raise Fault(
+                    f"{wanted[name].dtype} can't hold the numbers of {name}: take another --dtype.",
+                    NON_FINITE,
+                )
         return sums
 
 
@@ -162,15 +212,18 @@ def average_of(parts: Sequence[Part], weights: Sequence[float], dtype: str) -> A
 
 def add(total: Tensor, tensor: Tensor, weight: float) -> None:
     """Add weight x tensor to a float64 total, in blocks."""
-    for sums, block in zip(total.view(-1).split(BLOCK_ELEMENTS), tensor.reshape(-1).split(BLOCK_ELEMENTS)):
+    for sums, block in zip(
+        total.view(-1).split(BLOCK_ELEMENTS), tensor.reshape(-1).split(BLOCK_ELEMENTS)
+    ):
         sums += block.double() * weight
 
 
 def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
-    """Print the validation loss of each part and of the average, and write them into the note, or say why there are none.
+    """Print the validation loss of each part and of the average, and write them into the note, or
+    say why there are none.
 
-    Returns the best part, if it is better than the average, of which a line then warns. What counts is the loss of the run's
-    training data, of a mixture the mean over its sources.
+    Returns the best part, if it is better than the average, of which a line then warns. What counts
+    is the loss of the run's training data, of a mixture the mean over its sources.
     """
     try:
         plan, flags, sets = as_in_run(parts)
@@ -178,27 +231,49 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
         print(f"Not evaluated: {one_line(error)}", flush=True)
         return None
     run, computing = plan.run_directory, computing_as(flags["precision"])
-    note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run), "rows": rows_in_words(sets)}
+    note = {
+        **json.loads((output / NOTE).read_text()),
+        "evaluated_as_in": str(run),
+        "rows": rows_in_words(sets),
+    }
     models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
     print(f"Validation loss, as in {run}, of {note['rows']}:", flush=True)
     for name, folder, dtype, said in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
-        said["eval_loss"] = losses_of(computing, config, weights, dtype, sets)  # nats, by the names of the sets
-        print(f"  {name}", *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()), sep="  ", flush=True)
+        said["eval_loss"] = losses_of(
+            computing, config, weights, dtype, sets
+        )  # nats, by the names of the sets
+        print(
+            f"  {name}",
+            *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()),
+            sep="  ",
+            flush=True,
+        )
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
     of_training = list(plan.data.sources) or [ONE_SET]
-    *of_parts, whole = (sum(said["eval_loss"][of] for of in of_training) / len(of_training) for *_, said in models)
+    *of_parts, whole = (
+        sum(said["eval_loss"][of] for of in of_training) / len(of_training) for *_, said in models
+    )
     best = min(range(len(parts)), key=of_parts.__getitem__)
     if not of_parts[best] < whole:
         return None
-    print(f"Warning: the average, {whole:.4f}, is worse than {parts[best].name}, {of_parts[best]:.4f}.", flush=True)
+    print(
+        (
+            f"Warning: the average, {whole:.4f}, is worse than {parts[best].name}, "
+            f"{of_parts[best]:.4f}."
+        ),
+        flush=True,
+    )
     return parts[best]
 
 
-def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
-    """(of the plan of the newest checkpoint's run what evaluations need, its flags, its sets). Raises ValueError, OSError.
+def as_in_run(
+    parts: Sequence[Part], budgets: Mapping[str, float] = {}
+) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
+    """(of the plan of the newest checkpoint's run what evaluations need, its flags, its sets).
+    Raises ValueError, OSError.
 
     budgets: {set: nats}; probes that have one are sets as well.
     """
@@ -232,7 +307,8 @@ def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> tuple
 
 
 def computing_as(precision: str) -> tuple[Fabric, str]:
-    """(what evaluates a model on this machine as a run of a --precision did, the precision that it has)."""
+    """(what evaluates a model on this machine as a run of a --precision did, the precision that it
+    has)."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if precision == "16-mixed" and kind == "cpu":
         precision = "32-true"  # float16 is for GPUs
@@ -240,18 +316,27 @@ def computing_as(precision: str) -> tuple[Fabric, str]:
 
 
 def losses_of(
-    computing: tuple[Fabric, str], config: Any, weights: Source, dtype: torch.dtype, sets: Mapping[str, Batches]
+    computing: tuple[Fabric, str],
+    config: Any,
+    weights: Source,
+    dtype: torch.dtype,
+    sets: Mapping[str, Batches],
 ) -> dict[str, float]:
-    """Mean loss of a model over each set. config: the model's, of its own. The model's memory is free again afterwards."""
+    """Mean loss of a model over each set. config: the model's, of its own. The model's memory is
+    free again afterwards."""
     fabric, precision = computing
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
-    model = model.float() if dtype == torch.float16 else model  # exact, and not too narrow for what is computed
+    model = (
+        model.float() if dtype == torch.float16 else model
+    )  # exact, and not too narrow for what is computed
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():
         # As runs have it, with the loss in chunks where it can.
-        wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(fabric.device)
+        wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(
+            fabric.device
+        )
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
         losses = Evaluation(fabric, sets, lambda: False, lambda: None).of(wrapped, None).losses
     del model, wrapped

@@ -1,4 +1,5 @@
-"""The flags of export_hf.py, and folders that models are written to, without torch or transformers."""
+"""The flags of export_hf.py, and folders that models are written to, without torch or
+transformers."""
 
 from pathlib import Path
 
@@ -15,7 +16,9 @@ def check(flags: Flags) -> None:
 
         validate_repo_id(flags.push_to_hub)
         if "/" not in flags.push_to_hub:
-            raise ValueError(f"--push_to_hub takes org/name, such as NAME_OF_YOURS/{flags.push_to_hub}.")
+            raise ValueError(
+                f"--push_to_hub takes org/name, such as NAME_OF_YOURS/{flags.push_to_hub}."
+            )
     keep.checkpoint_at(flags.checkpoint)
     # One that is there may be pushed again.
     exported_output(Path(flags.output), flags.overwrite or flags.push_to_hub is not None)
@@ -23,12 +26,20 @@ def check(flags: Flags) -> None:
 
 
 def exported_output(output: Path, overwrite: bool) -> None:
-    """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies in a checkpoint."""
+    """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies
+    in a checkpoint."""
     if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
-        raise ValueError(f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take another --output.")
+        raise ValueError(
+            f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take "
+            f"another --output."
+        )
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as a run
+    if output.exists() and (
+        not (output / "config.json").is_file() or (output / MANIFEST).exists()
+    ):  # such as a run
         raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")
     if output.is_symlink():
-        raise ValueError(f"{str(output)!r} is a link, which isn't replaced: name the folder itself.")
+        raise ValueError(
+            f"{str(output)!r} is a link, which isn't replaced: name the folder itself."
+        )

@@ -1,7 +1,9 @@
-"""A Hugging Face directory: written beside its place, opened with plain transformers, and named once it is proven.
+"""A Hugging Face directory: written beside its place, opened with plain transformers, and named
+once it is proven.
 
-Weights are read, written and compared one unit at a time (model/weights.py). `export` makes a directory of a checkpoint, and
-proves that it equals the trained model; averages and extended models are written here as well. One process, no GPU.
+Weights are read, written and compared one unit at a time (model/weights.py). `export` makes a
+directory of a checkpoint, and proves that it equals the trained model; averages and extended models
+are written here as well. One process, no GPU.
 """
 
 import os
@@ -27,9 +29,10 @@ from fabric_llm.model.reference import load_reference
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import Source, units
 
-# The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
-# of the dtypes that the two sides compute in. On a CPU the same float32 weights give 0, and their bfloat16 export 4e-3 (toy
-# Llama). The margin is for GPU kernels, which sum in another order. Logits of another model differ by about 1.
+# The largest mean difference of logits that rounding explains, as a fraction of their standard
+# deviation, by the coarser of the dtypes that the two sides compute in. On a CPU the same float32
+# weights give 0, and their bfloat16 export 4e-3 (toy Llama). The margin is for GPU kernels, which
+# sum in another order. Logits of another model differ by about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -47,7 +50,9 @@ class Proof:
     tensors: int
     parameters: int
     tied: int  # parameters that have a second name
-    logits_difference: float  # mean absolute difference as a fraction of the logits' standard deviation
+    logits_difference: (
+        float  # mean absolute difference as a fraction of the logits' standard deviation
+    )
     tolerance: float
     same_next_token: float  # fraction of the probe's positions with the same most likely next token
     of_ema: bool = False  # the logits are compared with those of the average before it was written
@@ -63,11 +68,12 @@ def export(
     is_there: bool = False,
     describe: Callable[[Path, Proof], None] = lambda *made: None,
 ) -> Proof:
-    """Write `output` from the checkpoint `source` and verify it. ema: the moving average of the weights instead of them.
+    """Write `output` from the checkpoint `source` and verify it. ema: the moving average of the
+    weights instead of them.
 
-    is_there: `output` was written before, and is only verified. describe: writes what it is into a folder that is verified.
-    Raises Fault for a damaged checkpoint, and VerificationError if the export isn't the model that was trained. An older `output`
-    is then unchanged, and else replaced.
+    is_there: `output` was written before, and is only verified. describe: writes what it is into a
+    folder that is verified. Raises Fault for a damaged checkpoint, and VerificationError if the
+    export isn't the model that was trained. An older `output` is then unchanged, and else replaced.
     """
     loading.disable_progress_bar()
     precision = keep.verified(source, hashes=True)["fixed"]["precision"]
@@ -97,53 +103,77 @@ def export(
 
 
 def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: str) -> Proof:
-    """Open `folder` with plain transformers, and compare it with the trained weights and the recorded logits."""
+    """Open `folder` with plain transformers, and compare it with the trained weights and the
+    recorded logits."""
     loaded = opened(folder)
     require_weights(loaded, trained, "{} isn't what the checkpoint holds")
     logits, recorded = logits_of(loaded, probe["input_ids"])[probe["positions"]], probe["logits"]
     if logits.shape != recorded.shape:
-        raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")
+        raise VerificationError(
+            f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}."
+        )
     difference = ((logits - recorded).abs().mean() / recorded.std()).item()
-    computed_in = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    computed_in = (
+        torch.bfloat16
+        if "bf16" in precision
+        else torch.float16
+        if "16" in precision
+        else torch.float32
+    )
     tolerance = max(TOLERANCE[computed_in], TOLERANCE[loaded.dtype])
     if not difference <= tolerance:  # also where it is NaN
         raise VerificationError(
-            f"logits differ from those in training by {difference:.2g} of their standard deviation, "
+            f"logits differ from those in training by {difference:.2g} of their standard "
+            f"deviation, "
             f"more than rounding explains ({tolerance:g})."
         )
     same = (logits.argmax(-1) == recorded.argmax(-1)).float().mean().item()
-    tensors, parameters = len(Tensors(folder.glob("*.safetensors"))), sum(p.numel() for p in loaded.parameters())
+    tensors, parameters = (
+        len(Tensors(folder.glob("*.safetensors"))),
+        sum(p.numel() for p in loaded.parameters()),
+    )
     return Proof(tensors, parameters, len(tied_names(loaded)), difference, tolerance, same)
 
 
 def read_proof(proof: Proof) -> str:
     compared = "of the moving average before it was written" if proof.of_ema else "in training"
     return (
-        f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} parameters, {proof.tied} tied; "
-        f"logits differ from those {compared} by {proof.logits_difference:.1e} of their standard deviation "
+        f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} "
+        f"parameters, {proof.tied} tied; "
+        f"logits differ from those {compared} by {proof.logits_difference:.1e} of their standard "
+        f"deviation "
         f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
     )
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload a verified directory to the Hugging Face hub, and return its address. Can be repeated."""
+    """Upload a verified directory to the Hugging Face hub, and return its address. Can be
+    repeated."""
     api = huggingface_hub.HfApi()
     api.create_repo(repository, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"))
+    return str(
+        api.upload_folder(
+            folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"
+        )
+    )
 
 
 @contextmanager
 def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Path]:
-    """The path of a temporary folder for the body to make, beside `output`, whose name it gets at the end.
+    """The path of a temporary folder for the body to make, beside `output`, whose name it gets at
+    the end.
 
-    skeleton: the model whose weights it gets. what: is written, in words. Where the body raises, nothing is left behind, and an
-    older `output` is unchanged. Raises Fault (73, 74) where it can't be written.
+    skeleton: the model whose weights it gets. what: is written, in words. Where the body raises,
+    nothing is left behind, and an older `output` is unchanged. Raises Fault (73, 74) where it can't
+    be written.
     """
     needed_bytes = sum(parameter.nbytes for parameter in skeleton.parameters())
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)
     files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
-    if os.path.lexists(temporary):  # left by one that was killed, or a link, which must not be followed
+    if os.path.lexists(
+        temporary
+    ):  # left by one that was killed, or a link, which must not be followed
         keep.remove(temporary)
     try:
         with on_disk(output, temporary, f"the weights need {needed_bytes / 2**30:,.2f} GiB"):
@@ -157,9 +187,14 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
 
 
 def write_model(
-    folder: Path, source: Path | str, skeleton: PreTrainedModel, weights: Source, max_shard_size: str = whole.LARGEST_FILE
+    folder: Path,
+    source: Path | str,
+    skeleton: PreTrainedModel,
+    weights: Source,
+    max_shard_size: str = whole.LARGEST_FILE,
 ) -> None:
-    """Write a Hugging Face directory unit by unit, with the generation config and the tokenizer of `source`.
+    """Write a Hugging Face directory unit by unit, with the generation config and the tokenizer of
+    `source`.
 
     skeleton: the model on the meta device, which nothing was read into.
     """
@@ -174,25 +209,33 @@ def write_model(
 def opened(folder: Path) -> PreTrainedModel:
     """The model in `folder` as plain transformers opens it.
 
-    Raises VerificationError unless the files hold exactly the weights of the model of its config.json, tied as they are there.
+    Raises VerificationError unless the files hold exactly the weights of the model of its
+    config.json, tied as they are there.
     """
     # Sizes that don't match are reported below.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **how)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise VerificationError(f"transformers can't open the export: {one_line(error)[:400]}") from error
+        raise VerificationError(
+            f"transformers can't open the export: {one_line(error)[:400]}"
+        ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
+            raise VerificationError(
+                f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}."
+            )
     wanted = tied_names(loading.build_skeleton(loading.load_config(str(folder)), loaded.dtype))
     if (ties := tied_names(loaded)) != wanted:
         raise VerificationError(f"tied weights {sorted(wanted)} came out as {sorted(ties)}.")
     return loaded
 
 
-def require_weights(model: PreTrainedModel, weights: Source, otherwise: str, rows: Mapping[str, int] = {}) -> None:
-    """Raises VerificationError, which says `otherwise` with a tensor's name in it, unless a model has these weights to the bit.
+def require_weights(
+    model: PreTrainedModel, weights: Source, otherwise: str, rows: Mapping[str, int] = {}
+) -> None:
+    """Raises VerificationError, which says `otherwise` with a tensor's name in it, unless a model
+    has these weights to the bit.
 
     rows: of these tensors only so many rows, the first ones, are compared.
     """
@@ -213,7 +256,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """float32 [tokens, vocabulary]. input_ids: int64 [1, tokens]. Raises VerificationError where the model can't compute them."""
+    """float32 [tokens, vocabulary]. input_ids: int64 [1, tokens]. Raises VerificationError where
+    the model can't compute them."""
     try:
         return model.eval()(input_ids).logits[0].float()
     except (IndexError, RuntimeError) as error:

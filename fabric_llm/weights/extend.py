@@ -1,4 +1,5 @@
-"""A model with more tokens: learned from a corpus, appended to its tokenizer, given rows, written, and proven."""
+"""A model with more tokens: learned from a corpus, appended to its tokenizer, given rows, written,
+and proven."""
 
 import math
 from collections.abc import Sequence
@@ -18,21 +19,37 @@ from fabric_llm.model.reference import load_reference
 from fabric_llm.model.tokenizer import SENTENCEPIECE, save_tokenizer
 from fabric_llm.model.weights import Source
 from fabric_llm.prepare.corpus import Corpus
-from fabric_llm.prepare.new_tokens import extended, learn, made_of, require_extendable, size, unknown_id
-from fabric_llm.weights.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
+from fabric_llm.prepare.new_tokens import (
+    extended,
+    learn,
+    made_of,
+    require_extendable,
+    size,
+    unknown_id,
+)
+from fabric_llm.weights.export import (
+    VerificationError,
+    logits_of,
+    opened,
+    replacing,
+    require_weights,
+    write_model,
+)
 
 PROBE_TOKENS = 64
-# The largest difference of float32 logits, as a part of their standard deviation, that another kernel explains.
+# The largest difference of float32 logits, as a part of their standard deviation, that another
+# kernel explains.
 ROUNDING = 1e-5
 MULTIPLE = 128  # of rows: a vocabulary that is padded to a divisor of it, at least 8, stays so
 LEAST_MULTIPLE = 8
 
 
 def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[str]:
-    """Write `output`, the model with at most `tokens` more tokens, learned from the corpus. Returns lines that describe it.
+    """Write `output`, the model with at most `tokens` more tokens, learned from the corpus. Returns
+    lines that describe it.
 
-    Raises ValueError for a model or corpus that doesn't suit, and VerificationError. Nothing is then left behind. For its logits
-    the model is held in float32, before it is extended and after.
+    Raises ValueError for a model or corpus that doesn't suit, and VerificationError. Nothing is
+    then left behind. For its logits the model is held in float32, before it is extended and after.
     """
     loading.disable_progress_bar()
     if (Path(model_name) / files.MANIFEST).is_file():
@@ -41,13 +58,19 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     old = tokenizer.backend_tokenizer
     learned = learn(old, corpus.learned, tokens)
     if not learned:
-        raise ValueError("The corpus has no pair of tokens that comes twice within a word: there is nothing to learn.")
+        raise ValueError(
+            "The corpus has no pair of tokens that comes twice within a word: there is nothing to "
+            "learn."
+        )
     parts = [made_of(old, token.text) for token in learned]
     tokenizer._tokenizer = extended(old, learned)
-    old.no_truncation()  # from here on a text is encoded as it is, whatever the tokenizer's file asks for
+    # from here on a text is encoded as it is, whatever the tokenizer's file asks for
+    old.no_truncation()
     old.no_padding()
     first = size(old)
-    probe = torch.tensor([old.encode(corpus.held_out[0], add_special_tokens=False).ids[:PROBE_TOKENS]])
+    probe = torch.tensor(
+        [old.encode(corpus.held_out[0], add_special_tokens=False).ids[:PROBE_TOKENS]]
+    )
 
     config = loading.load_config(model_name)
     dtype = config.dtype or torch.float32
@@ -67,7 +90,10 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
         (folder / SENTENCEPIECE).unlink(missing_ok=True)  # has no new words
         new = loading.tokenizer_beside(str(folder)).backend_tokenizer
         return [
-            f"{len(learned)} tokens more: {first} -> {first + len(learned)} tokens, {rows} -> {now} embeddings.",
+            (
+                f"{len(learned)} tokens more: {first} -> {first + len(learned)} tokens, {rows} -> "
+                f"{now} embeddings."
+            ),
             compare_tokenizers(old, new, corpus.held_out),
             compare_models(folder, longer, size(new), probe, before),
         ]
@@ -77,25 +103,39 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model. Raises ValueError where it, or the model, can't be extended."""
     tokenizer = loading.tokenizer_beside(model_name)
     if tokenizer is None or not tokenizer.is_fast:
-        raise ValueError(f"{model_name!r} has no tokenizer with a tokenizer.json, which is what is extended.")
+        raise ValueError(
+            f"{model_name!r} has no tokenizer with a tokenizer.json, which is what is extended."
+        )
     require_extendable(tokenizer.backend_tokenizer)
     if not loading.has_weights(model_name):
         raise ValueError(f"{model_name!r} has no weights.")
     model = loading.checked_skeleton(model_name, loading.load_config(model_name), torch.float32)
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     sizes = (config.vocab_size, getattr(config, "vocab_size_per_layer_input", None))
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings in sizes]
-    if tables != [model.get_input_embeddings()] or not isinstance(head, nn.Linear) or len(head.weight) != sizes[0]:
+    tables = [
+        m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings in sizes
+    ]
+    if (
+        tables != [model.get_input_embeddings()]
+        or not isinstance(head, nn.Linear)
+        or len(head.weight) != sizes[0]
+    ):
         name, rows = type(model).__name__, f"of {config.vocab_size} rows"
-        raise ValueError(f"{name} has not one plain embedding and one output head {rows}: it can't be extended here.")
+        raise ValueError(
+            f"{name} has not one plain embedding and one output head {rows}: it can't be extended "
+            f"here."
+        )
     if (tokens := size(tokenizer.backend_tokenizer)) > config.vocab_size:
         rows = config.vocab_size
-        raise ValueError(f"The tokenizer of {model_name!r} has {tokens} tokens, but its model {rows} embeddings.")
+        raise ValueError(
+            f"The tokenizer of {model_name!r} has {tokens} tokens, but its model {rows} embeddings."
+        )
     return tokenizer
 
 
 def rows_for(tokens: int, rows: int) -> int:
-    """How many rows a model with `rows` of them has for `tokens` tokens: unused ones are taken first, padding is kept."""
+    """How many rows a model with `rows` of them has for `tokens` tokens: unused ones are taken
+    first, padding is kept."""
     if tokens <= rows:
         return rows
     multiple = math.gcd(rows, MULTIPLE)
@@ -103,8 +143,12 @@ def rows_for(tokens: int, rows: int) -> int:
 
 
 def tables_of(model: PreTrainedModel) -> set[str]:
-    """Names of what has a row for each token: the embedding, and the weight and bias of the output head."""
-    tables = {id(model.get_input_embeddings().weight), *map(id, model.get_output_embeddings().parameters())}
+    """Names of what has a row for each token: the embedding, and the weight and bias of the output
+    head."""
+    tables = {
+        id(model.get_input_embeddings().weight),
+        *map(id, model.get_output_embeddings().parameters()),
+    }
     return {name for name, parameter in model.named_parameters() if id(parameter) in tables}
 
 
@@ -126,11 +170,13 @@ class Extended:
 
 
 def with_rows(table: Tensor, first: int, parts: Sequence[Sequence[int]], rows: int) -> Tensor:
-    """`table`, [tokens, width] or [tokens] of a bias, with `rows` rows, of which `first` and those behind it are the new tokens'.
+    """`table`, [tokens, width] or [tokens] of a bias, with `rows` rows, of which `first` and those
+    behind it are the new tokens'.
 
-    parts: the old tokens that the text of each was until now. Its row is the mean of their rows, among the best starts of those
-    compared (arXiv:2407.05841); of none, and behind the last token of a longer table, the mean of all. In the head the logit of a
-    new token is then at most the largest of its parts: it can't take the place of what the model knows, which random rows can
+    parts: the old tokens that the text of each was until now. Its row is the mean of their rows,
+    among the best starts of those compared (arXiv:2407.05841); of none, and behind the last token
+    of a longer table, the mean of all. In the head the logit of a new token is then at most the
+    largest of its parts: it can't take the place of what the model knows, which random rows can
     (Hewitt 2021, nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
     old, end = table[:first].float(), first + len(parts)
@@ -140,19 +186,32 @@ def with_rows(table: Tensor, first: int, parts: Sequence[Sequence[int]], rows: i
     return torch.cat([table[:first], new.to(table.dtype), unused.to(table.dtype)])
 
 
-def compare_models(folder: Path, longer: Extended, tokens: int, probe: Tensor, before: Tensor) -> str:
-    """Open `folder` with plain transformers, and compare it with the weights before they were extended, and their logits.
+def compare_models(
+    folder: Path, longer: Extended, tokens: int, probe: Tensor, before: Tensor
+) -> str:
+    """Open `folder` with plain transformers, and compare it with the weights before they were
+    extended, and their logits.
 
-    tokens: old and new. probe: int64 [1, n]. before: float32 [n, old tokens]. Returns what was found. Raises VerificationError.
+    tokens: old and new. probe: int64 [1, n]. before: float32 [n, old tokens]. Returns what was
+    found. Raises VerificationError.
     """
     model, first = opened(folder), longer.first
     rows = len(model.get_input_embeddings().weight)
-    if not len(model.get_output_embeddings().weight) == model.config.get_text_config().vocab_size == rows >= tokens:
-        raise VerificationError(f"the model has {rows} embeddings for {tokens} tokens, and says otherwise.")
+    if (
+        not len(model.get_output_embeddings().weight)
+        == model.config.get_text_config().vocab_size
+        == rows
+        >= tokens
+    ):
+        raise VerificationError(
+            f"the model has {rows} embeddings for {tokens} tokens, and says otherwise."
+        )
     old_rows = dict.fromkeys(longer.tables, first)
     require_weights(model, longer.weights, "the old values of {} have changed", old_rows)
     parameters = len(list(model.parameters()))
-    difference = ((logits_of(model.float(), probe)[:, :first] - before).abs().max() / before.std()).item()
+    difference = (
+        (logits_of(model.float(), probe)[:, :first] - before).abs().max() / before.std()
+    ).item()
     differ = f"{difference:.1e} of their standard deviation"
     if not difference <= ROUNDING:  # also where it is NaN
         raise VerificationError(f"the logits of old tokens differ by up to {differ}.")
@@ -163,12 +222,15 @@ def compare_models(folder: Path, longer: Extended, tokens: int, probe: Tensor, b
 
 
 def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> str:
-    """What both make of texts, in a sentence. Raises VerificationError where an old id, or a text, comes out otherwise."""
+    """What both make of texts, in a sentence. Raises VerificationError where an old id, or a text,
+    comes out otherwise."""
     new.no_truncation()
     new.no_padding()
     before, after = old.get_vocab(with_added_tokens=True), new.get_vocab(with_added_tokens=True)
     if moved := [token for token, number in before.items() if after.get(token) != number]:
-        raise VerificationError(f"the token {moved[0]!r} has the id {after.get(moved[0])}, not {before[moved[0]]}.")
+        raise VerificationError(
+            f"the token {moved[0]!r} has the id {after.get(moved[0])}, not {before[moved[0]]}."
+        )
     added, added_now = (sorted(map(str, t.get_added_tokens_decoder().items())) for t in (old, new))
     if added != added_now:
         raise VerificationError("its added tokens are others.")
@@ -184,8 +246,12 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
             raise VerificationError(f"a text doesn't come back: {text[:60]!r}.")
         count, count_now = count + len(ids), count_now + len(ids_now)
     whole = sum(len(text.encode()) for text in held_out)
-    but = f", but for {with_unknown} with characters that were unknown before" if with_unknown else ""
+    but = (
+        f", but for {with_unknown} with characters that were unknown before" if with_unknown else ""
+    )
     return (
-        f"Held-out text ({len(held_out)} texts, {whole:,} bytes): {count / max(1, whole):.4f} tokens a byte before, "
-        f"{count_now / max(1, whole):.4f} now ({1 - count_now / count:.1%} fewer); all texts decode to what they did{but}."
+        f"Held-out text ({len(held_out)} texts, {whole:,} bytes): {count / max(1, whole):.4f} "
+        f"tokens a byte before, "
+        f"{count_now / max(1, whole):.4f} now ({1 - count_now / count:.1%} fewer); all texts "
+        f"decode to what they did{but}."
     )

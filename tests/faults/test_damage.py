@@ -21,7 +21,16 @@ FLIPS, TRUNCATIONS, DELETIONS = 500, 100, 25  # for each kind of checkpoint
 def whole(request, toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
     flags = (*toy_run(toys, folder), "--max_step", 1)
-    flags += ("--strategy", "fsdp", "--state_dict_type", request.param, "--eval_iters", 0, "--run_name", "run")
+    flags += (
+        "--strategy",
+        "fsdp",
+        "--state_dict_type",
+        request.param,
+        "--eval_iters",
+        0,
+        "--run_name",
+        "run",
+    )
     train_ranks(2, *flags)
     return folder / "run" / "step-00000001"
 
@@ -80,7 +89,9 @@ def test_every_missing_file_is_found(damaged):
 
 
 def test_a_file_that_nobody_wrote_is_found(damaged):
-    (damaged / "trainer" / "optimizer" / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"more")
+    (
+        damaged / "trainer" / "optimizer" / "shard-00009-model-00001-of-00001.safetensors"
+    ).write_bytes(b"more")
     assert_named(damaged, "shard-00009-model-00001-of-00001.safetensors")
 
 
@@ -93,7 +104,13 @@ def prepared(tmp_path_factory):
     text = "".join(f"{index} is a number and so is {index * index}\n" for index in range(3000))
     for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
         (folder / name).write_text(name + text)
-    prepare(inputs=[folder], output=folder / "data", train_tokenizer=300, context_length=32, validation_fraction=0.3)
+    prepare(
+        inputs=[folder],
+        output=folder / "data",
+        train_tokenizer=300,
+        context_length=32,
+        validation_fraction=0.3,
+    )
     return folder / "data"
 
 
@@ -111,7 +128,9 @@ def test_a_damaged_dataset_file_is_named(prepared, tmp_path, how):
         if how == "truncate":
             changed = content[: generator.randrange(len(content))]
         (folder / name).write_bytes(changed)
-        if how == "delete" and name != "manifest.json":  # without it, it is a dataset made elsewhere
+        if (
+            how == "delete" and name != "manifest.json"
+        ):  # without it, it is a dataset made elsewhere
             (folder / name).unlink()
         with pytest.raises(ValueError) as caught:
             open_dataset(folder)

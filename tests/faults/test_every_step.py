@@ -1,6 +1,8 @@
-"""Law 2 for every k: a run of 30 steps, resumed after any of them, is the undisturbed run in every number, hexadecimal.
+"""Law 2 for every k: a run of 30 steps, resumed after any of them, is the undisturbed run in every
+number, hexadecimal.
 
-Dropout, bfloat16 with stochastic rounding, accumulation, three epochs and a part of a fourth, read-ahead of 0 and 2.
+Dropout, bfloat16 with stochastic rounding, accumulation, three epochs and a part of a fourth,
+read-ahead of 0 and 2.
 """
 
 import json
@@ -19,8 +21,24 @@ CASES = [("fsdp", 2, "sharded"), ("fsdp2", 2, "full"), ("ddp", 2, "full"), ("aut
 def flags(toys, output, strategy, kind, *more):
     return (
         *(*toy_run(toys, output, model="gpt2", data="ragged"), "--lr", 1e-2),
-        *("--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true", "--warmup_steps", 5),
-        *("--micro_batch_size", 1, "--global_batch_size", 5 if strategy == "auto" else 6, "--max_step", STEPS),
+        *(
+            "--strategy",
+            strategy,
+            "--state_dict_type",
+            kind,
+            "--precision",
+            "bf16-true",
+            "--warmup_steps",
+            5,
+        ),
+        *(
+            "--micro_batch_size",
+            1,
+            "--global_batch_size",
+            5 if strategy == "auto" else 6,
+            "--max_step",
+            STEPS,
+        ),
         *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 7, *more),
     )
 
@@ -51,15 +69,31 @@ def samples(folder):
 
 def lines(run):
     """Every number of the log but times, floats in hexadecimal."""
-    keys = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "updated_fraction", "update_ratio")
+    keys = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "eval_loss",
+        "updated_fraction",
+        "update_ratio",
+    )
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v.hex() if isinstance(v, float) else v for k, v in line.items() if k in keys} for line in found]
+    return [
+        {k: v.hex() if isinstance(v, float) else v for k, v in line.items() if k in keys}
+        for line in found
+    ]
 
 
 def tensors(run):
     last = run / f"step-{STEPS:08d}"
     files = sorted(last.rglob("*.safetensors"))
-    return {(str(f.relative_to(last)), name): value for f in files for name, value in load_file(f).items()}
+    return {
+        (str(f.relative_to(last)), name): value
+        for f in files
+        for name, value in load_file(f).items()
+    }
 
 
 def prove(toys, tmp_path, strategy, ranks, kind, cases):
@@ -74,13 +108,26 @@ def prove(toys, tmp_path, strategy, ranks, kind, cases):
     read = samples(tmp_path / "whole-samples")
     for k, workers in cases:
         name = f"from-{k}-{workers}"
-        more = ("--resume", "true", "--checkpoint", tmp_path / "whole" / f"step-{k:08d}", "--run_name", name)
+        more = (
+            "--resume",
+            "true",
+            "--checkpoint",
+            tmp_path / "whole" / f"step-{k:08d}",
+            "--run_name",
+            name,
+        )
         more += ("--num_workers", workers)
-        job = Job(ranks, *flags(toys, tmp_path, strategy, kind, *more), before=log_samples(tmp_path / f"samples-{name}"))
+        job = Job(
+            ranks,
+            *flags(toys, tmp_path, strategy, kind, *more),
+            before=log_samples(tmp_path / f"samples-{name}"),
+        )
         assert job.wait() == [0] * ranks, job.output
         assert lines(tmp_path / name) == expected, name
         ours = tensors(tmp_path / name)
-        assert ours.keys() == weights.keys() and all(torch.equal(ours[key], weights[key]) for key in weights), name
+        assert ours.keys() == weights.keys() and all(
+            torch.equal(ours[key], weights[key]) for key in weights
+        ), name
         for rank, seen in samples(tmp_path / f"samples-{name}").items():
             assert seen == read[rank][-len(seen) :] and len(seen) == STEPS - k, (name, rank)
 
@@ -88,10 +135,19 @@ def prove(toys, tmp_path, strategy, ranks, kind, cases):
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), CASES)
 def test_resume_after_steps_here_and_there(toys, tmp_path, strategy, ranks, kind):
     first = CASES.index((strategy, ranks, kind)) + 1
-    prove(toys, tmp_path, strategy, ranks, kind, [(k, 2 * (k % 2)) for k in range(first, STEPS, 13)])
+    prove(
+        toys, tmp_path, strategy, ranks, kind, [(k, 2 * (k % 2)) for k in range(first, STEPS, 13)]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), CASES)
 def test_resume_after_every_step(toys, tmp_path, strategy, ranks, kind):
-    prove(toys, tmp_path, strategy, ranks, kind, [(k, workers) for k in range(1, STEPS) for workers in (0, 2)])
+    prove(
+        toys,
+        tmp_path,
+        strategy,
+        ranks,
+        kind,
+        [(k, workers) for k in range(1, STEPS) for workers in (0, 2)],
+    )

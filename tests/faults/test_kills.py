@@ -1,7 +1,9 @@
-"""Law 8: killed at any moment, `latest` is a checkpoint that loads, and nothing beyond the interval is lost.
+"""Law 8: killed at any moment, `latest` is a checkpoint that loads, and nothing beyond the interval
+is lost.
 
-Two FSDP ranks, with dropout and stochastic rounding, are killed with SIGKILL at random times and at every named point;
-started again with --resume auto, they end with the weights and the log of the undisturbed run, bit for bit.
+Two FSDP ranks, with dropout and stochastic rounding, are killed with SIGKILL at random times and at
+every named point; started again with --resume auto, they end with the weights and the log of the
+undisturbed run, bit for bit.
 """
 
 import json
@@ -29,8 +31,28 @@ def flags(toys, output, kind, *more):
     return (
         *toy_run(toys, output, model="gpt2"),
         *("--strategy", "fsdp", "--state_dict_type", kind, "--lr", 1e-2, "--hang_timeout", 20),
-        *("--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS, "--save_step_interval", INTERVAL),
-        *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 4, "--keep_last", 2, "--keep_best", 0),
+        *(
+            "--micro_batch_size",
+            1,
+            "--global_batch_size",
+            4,
+            "--max_step",
+            STEPS,
+            "--save_step_interval",
+            INTERVAL,
+        ),
+        *(
+            "--eval_iters",
+            2,
+            "--eval_batch_size",
+            2,
+            "--eval_step_interval",
+            4,
+            "--keep_last",
+            2,
+            "--keep_best",
+            0,
+        ),
         *("--resume", "auto", "--run_name", "run", *more),
     )
 
@@ -39,7 +61,11 @@ def tensors(run):
     """Every tensor of the last checkpoint, by file and name."""
     last = run / f"step-{STEPS:08d}"
     files = sorted(last.rglob("*.safetensors"))
-    return {(str(f.relative_to(last)), name): value for f in files for name, value in load_file(f).items()}
+    return {
+        (str(f.relative_to(last)), name): value
+        for f in files
+        for name, value in load_file(f).items()
+    }
 
 
 def assert_same_run(run, reference):
@@ -102,7 +128,9 @@ def test_random_kills(reference, toys, tmp_path):
             assert_same_run(run, whole)
             shutil.rmtree(run)
             continue
-        assert -9 in codes and set(codes) <= ({-9, 71, 0} if is_complete(run) else {-9, 71}), job.output
+        assert -9 in codes and set(codes) <= ({-9, 71, 0} if is_complete(run) else {-9, 71}), (
+            job.output
+        )
         assert_intact(run, 2 * INTERVAL if asynchronous else INTERVAL)
         kills += 1
     job = Job(2, *flags(toys, tmp_path, kind))
@@ -122,7 +150,9 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in failpoints.NAMES if not n.startswith("prepare.")])  # tests/test_endings.py
+@pytest.mark.parametrize(
+    "name", [n for n in failpoints.NAMES if not n.startswith("prepare.")]
+)  # tests/test_endings.py
 def test_a_kill_at_every_named_point(reference, toys, tmp_path, name):
     kind, whole, half = reference
     run = tmp_path / "run"
@@ -135,12 +165,17 @@ def test_a_kill_at_every_named_point(reference, toys, tmp_path, name):
     job = Job(2, *flags(toys, tmp_path, kind))
     assert job.wait() == [0, 0], job.output
     assert_same_run(run, whole)
-    assert not [path for path in run.iterdir() if path.name.startswith((".tmp-", ".trash-"))], "leftovers are swept"
+    assert not [path for path in run.iterdir() if path.name.startswith((".tmp-", ".trash-"))], (
+        "leftovers are swept"
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in failpoints.NAMES if n.startswith(("save.", "publish."))])
+@pytest.mark.parametrize(
+    "name", [n for n in failpoints.NAMES if n.startswith(("save.", "publish."))]
+)
 def test_a_kill_while_a_save_goes_on_in_the_background(reference, toys, tmp_path, name):
-    """The former checkpoint is the latest, until the rename: at most an interval before the save and one beside it."""
+    """The former checkpoint is the latest, until the rename: at most an interval before the save
+    and one beside it."""
     kind, whole, half = reference
     if kind == "full" and name not in ("save.rest", "publish.before_rename"):
         pytest.skip("as for sharded checkpoints; the longer proof is benchmarks/chaos.py")
@@ -149,7 +184,9 @@ def test_a_kill_while_a_save_goes_on_in_the_background(reference, toys, tmp_path
     job = Job(2, *flags(toys, tmp_path, kind, "--async_save", "true"), failpoint=name)
     codes = job.wait()
     assert -9 in codes and set(codes) <= {-9, 71}, job.output
-    assert assert_intact(run, 2 * INTERVAL) == (9 if name in ("publish.renamed", "publish.done") else 6)
+    assert assert_intact(run, 2 * INTERVAL) == (
+        9 if name in ("publish.renamed", "publish.done") else 6
+    )
     job = Job(2, *flags(toys, tmp_path, kind, "--async_save", "true"))
     assert job.wait() == [0, 0], job.output
     assert_same_run(run, whole)

@@ -1,4 +1,5 @@
-"""The resume test sees what it should: each item of saved state, dropped on purpose, makes the resumed run another one."""
+"""The resume test sees what it should: each item of saved state, dropped on purpose, makes the
+resumed run another one."""
 
 import math
 
@@ -16,13 +17,33 @@ NAN_STEPS = (11, 12, 13)  # of which the first two are before the checkpoint
 def flags(toys, output, *more):
     return (
         *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
-        *("--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS),
-        *("--save_step_interval", HALF, "--eval_iters", 0, "--warmup_steps", 4, "--spike_window", 20, *more),
+        *(
+            "--strategy",
+            "fsdp",
+            "--micro_batch_size",
+            1,
+            "--global_batch_size",
+            4,
+            "--max_step",
+            STEPS,
+        ),
+        *(
+            "--save_step_interval",
+            HALF,
+            "--eval_iters",
+            0,
+            "--warmup_steps",
+            4,
+            "--spike_window",
+            20,
+            *more,
+        ),
     )
 
 
 def inject(factors):
-    """The loss of the forward passes of a step (by number, from 1) is multiplied; a resumed run counts on."""
+    """The loss of the forward passes of a step (by number, from 1) is multiplied; a resumed run
+    counts on."""
 
     def install():
         import fabric_llm.training.step
@@ -37,7 +58,11 @@ def inject(factors):
 
         def faulty(self, *args, **kwargs):
             loss = forward(self, *args, **kwargs)
-            return loss * factors.get(now[0], 1.0) if self.training and torch.is_grad_enabled() else loss
+            return (
+                loss * factors.get(now[0], 1.0)
+                if self.training and torch.is_grad_enabled()
+                else loss
+            )
 
         fabric_llm.training.step.seed_step, LanguageModel.forward = seeded, faulty
 
@@ -48,7 +73,9 @@ def drop_parameters():
     from fabric_llm.run import reference
 
     load = reference.load
-    reference.load = lambda plan, source, seed, model_flags: load(plan, model_flags.model_name, seed, model_flags)
+    reference.load = lambda plan, source, seed, model_flags: load(
+        plan, model_flags.model_name, seed, model_flags
+    )
 
 
 def drop_optimizer():
@@ -135,14 +162,21 @@ def whole(toys, tmp_path_factory):
 
 
 def is_same(toys, whole, tmp_path, drop):
-    """Whether a branch from the half of `whole`, with something dropped while it is loaded, ends like `whole`."""
+    """Whether a branch from the half of `whole`, with something dropped while it is loaded, ends
+    like `whole`."""
     more = ("--resume", "true", "--checkpoint", whole / f"step-{HALF:08d}", "--run_name", "branch")
     job = Job(2, *flags(toys, tmp_path, *more), before=drop)
     if job.wait() != [0, 0]:
         return False
-    ours, theirs = (load_file(run / f"step-{STEPS:08d}" / "model.safetensors") for run in (tmp_path / "branch", whole))
+    ours, theirs = (
+        load_file(run / f"step-{STEPS:08d}" / "model.safetensors")
+        for run in (tmp_path / "branch", whole)
+    )
     same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    return same and all(metrics(tmp_path / "branch", k) == metrics(whole, k) for k in ("step", "loss", "lr", "tokens"))
+    return same and all(
+        metrics(tmp_path / "branch", k) == metrics(whole, k)
+        for k in ("step", "loss", "lr", "tokens")
+    )
 
 
 def test_with_everything_restored_it_is_the_same_run(toys, whole, tmp_path):
@@ -168,11 +202,18 @@ def test_without_it_the_resumed_run_is_another(toys, whole, tmp_path, drop):
     assert not is_same(toys, whole, tmp_path, drop)
 
 
-@pytest.mark.parametrize("drop", [nothing, drop_guard_item("skipped", 0)], ids=["restored", "skip list"])
+@pytest.mark.parametrize(
+    "drop", [nothing, drop_guard_item("skipped", 0)], ids=["restored", "skip list"]
+)
 def test_skips_before_the_checkpoint_count_after_it(toys, tmp_path, drop):
     """Two NaN steps before the checkpoint and one after it are three in a row: 76."""
     first = flags(toys, tmp_path, "--run_name", "run", "--max_skipped_steps", 2)
-    job = Job(2, *first, failpoint=f"between_steps:count={HALF + 1}", before=inject(dict.fromkeys(NAN_STEPS[:2], math.nan)))
+    job = Job(
+        2,
+        *first,
+        failpoint=f"between_steps:count={HALF + 1}",
+        before=inject(dict.fromkeys(NAN_STEPS[:2], math.nan)),
+    )
     assert job.wait() == [-9, -9], job.output
 
     def before():
@@ -183,9 +224,13 @@ def test_skips_before_the_checkpoint_count_after_it(toys, tmp_path, drop):
     assert codes == ([76, 76] if drop is nothing else [0, 0])
 
 
-@pytest.mark.parametrize("drop", [nothing, drop_guard_item("losses", [])], ids=["restored", "losses"])
+@pytest.mark.parametrize(
+    "drop", [nothing, drop_guard_item("losses", [])], ids=["restored", "losses"]
+)
 def test_a_spike_after_the_checkpoint_is_measured_by_losses_before_it(toys, tmp_path, drop):
-    first = flags(toys, tmp_path, "--run_name", "run", "--spike_threshold", 6, "--spike_action", "skip")
+    first = flags(
+        toys, tmp_path, "--run_name", "run", "--spike_threshold", 6, "--spike_action", "skip"
+    )
     job = Job(2, *first, failpoint=f"between_steps:count={HALF + 1}")
     assert job.wait() == [-9, -9], job.output
 

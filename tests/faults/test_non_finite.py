@@ -1,4 +1,5 @@
-"""200 NaN and infinities in losses and gradients, on random ranks and micro-batches: none gets into a parameter."""
+"""200 NaN and infinities in losses and gradients, on random ranks and micro-batches: none gets into
+a parameter."""
 
 import json
 import math
@@ -15,14 +16,20 @@ INJECTED, STEPS = 100, 130  # for each of two strategies
 
 
 def inject(plan):
-    """plan: {(step from 0, rank, micro-batch): (where, value)}. Parameters are looked at after every step."""
+    """plan: {(step from 0, rank, micro-batch): (where, value)}. Parameters are looked at after
+    every step."""
 
     def install():
         from fabric_llm.model.language_model import LanguageModel
         from fabric_llm.training import step as steps
         from fabric_llm.training.guard import Guard
 
-        forward, seed_step, accumulate, accept = LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept
+        forward, seed_step, accumulate, accept = (
+            LanguageModel.forward,
+            steps.seed_step,
+            steps.accumulate,
+            Guard.accept,
+        )
         now = {"step": -1, "rank": 0, "micro_batch": 0, "taken": True, "weights": []}
 
         def seeded(seed, step, rank):
@@ -57,7 +64,12 @@ def inject(plan):
             assert now["taken"] != any(step == now["step"] for step, _, _ in plan)
             return now["taken"]
 
-        LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept = faulty, seeded, watched, accepted
+        LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept = (
+            faulty,
+            seeded,
+            watched,
+            accepted,
+        )
 
     return install
 
@@ -73,17 +85,40 @@ def test_none_of_them_gets_into_a_parameter_or_a_checkpoint(toys, tmp_path, stra
     plan = {}
     for step in sorted(generator.sample(range(STEPS), INJECTED)):
         value = generator.choice([math.nan, math.inf, -math.inf])
-        plan[step, generator.randrange(2), generator.randrange(2)] = (generator.choice(["loss", "gradient"]), value)
+        plan[step, generator.randrange(2), generator.randrange(2)] = (
+            generator.choice(["loss", "gradient"]),
+            value,
+        )
     flags = toy_run(toys, tmp_path, model="gpt2")
-    flags += ("--strategy", strategy, "--precision", precision, "--micro_batch_size", 1, "--global_batch_size", 4)
-    flags += ("--max_step", STEPS, "--eval_iters", 0, "--save_step_interval", 20, "--max_skipped_steps", STEPS)
+    flags += (
+        "--strategy",
+        strategy,
+        "--precision",
+        precision,
+        "--micro_batch_size",
+        1,
+        "--global_batch_size",
+        4,
+    )
+    flags += (
+        "--max_step",
+        STEPS,
+        "--eval_iters",
+        0,
+        "--save_step_interval",
+        20,
+        "--max_skipped_steps",
+        STEPS,
+    )
     job = Job(2, *flags, "--run_name", "run", before=inject(plan))
     assert job.wait(120) == [0, 0], job.output
     assert metrics(tmp_path / "run", "verdict") == ["skip"] * INJECTED
     for folder in (tmp_path / "run").glob("step-*"):
         for file in folder.rglob("*.safetensors"):
             assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values()), file
-        assert json.loads((folder / "trainer" / "progress.json").read_text())["progress"]["step"] > 0
+        assert (
+            json.loads((folder / "trainer" / "progress.json").read_text())["progress"]["step"] > 0
+        )
 
 
 def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
@@ -104,10 +139,22 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
         saves.save = spoiled
 
     flags = toy_run(toys, tmp_path, model="gpt2")
-    flags += ("--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1, "--max_step", 6)
+    flags += (
+        "--strategy",
+        "fsdp",
+        "--state_dict_type",
+        "sharded",
+        "--save_step_interval",
+        1,
+        "--max_step",
+        6,
+    )
     job = Job(2, *flags, "--eval_iters", 0, "--run_name", "run", before=spoil)
     assert job.wait() == [76, 76], job.output
     assert "NaN" in job.output[0]
-    assert sorted(path.name for path in (tmp_path / "run").glob("*step-*")) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
     assert status["code"] == 76 and status["last_durable_step"] == 2 and not status["retryable"]

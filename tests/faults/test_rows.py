@@ -36,8 +36,26 @@ STEPS = 8
 def flags(toys, output, *more):
     return (
         *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
-        *("--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS),
-        *("--save_step_interval", 3, "--eval_iters", 2, "--eval_batch_size", 2, "--hang_timeout", 30),
+        *(
+            "--strategy",
+            "fsdp",
+            "--micro_batch_size",
+            1,
+            "--global_batch_size",
+            4,
+            "--max_step",
+            STEPS,
+        ),
+        *(
+            "--save_step_interval",
+            3,
+            "--eval_iters",
+            2,
+            "--eval_batch_size",
+            2,
+            "--hang_timeout",
+            30,
+        ),
         *("--run_name", "run", *more),
     )
 
@@ -47,7 +65,8 @@ def status(run):
 
 
 def free_port():
-    """Below those that the kernel gives to connections: nobody takes it while a process begins that will listen to it."""
+    """Below those that the kernel gives to connections: nobody takes it while a process begins that
+    will listen to it."""
     while True:
         with socket.socket() as sock, suppress(OSError):
             port = random.randint(20_000, 32_000)
@@ -68,9 +87,15 @@ def wait_until_saved(run, step):
 
 
 def end_after(job, frozen, other):
-    """The codes of both ranks: `frozen`, which nobody else can end, is killed once the `other` has ended, or won't."""
+    """The codes of both ranks: `frozen`, which nobody else can end, is killed once the `other` has
+    ended, or won't."""
     try:
-        wait_until(lambda: os.waitid(os.P_PID, job.pids[other], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+        wait_until(
+            lambda: (
+                os.waitid(os.P_PID, job.pids[other], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is not None
+            )
+        )
     finally:
         job.kill([frozen])
     return job.wait()
@@ -94,7 +119,13 @@ def whole(toys, tmp_path_factory):
     job = Job(2, *flags(toys, folder))
     assert job.wait() == [0, 0], job.output
     assert status(folder / "run") | {"pid": 0, "host": ""} == {
-        **{"code": 0, "reason": "done", "step": STEPS, "last_durable_step": STEPS, "retryable": False},
+        **{
+            "code": 0,
+            "reason": "done",
+            "step": STEPS,
+            "last_durable_step": STEPS,
+            "retryable": False,
+        },
         **{"pid": 0, "host": ""},
     }
     return folder / "run"
@@ -103,7 +134,9 @@ def whole(toys, tmp_path_factory):
 def assert_goes_on_like(toys, output, whole, *more):
     job = Job(2, *flags(toys, output, "--resume", "auto", *more))
     assert job.wait() == [0, 0], job.output
-    assert metrics(output / "run") == metrics(whole) and metrics(output / "run", "step") == metrics(whole, "step")
+    assert metrics(output / "run") == metrics(whole) and metrics(output / "run", "step") == metrics(
+        whole, "step"
+    )
     ours, theirs = final_weights(output / "run"), final_weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -112,8 +145,12 @@ def assert_goes_on_like(toys, output, whole, *more):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["in the step", "in the background"])
-@pytest.mark.parametrize("point", ["save.rest:rank=0", "save.rest:rank=1", "save.hash:rank=1", "publish.manifest"])
-def test_a_save_that_raises_on_one_rank_ends_all_and_leaves_nothing_behind(toys, tmp_path, whole, point, asynchronous):
+@pytest.mark.parametrize(
+    "point", ["save.rest:rank=0", "save.rest:rank=1", "save.hash:rank=1", "publish.manifest"]
+)
+def test_a_save_that_raises_on_one_rank_ends_all_and_leaves_nothing_behind(
+    toys, tmp_path, whole, point, asynchronous
+):
     more = ("--async_save", str(asynchronous).lower())
     job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"{point}:count=2:do=enospc")
     assert job.wait() == [74, 74], job.output
@@ -129,7 +166,8 @@ def test_a_save_that_raises_on_one_rank_ends_all_and_leaves_nothing_behind(toys,
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_write_that_the_kernel_refuses(toys, tmp_path, rank, kind):
-    """A file size limit is the kernel's own EFBIG in the middle of a write, like a full disk or a quota."""
+    """A file size limit is the kernel's own EFBIG in the middle of a write, like a full disk or a
+    quota."""
 
     def limited():
         if os.environ.get("RANK") == str(rank):
@@ -159,15 +197,21 @@ def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, 
     job = Job(2, *flags(toys, tmp_path), before=never_room)
     assert job.wait() == [74, 74], job.output
     assert "needs 0.02 GiB" in job.output[0] and "has 0.00 GiB free" in job.output[0]
-    assert metrics(tmp_path / "run") == [] if (tmp_path / "run" / "metrics.jsonl").exists() else True
+    assert (
+        metrics(tmp_path / "run") == [] if (tmp_path / "run" / "metrics.jsonl").exists() else True
+    )
     assert status(tmp_path / "run")["retryable"] is False
     job = Job(2, *flags(toys, tmp_path), before=room_for_one)
     assert job.wait() == [74, 74], job.output
     assert "Checkpoint step-00000006 needs" in job.output[0] and saved(tmp_path / "run") == [3]
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("fsdp", "full"), ("fsdp2", "sharded"), ("ddp", "full")])
-def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_path, strategy, kind):
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("fsdp", "full"), ("fsdp2", "sharded"), ("ddp", "full")]
+)
+def test_a_save_in_the_background_writes_what_was_there_when_it_began(
+    toys, tmp_path, strategy, kind
+):
     """Though training goes on meanwhile: here for several steps."""
     more = ("--strategy", strategy, "--state_dict_type", kind)
     job = Job(2, *flags(toys, tmp_path / "whole", *more))
@@ -182,11 +226,17 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_
 
     job = Job(2, *flags(toys, tmp_path, *more, "--async_save", "true"), before=slow)
     assert job.wait() == [0, 0], job.output
-    parts = [path.relative_to(whole) for path in whole.glob("step-*/**/*.safetensors") if path.name != "probe.safetensors"]
+    parts = [
+        path.relative_to(whole)
+        for path in whole.glob("step-*/**/*.safetensors")
+        if path.name != "probe.safetensors"
+    ]
     assert len({part.parts[0] for part in parts}) == 3
     for part in parts:
         ours, theirs = load_file(tmp_path / "run" / part), load_file(whole / part)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs), part
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in theirs
+        ), part
 
 
 # ------------------------------------------------------------------------------- signals
@@ -206,22 +256,38 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_at, rank):
     name, *count = point.split(":")
-    job = Job(2, *flags(toys, tmp_path), failpoint=":".join([name, f"rank={rank}", *count, "do=term"]))
+    job = Job(
+        2, *flags(toys, tmp_path), failpoint=":".join([name, f"rank={rank}", *count, "do=term"])
+    )
     assert job.wait() == [75, 75], job.output
     assert max(saved(tmp_path / "run"), default=0) <= stops_at
     said = status(tmp_path / "run")
-    assert said["code"] == 75 and said["retryable"] and (said["step"] or 0) == (said["last_durable_step"] or 0)
+    assert (
+        said["code"] == 75
+        and said["retryable"]
+        and (said["step"] or 0) == (said["last_durable_step"] or 0)
+    )
     if rank == 1:
         assert_goes_on_like(toys, tmp_path, whole)
 
 
 UNITS = 5  # of the weights of the toy GPT-2: both embeddings, two layers, the last norm
-SPIKES = ("--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4, "--save_step_interval", 12)
+SPIKES = (
+    "--spike_threshold",
+    6,
+    "--spike_action",
+    "rewind",
+    "--lr",
+    1e-4,
+    "--save_step_interval",
+    12,
+)
 
 
 @pytest.fixture(scope="module")
 def to_be_loaded(toys, tmp_path_factory):
-    """When weights are loaded -> (flags, what each rank does before, where the run stands, how it ends undisturbed)."""
+    """When weights are loaded -> (flags, what each rank does before, where the run stands, how it
+    ends undisturbed)."""
     folder = tmp_path_factory.mktemp("load")
 
     def with_a_spike():
@@ -251,35 +317,54 @@ def to_be_loaded(toys, tmp_path_factory):
     return {
         "start": (("--resume", "auto"), lambda: None, None, ended("start")),
         "resume": (more, lambda: None, half, ended("resumed", *more, begins=half)),
-        "rewind": (rewinds, with_a_spike, twelve, ended("rewound", *rewinds, begins=twelve, before=with_a_spike)),
+        "rewind": (
+            rewinds,
+            with_a_spike,
+            twelve,
+            ended("rewound", *rewinds, begins=twelve, before=with_a_spike),
+        ),
     }
 
 
 @pytest.mark.parametrize(("do", "rank"), [("kill", 0), ("kill", 1), ("term", 1)])
 @pytest.mark.parametrize("during", ["start", "resume", "rewind"])
 def test_a_rank_that_ends_while_weights_are_loaded(toys, tmp_path, to_be_loaded, during, do, rank):
-    """No other rank is left, nor a file that wasn't there, and the next start goes on to the same bits."""
+    """No other rank is left, nor a file that wasn't there, and the next start goes on to the same
+    bits."""
     more, before, begins, undisturbed = to_be_loaded[during]
     if begins is not None:
         shutil.copytree(begins, tmp_path, dirs_exist_ok=True)
     there = {path: path.read_bytes() for path in tmp_path.glob("run/step-*/**/*") if path.is_file()}
     count = UNITS + 3 if during == "rewind" else 3
-    job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"fill:rank={rank}:count={count}:do={do}", before=before)
+    job = Job(
+        2,
+        *flags(toys, tmp_path, *more),
+        failpoint=f"fill:rank={rank}:count={count}:do={do}",
+        before=before,
+    )
     codes = job.wait()
     assert codes == ([75, 75] if do == "term" else [-9, 71] if rank == 0 else [71, -9]), job.output
-    assert all(path.read_bytes() == content for path, content in there.items()) and leftovers(tmp_path / "run") == []
+    assert (
+        all(path.read_bytes() == content for path, content in there.items())
+        and leftovers(tmp_path / "run") == []
+    )
     if do == "kill":
         assert {path for path in tmp_path.glob("run/step-*/**/*") if path.is_file()} == there.keys()
     job = Job(2, *flags(toys, tmp_path, *more), before=(lambda: None) if do == "term" else before)
     assert job.wait() == [0, 0], job.output
     assert metrics(tmp_path / "run") == metrics(undisturbed / "run")
     last = files.latest(undisturbed / "run").name
-    ours, theirs = (load_file(folder / "run" / last / "model.safetensors") for folder in (tmp_path, undisturbed))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (
+        load_file(folder / "run" / last / "model.safetensors") for folder in (tmp_path, undisturbed)
+    )
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole):
-    """`train.py 2>&1 | tee log`: the terminal sends it to all of them, and what a run prints then has nowhere to go."""
+    """`train.py 2>&1 | tee log`: the terminal sends it to all of them, and what a run prints then
+    has nowhere to go."""
     words = command(toys, tmp_path, "--max_step", 5000, "--save_step_interval", 5000)
     run = subprocess.Popen(
         [sys.executable, *words],
@@ -300,7 +385,10 @@ def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
     said = status(tmp_path / "run")
-    assert said["code"] == 75 and said["step"] == said["last_durable_step"] == saved(tmp_path / "run")[-1] >= 2
+    assert (
+        said["code"] == 75
+        and said["step"] == said["last_durable_step"] == saved(tmp_path / "run")[-1] >= 2
+    )
     assert metrics(tmp_path / "run", "step")[-1] == said["step"]
     assert_all_end(tmp_path)
 
@@ -314,7 +402,11 @@ def test_a_reader_that_does_not_read_holds_nobody_up(toys, tmp_path):
             pass
     os.set_blocking(writing, True)
     run = subprocess.Popen(
-        [sys.executable, *command(toys, tmp_path)], env=environment(), stdout=writing, stderr=writing, cwd=tmp_path
+        [sys.executable, *command(toys, tmp_path)],
+        env=environment(),
+        stdout=writing,
+        stderr=writing,
+        cwd=tmp_path,
     )
     try:
         assert run.wait(180) == 0
@@ -343,7 +435,12 @@ def test_out_of_memory(toys, tmp_path):
     job = Job(2, *flags(toys, tmp_path), failpoint="forward:rank=1:count=3:do=oom")
     assert job.wait() == [71, 79], job.output
     for said in (job.output[1], status(tmp_path / "run")["reason"]):
-        assert "out of memory" in said and "peak" in said and "--micro_batch_size" in said and "rank 1" in said
+        assert (
+            "out of memory" in said
+            and "peak" in said
+            and "--micro_batch_size" in said
+            and "rank 1" in said
+        )
     assert status(tmp_path / "run")["code"] == 79 and not status(tmp_path / "run")["retryable"]
 
 
@@ -351,22 +448,37 @@ def test_a_command_that_started_its_ranks_ends_as_the_first_of_them(toys, tmp_pa
     """Or a restart loop would start again what can't work."""
     out = environment(FABRIC_LLM_FAILPOINT="forward:rank=1:count=3:do=oom")
     done = subprocess.run(
-        [sys.executable, *command(toys, tmp_path)], env=out, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [sys.executable, *command(toys, tmp_path)],
+        env=out,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
     )
     assert done.returncode == 79 == status(tmp_path / "run")["code"], done.stderr
 
 
 def test_a_container_without_shared_memory_is_told_so():
-    said = "NCCL error: unhandled system error ... Error while creating shared memory segment /dev/shm/nccl-x, No space left"
+    said = (
+        "NCCL error: unhandled system error ... Error while creating shared memory segment "
+        "/dev/shm/nccl-x, No space left"
+    )
     fault = as_fault(torch.distributed.DistBackendError(said))
     assert fault.code == 2 and "--shm-size" in str(fault) and not fault.retryable
 
 
 def test_ranks_that_are_numbered_already_by_who_started_the_first(toys, tmp_path):
     """As by a training operator for one replica."""
-    given = environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    given = environment(
+        RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
     done = subprocess.run(
-        [sys.executable, *command(toys, tmp_path)], env=given, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [sys.executable, *command(toys, tmp_path)],
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert "fsdp on 2 cpu devices" in done.stdout
@@ -382,7 +494,10 @@ def test_ranks_of_two_commands_do_not_train_together(toys, tmp_path):
 
     job = Job(2, *flags(toys, tmp_path), before=other_command)
     assert job.wait() == [2, 2], job.output
-    assert "rank 1 was started with --lr 1.0, rank 0 with --lr 0.01: start all with one command" in job.output[0]
+    assert (
+        "rank 1 was started with --lr 1.0, rank 0 with --lr 0.01: start all with one command"
+        in job.output[0]
+    )
 
 
 def elsewhere(tmp_path):
@@ -399,8 +514,13 @@ def elsewhere(tmp_path):
 def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
     job = Job(2, *flags(toys, "out", "--hang_timeout", 6), before=elsewhere(tmp_path))
     assert job.wait() == [73, 73], job.output
-    sentence = "rank 1 doesn't see what rank 0 writes into 'out/run': it must be on a disk that all machines share."
-    assert sentence in job.output[0] and status(tmp_path / "0" / "out" / "run")["reason"] == sentence
+    sentence = (
+        "rank 1 doesn't see what rank 0 writes into 'out/run': it must be on a disk that "
+        "all machines share."
+    )
+    assert (
+        sentence in job.output[0] and status(tmp_path / "0" / "out" / "run")["reason"] == sentence
+    )
 
 
 def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, tmp_path):
@@ -415,7 +535,10 @@ def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, t
     assert job.wait() == [74, 74], job.output
     run = tmp_path / "0" / "out" / "run"
     assert saved(run) == [] and leftovers(run) == []
-    assert "as rank 1 has written it; 'out/run' must be on a disk that all machines share." in status(run)["reason"]
+    assert (
+        "as rank 1 has written it; 'out/run' must be on a disk that all machines share."
+        in status(run)["reason"]
+    )
     assert not status(run)["retryable"]
 
 
@@ -424,15 +547,23 @@ def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, action):
     """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
     more = ("--hang_timeout", 10, "--num_workers", 0, "--save_step_interval", 100)
     points = [f"read_data:rank={rank}:count=9:do={action}" for rank in (0, 1)]
-    jobs = [Job(2, *flags(toys, tmp_path / str(rank), *more), failpoint=points[rank]) for rank in (0, 1)]
+    jobs = [
+        Job(2, *flags(toys, tmp_path / str(rank), *more), failpoint=points[rank]) for rank in (0, 1)
+    ]
     try:
         for rank, job in enumerate(jobs):
             codes = end_after(job, frozen=rank, other=1 - rank) if action == "stop" else job.wait()
-            assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), job.output
+            assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), (
+                job.output
+            )
             said = status(tmp_path / str(rank) / "run")
-            assert f"rank {rank}" in said["reason"] and ("after step" in said["reason"] or rank == 0), said
+            assert f"rank {rank}" in said["reason"] and (
+                "after step" in said["reason"] or rank == 0
+            ), said
             if action == "hang":
-                assert "no progress for 10 s" in said["reason"] and "time.sleep" in job.output[rank], "where it was"
+                assert (
+                    "no progress for 10 s" in said["reason"] and "time.sleep" in job.output[rank]
+                ), "where it was"
             else:
                 assert "lost or frozen" in said["reason"]
             assert said["code"] == 71 and said["retryable"]
@@ -443,7 +574,9 @@ def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, action):
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
-def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(toys, tmp_path, action):
+def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
+    toys, tmp_path, action
+):
     """The harness's store would try to connect for five minutes, and for ever to a frozen one."""
 
     def late():
@@ -452,7 +585,12 @@ def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
         connect = Watch._connect
         Watch._connect = lambda self: (time.sleep(int(os.environ["RANK"])), connect(self))[1]
 
-    job = Job(2, *flags(toys, tmp_path, "--hang_timeout", 6), failpoint=f"assembled:rank=0:do={action}", before=late)
+    job = Job(
+        2,
+        *flags(toys, tmp_path, "--hang_timeout", 6),
+        failpoint=f"assembled:rank=0:do={action}",
+        before=late,
+    )
     codes = end_after(job, frozen=0, other=1) if action == "stop" else job.wait()
     assert codes == [-9, 71], job.output
     assert "train.py: rank 1" in job.output[1] and "Traceback" not in job.output[1]
@@ -473,7 +611,9 @@ def test_why_a_run_ended_is_told_by_rank_0_if_it_could(toys, tmp_path):
             watch.hanging = lambda beats, seconds: None
 
     more = ("--hang_timeout", 6, "--num_workers", 0, "--save_step_interval", 100)
-    job = Job(2, *flags(toys, tmp_path, *more), failpoint="read_data:rank=0:count=9:do=hang", before=deaf)
+    job = Job(
+        2, *flags(toys, tmp_path, *more), failpoint="read_data:rank=0:count=9:do=hang", before=deaf
+    )
     assert job.wait() == [71, 71], job.output
     assert "rank 0 (process" in job.output[1] and "lost or frozen" in job.output[1]
     assert "rank 0 hangs: no progress for 6 s" in status(tmp_path / "run")["reason"]
@@ -503,10 +643,15 @@ def test_a_rank_that_fails_while_rank_0_is_frozen_still_ends_and_says_why(toys, 
             failpoints._do = lambda action, name: (time.sleep(3), do(action, name))
 
     more = ("--hang_timeout", 600, "--num_workers", 0)
-    job = Job(2, *flags(toys, tmp_path, *more), failpoint="read_data:count=9:do=stop", before=fail_later)
+    job = Job(
+        2, *flags(toys, tmp_path, *more), failpoint="read_data:count=9:do=stop", before=fail_later
+    )
     assert end_after(job, frozen=0, other=1) == [-9, 1], job.output
     assert "RuntimeError: failpoint read_data" in job.output[1]
-    assert status(tmp_path / "run")["code"] == 1 and "failpoint read_data" in status(tmp_path / "run")["reason"]
+    assert (
+        status(tmp_path / "run")["code"] == 1
+        and "failpoint read_data" in status(tmp_path / "run")["reason"]
+    )
 
 
 # ------------------------------------------------------------------------------- real processes
@@ -542,24 +687,40 @@ def assert_all_end(output):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_plain_command_that_ends_while_weights_are_loaded_leaves_no_process_and_no_file(toys, tmp_path, whole, rank):
+def test_a_plain_command_that_ends_while_weights_are_loaded_leaves_no_process_and_no_file(
+    toys, tmp_path, whole, rank
+):
     (tmp_path / "temporary").mkdir()
-    out = environment(FABRIC_LLM_FAILPOINT=f"fill:rank={rank}:count=3", TMPDIR=str(tmp_path / "temporary"))
+    out = environment(
+        FABRIC_LLM_FAILPOINT=f"fill:rank={rank}:count=3", TMPDIR=str(tmp_path / "temporary")
+    )
     words = [sys.executable, *command(toys, tmp_path)]
     done = subprocess.run(words, env=out, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == (71 if rank == 1 else -9), done.stderr
     assert_all_end(tmp_path)
-    assert list((tmp_path / "temporary").iterdir()) == [] and saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
+    assert (
+        list((tmp_path / "temporary").iterdir()) == []
+        and saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
+    )
     assert_goes_on_like(toys, tmp_path, whole)
 
 
-def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(toys, tmp_path, whole):
+def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(
+    toys, tmp_path, whole
+):
     """Rank 0 of one command and rank 1 of another, side by side: starting is what takes time."""
 
     def killed(rank):
         words = command(toys, tmp_path / str(rank))
         point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=5")
-        return subprocess.run([sys.executable, *words], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        return subprocess.run(
+            [sys.executable, *words],
+            env=point,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(killed, (0, 1)))
@@ -570,12 +731,16 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(t
         said = status(output / "run")
         assert said["retryable"] and said["last_durable_step"] == 3
         if rank == 1:
-            assert re.search("rank 1 was killed by SIGKILL after step [45],", done.stderr) and said["code"] == 71
+            assert (
+                re.search("rank 1 was killed by SIGKILL after step [45],", done.stderr)
+                and said["code"] == 71
+            )
         assert_goes_on_like(toys, output, whole)
 
 
 def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
-    """Rank 0 is ended by the rank that it started, which doesn't outlive it. Two commands, that wait most of the time."""
+    """Rank 0 is ended by the rank that it started, which doesn't outlive it. Two commands, that
+    wait most of the time."""
     outputs = first, second = tmp_path / "0", tmp_path / "1"
     said = tmp_path / "said"  # no pipe: an orphan would hold it open
 
@@ -583,7 +748,13 @@ def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
         words = command(toys, outputs[rank], "--hang_timeout", 20)
         point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=4:do=stop")
         with (said if rank == 0 else Path(os.devnull)).open("w") as errors:
-            return subprocess.Popen([sys.executable, *words], env=point, stdout=subprocess.DEVNULL, stderr=errors, cwd=tmp_path)
+            return subprocess.Popen(
+                [sys.executable, *words],
+                env=point,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd=tmp_path,
+            )
 
     frozen, killed = started(0), started(1)
     try:
@@ -593,9 +764,13 @@ def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
         killed.kill()
         killed.wait()
         assert_all_end(second)
-        assert frozen.wait(120) == -9 and re.search("rank 0.*is lost or frozen", said.read_text()), said.read_text()
+        assert frozen.wait(120) == -9 and re.search(
+            "rank 0.*is lost or frozen", said.read_text()
+        ), said.read_text()
         assert_all_end(first)
-        assert status(first / "run")["code"] == 71 and status(first / "run")["last_durable_step"] == 3
+        assert (
+            status(first / "run")["code"] == 71 and status(first / "run")["last_durable_step"] == 3
+        )
     finally:
         for left in [*processes_of(first), *processes_of(second)]:
             with suppress(ProcessLookupError):
@@ -605,7 +780,8 @@ def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
 
 
 def test_a_rank_that_ends_before_training_is_named(toys, tmp_path):
-    """As one whose machine is out of memory, or that Ctrl-C reaches first: here as soon as its Python begins."""
+    """As one whose machine is out of memory, or that Ctrl-C reaches first: here as soon as its
+    Python begins."""
     with ThreadPoolExecutor(2) as pool:  # each takes its time to start
         ends = [
             pool.submit(assert_its_end_is_named, toys, tmp_path / str(code), *end, code)
@@ -619,8 +795,12 @@ def test_a_rank_that_ends_before_training_is_named(toys, tmp_path):
         end.result()
 
 
-# benchmarks/mechanisms.py comes by a sitecustomize.py as well, of which Python runs only the first that it finds.
-TAKE_AWAY = "if 'FABRIC_LLM_TAKEN_AWAY' in os.environ:\n    from benchmarks.mechanisms import install\n    install()\n"
+# benchmarks/mechanisms.py comes by a sitecustomize.py as well, of which Python runs only the first
+# that it finds.
+TAKE_AWAY = (
+    "if 'FABRIC_LLM_TAKEN_AWAY' in os.environ:\n    from benchmarks.mechanisms import "
+    "install\n    install()\n"
+)
 
 
 def assert_its_end_is_named(toys, tmp_path, how, ended, code):
@@ -630,11 +810,20 @@ def assert_its_end_is_named(toys, tmp_path, how, ended, code):
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         f"if os.environ.get('LOCAL_RANK') == '1': {how}\n{TAKE_AWAY}"
     )
-    path = environment(PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    path = environment(
+        PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    )
     words = command(toys, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STATUS.json").write_text('{"code": 75, "reason": "of the run before"}')
-    done = subprocess.run([sys.executable, *words], env=path, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
     assert done.returncode == code, done.stderr
     assert f"rank 1 {ended} before training began" in done.stderr
     said = status(tmp_path / "run")
@@ -643,7 +832,7 @@ def assert_its_end_is_named(toys, tmp_path, how, ended, code):
     assert_all_end(tmp_path)
 
 
-# ------------------------------------------------------------------------------- a rank doesn't come
+# ------------------------------------------------------------------------------ a rank doesn't come
 
 
 def run_in(tmp_path, words, **more):
@@ -651,13 +840,19 @@ def run_in(tmp_path, words, **more):
     (tmp_path / "log").parent.mkdir(parents=True, exist_ok=True)
     with (tmp_path / "log").open("w") as log:
         done = subprocess.run(
-            [sys.executable, *words], env=environment(**more), stdout=log, stderr=log, timeout=300, cwd=tmp_path
+            [sys.executable, *words],
+            env=environment(**more),
+            stdout=log,
+            stderr=log,
+            timeout=300,
+            cwd=tmp_path,
         )
     return done.returncode, (tmp_path / "log").read_text()
 
 
 def by_hand(rank, port):
-    """The environment of one of two ranks that somebody started, without anyone who looks after them."""
+    """The environment of one of two ranks that somebody started, without anyone who looks after
+    them."""
     given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return {**given, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -671,11 +866,16 @@ def assert_says(run, *words, code=71):
 def frozen_before_import(toys, tmp_path):
     """As one whose machine swaps, or waits for a disk that has gone."""
     (tmp_path / "site").mkdir(parents=True)
-    stop = "import os, signal\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
+    stop = (
+        "import os, signal\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), "
+        "signal.SIGSTOP)\n"
+    )
     (tmp_path / "site" / "sitecustomize.py").write_text(stop + TAKE_AWAY)
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 5), PYTHONPATH=path)
-    assert code == 71 and "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said, said
+    assert (
+        code == 71 and "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said
+    ), said
     assert_says(tmp_path / "run", "rank 1 hasn't joined", "for 5 s (--join_timeout)")
 
 
@@ -687,12 +887,15 @@ while os.environ.get("LOCAL_RANK") == "1" and open(f"/proc/{os.getppid()}/stat")
 
 
 def rank_0_frozen_before_the_others_come(toys, tmp_path):
-    """It holds what the others would tell; the rank that it has started ends it, and with it itself."""
+    """It holds what the others would tell; the rank that it has started ends it, and with it
+    itself."""
     (tmp_path / "site").mkdir(parents=True)
     (tmp_path / "site" / "sitecustomize.py").write_text(WAIT_FOR_FROZEN_PARENT + TAKE_AWAY)
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     words = command(toys, tmp_path, "--join_timeout", 5)
-    code, said = run_in(tmp_path, words, PYTHONPATH=path, FABRIC_LLM_FAILPOINT="joining:rank=0:do=stop")
+    code, said = run_in(
+        tmp_path, words, PYTHONPATH=path, FABRIC_LLM_FAILPOINT="joining:rank=0:do=stop"
+    )
     assert code == -9 and "rank 1: rank 0 hasn't joined: nobody answers at 127.0.0.1:" in said, said
     assert_says(tmp_path / "run", "rank 0 hasn't joined", "for 5 s (--join_timeout)")
 
@@ -710,9 +913,17 @@ def never_started(toys, tmp_path, rank):
 
 def test_a_rank_that_does_not_come_is_named(toys, tmp_path):
     """Side by side: they wait most of the time."""
-    cases = (frozen_before_import,), (rank_0_frozen_before_the_others_come,), (never_started, 0), (never_started, 1)
+    cases = (
+        (frozen_before_import,),
+        (rank_0_frozen_before_the_others_come,),
+        (never_started, 0),
+        (never_started, 1),
+    )
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(case, toys, tmp_path / str(k), *more) for k, (case, *more) in enumerate(cases)]
+        ends = [
+            pool.submit(case, toys, tmp_path / str(k), *more)
+            for k, (case, *more) in enumerate(cases)
+        ]
     try:
         for end in ends:
             end.result()
@@ -727,14 +938,20 @@ def test_a_rank_that_does_not_come_is_named(toys, tmp_path):
 def test_a_rank_that_is_frozen_while_it_joins_is_named(toys, tmp_path, point):
     """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
     points = [f"{point}:rank={rank}:do=stop" for rank in (0, 1)]
-    jobs = [Job(2, *flags(toys, tmp_path / str(rank), "--join_timeout", 10), failpoint=points[rank]) for rank in (0, 1)]
+    jobs = [
+        Job(2, *flags(toys, tmp_path / str(rank), "--join_timeout", 10), failpoint=points[rank])
+        for rank in (0, 1)
+    ]
     try:
         for rank, job in enumerate(jobs):
             codes = end_after(job, frozen=rank, other=1 - rank)
             assert codes[1 - rank] == 71 and codes[rank] == -9, job.output
             sentence = "is lost or frozen: silent for 10 s (--join_timeout), before training began."
             assert_says(tmp_path / str(rank) / "run", f"rank {rank} (process", sentence)
-            assert f"rank {rank} (process" in job.output[1 - rank] and "Traceback" not in job.output[1 - rank]
+            assert (
+                f"rank {rank} (process" in job.output[1 - rank]
+                and "Traceback" not in job.output[1 - rank]
+            )
     finally:
         for job in jobs:
             with suppress(ChildProcessError):  # they are gone
@@ -742,12 +959,21 @@ def test_a_rank_that_is_frozen_while_it_joins_is_named(toys, tmp_path, point):
 
 
 def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
-    """Each attempt counts steps anew: the second, from step 3, never comes to its fifth before the end at 8... + 1."""
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    """Each attempt counts steps anew: the second, from step 3, never comes to its fifth before the
+    end at 8... + 1."""
+    torchrun = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     words = [*command(toys, tmp_path, "--resume", "auto")]
     done = subprocess.run(
         [*torchrun, "--max_restarts", "2", *words],
-        env=environment(FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=6", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        env=environment(
+            FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=6",
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        ),
         capture_output=True,
         text=True,
         timeout=180,
@@ -763,7 +989,12 @@ def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again_by_torchrun(toys, tmp_path):
     """Which takes any exit code but 0 for a failure; STATUS.json says what it was."""
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    torchrun = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     words = [*command(toys, tmp_path, "--resume", "auto", "--max_step", 10_000)]
     running = subprocess.Popen(
         [*torchrun, "--max_restarts", "2", *words],
@@ -807,37 +1038,73 @@ def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
     with socket.socket() as sock:
         sock.bind(("", 0))
         port = sock.getsockname()[1]
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "1:2", "--nproc_per_node", "1"]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--max_restarts", "3"]
+    torchrun = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--nnodes",
+        "1:2",
+        "--nproc_per_node",
+        "1",
+    ]
+    torchrun += [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"localhost:{port}",
+        "--max_restarts",
+        "3",
+    ]
     torchrun += ["--rdzv_conf", "last_call_timeout=8,join_timeout=60"]
-    words = [word for word in command(toys, tmp_path, "--resume", "auto", "--max_step", 300, "--save_step_interval", 20)]
+    words = [
+        word
+        for word in command(
+            toys, tmp_path, "--resume", "auto", "--max_step", 300, "--save_step_interval", 20
+        )
+    ]
     words[words.index("--devices") + 1] = "auto"
     words[words.index("--strategy") + 1] = "auto"
     env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     logs = [(tmp_path / f"log-{k}").open("w") for k in range(2)]
     agents = []
     for log in logs:
-        agents.append(subprocess.Popen([*torchrun, *words], env=env, stdout=log, stderr=log, start_new_session=True))
+        agents.append(
+            subprocess.Popen(
+                [*torchrun, *words], env=env, stdout=log, stderr=log, start_new_session=True
+            )
+        )
         time.sleep(1)
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "step-00000040").exists():
-        assert time.monotonic() < deadline and agents[0].poll() is None, (tmp_path / "log-0").read_text()[-3000:]
+        assert time.monotonic() < deadline and agents[0].poll() is None, (
+            tmp_path / "log-0"
+        ).read_text()[-3000:]
         time.sleep(0.1)
     children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
-    for pid in (agents[1].pid, *map(int, children)):  # torchrun gives its ranks sessions of their own
+    for pid in (
+        agents[1].pid,
+        *map(int, children),
+    ):  # torchrun gives its ranks sessions of their own
         os.kill(pid, signal.SIGKILL)
     assert agents[0].wait(120) == 0, (tmp_path / "log-0").read_text()[-3000:]
     said = (tmp_path / "log-0").read_text()
-    assert "fsdp on 2 cpu devices" in said and "single on 1 cpu device" in said and "resumed from" in said
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 301)), "each step once"
+    assert (
+        "fsdp on 2 cpu devices" in said
+        and "single on 1 cpu device" in said
+        and "resumed from" in said
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 301)), (
+        "each step once"
+    )
     for log in logs:
         log.close()
     agents[1].wait()
 
 
 def test_machines_without_torchrun_take_the_checkpoint_that_rank_0_takes(toys, tmp_path, whole):
-    """Two of them, each started by hand with MASTER_ADDR; the newest checkpoint is damaged, which only hashes tell."""
+    """Two of them, each started by hand with MASTER_ADDR; the newest checkpoint is damaged, which
+    only hashes tell."""
     shutil.copytree(whole, tmp_path / "run")
     newest = tmp_path / "run" / f"step-{STEPS:08d}" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
@@ -895,7 +1162,9 @@ def test_two_runs_in_one_directory(toys, tmp_path):
         second = Job(1, *flags(toys, tmp_path, *more))
         assert second.wait() == [73 if more else 2], second.output
         assert not more or "Another run (process" in second.output[0]
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
     first.kill([0, 1])
     first.wait()
     third = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
@@ -912,7 +1181,9 @@ def without_locks(number):
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_is_a_warning(toys, tmp_path, number):
     """And nothing stays behind that would keep the next start out, on whatever machine."""
-    job = Job(1, *flags(toys, tmp_path), failpoint="between_steps:count=4", before=without_locks(number))
+    job = Job(
+        1, *flags(toys, tmp_path), failpoint="between_steps:count=4", before=without_locks(number)
+    )
     assert job.wait() == [-9], job.output
     job = Job(1, *flags(toys, tmp_path, "--resume", "auto"), before=without_locks(number))
     assert job.wait() == [0], job.output
@@ -939,27 +1210,58 @@ def test_extending_shortening_and_rolling_back_say_the_new_schedule(toys, tmp_pa
     on_purpose = ("--resume", "true", "--resume_override")
     longer = Job(2, *flags(toys, tmp_path, *on_purpose, "max_step"), "--max_step", 12)
     assert longer.wait() == [0, 0], longer.output
-    assert "Extended: 12 steps instead of 8." in longer.output[0] and "lr before" in longer.output[0]
+    assert (
+        "Extended: 12 steps instead of 8." in longer.output[0] and "lr before" in longer.output[0]
+    )
     rates = metrics(tmp_path / "run", "lr")
-    assert len(rates) == 12 and rates[:8] == metrics(whole, "lr") and all(rate > 0 for rate in rates[8:])
-    back = (*on_purpose, "max_step,lr", "--checkpoint", tmp_path / "run" / "step-00000003", "--lr", 2e-2)
+    assert (
+        len(rates) == 12
+        and rates[:8] == metrics(whole, "lr")
+        and all(rate > 0 for rate in rates[8:])
+    )
+    back = (
+        *on_purpose,
+        "max_step,lr",
+        "--checkpoint",
+        tmp_path / "run" / "step-00000003",
+        "--lr",
+        2e-2,
+    )
     rolled = Job(2, *flags(toys, tmp_path, *back), "--max_step", 6)
     assert rolled.wait() == [0, 0], rolled.output
     said = rolled.output[0]
-    assert "Back from step-00000012 to step-00000003" in said and "Shortened: 6 steps instead of 8." in said
+    assert (
+        "Back from step-00000012 to step-00000003" in said
+        and "Shortened: 6 steps instead of 8." in said
+    )
     assert "lr: 0.02 from here on, 0.01 before." in said
-    assert saved(tmp_path / "run") == [3, 6] and len(list((tmp_path / "run").glob("aside-step-*"))) == 4
+    assert (
+        saved(tmp_path / "run") == [3, 6]
+        and len(list((tmp_path / "run").glob("aside-step-*"))) == 4
+    )
     assert metrics(tmp_path / "run", "step")[-1] == 6
 
 
 def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     shutil.copytree(whole, tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    branch = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000003", "--run_name", "branch")
+    branch = (
+        "--resume",
+        "true",
+        "--checkpoint",
+        tmp_path / "run" / "step-00000003",
+        "--run_name",
+        "branch",
+    )
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
     assert job.wait() == [0, 0], job.output
-    assert f"A branch of {tmp_path}/run/step-00000003" in job.output[0] and "lr before" in job.output[0]
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert (
+        f"A branch of {tmp_path}/run/step-00000003" in job.output[0]
+        and "lr before" in job.output[0]
+    )
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
     ours, theirs = metrics(tmp_path / "branch"), metrics(whole)
     assert ours[:4] == theirs[:4] and ours[4:] != theirs[4:] and len(ours) == len(theirs)
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
@@ -974,7 +1276,9 @@ def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     assert metrics(tmp_path / "branch") == theirs
     elsewhere = (*branch, "--checkpoint", whole / "step-00000006")
     job = Job(2, *flags(toys, tmp_path, *elsewhere), before=restart)
-    assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0], "that is another branch"
+    assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0], (
+        "that is another branch"
+    )
 
 
 def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
@@ -983,11 +1287,17 @@ def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
     back = ("--resume", "auto", "--checkpoint", tmp_path / "run" / "step-00000003")
     job = Job(2, *flags(toys, tmp_path, *back), failpoint="between_steps:count=4")
     assert job.wait() == [-9, -9], job.output
-    assert saved(tmp_path / "run") == [3, 6] and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    assert (
+        saved(tmp_path / "run") == [3, 6]
+        and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    )
     job = Job(2, *flags(toys, tmp_path, *back))
     assert job.wait() == [0, 0], job.output
     assert job.output[0].split("resumed from ")[1].split(";")[0].endswith("step-00000006")
-    assert metrics(tmp_path / "run") == metrics(whole) and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    assert (
+        metrics(tmp_path / "run") == metrics(whole)
+        and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    )
     ended = status(tmp_path / "run")
     job = Job(2, *flags(toys, tmp_path, *back))
     assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0]
@@ -998,7 +1308,18 @@ def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
 
 
 def test_retention(toys, tmp_path):
-    more = ("--save_step_interval", 1, "--keep_last", 2, "--keep_every", 4, "--keep_best", 1, "--eval_step_interval", 1)
+    more = (
+        "--save_step_interval",
+        1,
+        "--keep_last",
+        2,
+        "--keep_every",
+        4,
+        "--keep_best",
+        1,
+        "--eval_step_interval",
+        1,
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-00000001.pinned").touch()
     job = Job(1, *flags(toys, tmp_path, *more))
@@ -1006,7 +1327,14 @@ def test_retention(toys, tmp_path):
     losses = metrics(tmp_path / "run", "eval_loss")[1:]
     best = losses.index(min(losses)) + 1
     assert saved(tmp_path / "run") == sorted({1, 4, 7, 8, best})
-    from_4 = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000004", "--keep_every", 100)
+    from_4 = (
+        "--resume",
+        "true",
+        "--checkpoint",
+        tmp_path / "run" / "step-00000004",
+        "--keep_every",
+        100,
+    )
     job = Job(1, *flags(toys, tmp_path, *more, *from_4))
     assert job.wait() == [0], job.output
     assert 4 in saved(tmp_path / "run"), "the one that it was resumed from"
@@ -1028,7 +1356,11 @@ def test_what_a_kill_in_the_last_prune_leaves_is_swept_though_nothing_is_left_to
 def test_a_finished_run_in_a_restart_loop(toys, tmp_path, whole):
     shutil.copytree(whole, tmp_path / "run")
     job = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
-    assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0] and "error" not in job.output[0]
+    assert (
+        job.wait() == [0, 0]
+        and "nothing is left to do" in job.output[0]
+        and "error" not in job.output[0]
+    )
 
 
 # ------------------------------------------------------------------------------- clocks

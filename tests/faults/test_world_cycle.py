@@ -1,4 +1,5 @@
-"""1 -> 2 -> 4 -> 2 -> 1 ranks: the state is equal bit for bit after each load, and each step sees the same sequences."""
+"""1 -> 2 -> 4 -> 2 -> 1 ranks: the state is equal bit for bit after each load, and each step sees
+the same sequences."""
 
 import json
 
@@ -10,7 +11,11 @@ from conftest import ROWS
 from ranks import Job, toy_run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.model.tensor_files import Tensors
@@ -25,14 +30,24 @@ STEPS_EACH = 7  # a stop in the middle of epochs: 44 sequences, 11 steps
 def flags(toys, output, kind, strategy, *more):
     return (
         *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
-        *("--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true", "--run_name", "run"),
+        *(
+            "--strategy",
+            strategy,
+            "--state_dict_type",
+            kind,
+            "--precision",
+            "bf16-true",
+            "--run_name",
+            "run",
+        ),
         *("--micro_batch_size", 1, "--global_batch_size", GLOBAL_BATCH, "--number_epochs", EPOCHS),
         *("--eval_iters", 0, "--resume", "auto", *more),
     )
 
 
 def watch(folder):
-    """Writes the rows that each step sees, and the whole state right after it was loaded, as a checkpoint's tensors."""
+    """Writes the rows that each step sees, and the whole state right after it was loaded, as a
+    checkpoint's tensors."""
 
     def install():
         import fabric_llm.data.batches
@@ -53,7 +68,9 @@ def watch(folder):
             weights = get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             options = StateDictOptions(flatten_optimizer_state_dict=True)
-            state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)  # by torch alone
+            state = get_optimizer_state_dict(
+                model, optimizer.optimizer, options=options
+            )  # by torch alone
             state = {key: value for key, value in state.items() if key.startswith("state.")}
             for name, tensors in (("optimizer", state), ("weights", weights)):
                 target = folder / f"loaded-{path.name}" / name
@@ -71,7 +88,9 @@ def whole_state(path):
     optimizer = dict(reading.optimizer_state(path))
     if (path / "weights").is_dir():
         return optimizer, dict(Tensors((path / "weights").glob("*.safetensors")))
-    return optimizer, {state_dicts.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()}
+    return optimizer, {
+        state_dicts.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()
+    }
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("sharded", "fsdp"), ("full", "fsdp2")])
@@ -93,18 +112,33 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
             before = tmp_path / "run" / f"step-{index * STEPS_EACH:08d}"
             saved_optimizer, saved_weights = whole_state(before)
             loaded = tmp_path / f"loaded-{before.name}"
-            optimizer, weights = (dict(Tensors((loaded / name).glob("*.safetensors"))) for name in ("optimizer", "weights"))
+            optimizer, weights = (
+                dict(Tensors((loaded / name).glob("*.safetensors")))
+                for name in ("optimizer", "weights")
+            )
             assert saved_optimizer.keys() == optimizer.keys()
             assert all(torch.equal(saved_optimizer[name], optimizer[name]) for name in optimizer)
-            assert len(weights) > 20 and all(torch.equal(saved_weights[name], weights[name]) for name in weights)
-    progress = json.loads((tmp_path / "run" / f"step-{steps:08d}" / "trainer" / "progress.json").read_text())
+            assert len(weights) > 20 and all(
+                torch.equal(saved_weights[name], weights[name]) for name in weights
+            )
+    progress = json.loads(
+        (tmp_path / "run" / f"step-{steps:08d}" / "trainer" / "progress.json").read_text()
+    )
     assert progress["progress"]["position"] == EPOCHS * ROWS
-    seen = [tuple(map(int, line.split())) for p in tmp_path.glob("rows-*") for line in p.read_text().splitlines()]
+    seen = [
+        tuple(map(int, line.split()))
+        for p in tmp_path.glob("rows-*")
+        for line in p.read_text().splitlines()
+    ]
     positions = [position for position, _ in seen]
-    assert sorted(positions) == list(range(EPOCHS * ROWS)), "every position once, over all ranks and runs"
+    assert sorted(positions) == list(range(EPOCHS * ROWS)), (
+        "every position once, over all ranks and runs"
+    )
     rows = [row for _, row in sorted(seen)]
     for epoch in range(EPOCHS):
-        assert (np.bincount(rows[epoch * ROWS : (epoch + 1) * ROWS], minlength=ROWS) == 1).all(), epoch
+        assert (np.bincount(rows[epoch * ROWS : (epoch + 1) * ROWS], minlength=ROWS) == 1).all(), (
+            epoch
+        )
     assert rows == expected_rows(toys)
 
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# Parts of a pod that no file of configs/ has, and that take most of the room: anything is let through there.
+# Parts of a pod that no file of configs/ has, and that take most of the room: anything is let
+# through there.
 UNUSED = {
     "affinity",
     "ephemeralContainers",
@@ -49,7 +50,16 @@ UNUSED |= {
     "photonPersistentDisk",
     "portworxVolume",
 }
-UNUSED |= {"workloadRef", "schedulingGates", "hostAliases", "quobyte", "flocker", "fc", "gitRepo", "coordinator"}
+UNUSED |= {
+    "workloadRef",
+    "schedulingGates",
+    "hostAliases",
+    "quobyte",
+    "flocker",
+    "fc",
+    "gitRepo",
+    "coordinator",
+}
 WORDS = {
     "description",
     "x-kubernetes-list-type",
@@ -60,14 +70,19 @@ WORDS = {
 
 
 def trimmed(schema, is_properties=False):
-    """Without descriptions, and without unknown fields: the API server removes them, or refuses them where it is asked to."""
+    """Without descriptions, and without unknown fields: the API server removes them, or refuses
+    them where it is asked to."""
     if isinstance(schema, list):
         return [trimmed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     if is_properties:
         return {name: {} if name in UNUSED else trimmed(one) for name, one in schema.items()}
-    kept = {name: trimmed(one, name == "properties") for name, one in schema.items() if name not in WORDS}
+    kept = {
+        name: trimmed(one, name == "properties")
+        for name, one in schema.items()
+        if name not in WORDS
+    }
     if "x-kubernetes-int-or-string" in kept:
         return {"type": ["integer", "string"]}
     if "properties" in kept:
