@@ -212,7 +212,7 @@ def parse(
     argv = list(sys.argv[1:] if argv is None else argv)
     sections = {
         "": {"config": CONFIG},
-        **{group.__doc__ or "": declared(group) for group in flag_groups},
+        **{" ".join((group.__doc__ or "").split()): declared(group) for group in flag_groups},
     }
     try:
         answer_help(about, sections, argv)
