@@ -128,3 +128,26 @@ def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert held == others and {path.suffix for path in others} == {".cpp", ".html", ".md"}
+
+
+def test_what_trains_reaches_nothing_that_works_on_folders():
+    """Neither by an import, wherever it stands, nor as a process, but for the demo's dataset."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
+    reached, left = set(), {"train"}
+    while left:
+        name = left.pop()
+        reached.add(name)
+        named = {*imported(paths[name])}
+        named |= {before for one in named for before in [one.rpartition(".")[0]]}
+        left |= (named & paths.keys()) - reached
+    rooms = {name.split(".")[1] for name in reached if name.startswith("fabric_llm.")}
+    assert not rooms & BESIDE_TRAINING
+    scripts = re.compile(r'"(\w+\.py)"')
+    started = {
+        (name, script)
+        for name in reached - {"train", "arguments"}
+        for node in ast.walk(ast.parse(paths[name].read_text()))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+        for script in scripts.findall(ast.unparse(node).replace("'", '"'))
+    }
+    assert started == {("fabric_llm.plan.demo", "prepare_data.py")}
