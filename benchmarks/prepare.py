@@ -78,11 +78,10 @@ def main(argv: Optional[list[str]] = None) -> int:
         f"Text: {size / 1e6:,.0f} MB in {documents:,} documents, sources and documentation of "
         f"installed packages; byte-level"
         f" BPE of {VOCABULARY:,} tokens trained on it; rows of {CONTEXT} tokens",
-        f"Rounds: {options.rounds}, in turns. Seconds and memory are medians, ratios medians of "
-        f"the same round. Start-up of"
-        " the contender's process (imports) is left out, that of the processes it starts is not. "
-        "Processor seconds are those"
-        " of all processes, and say more than seconds where others use the machine",
+        f"Medians of {options.rounds} rounds, in turns; ratios are medians of the same round. "
+        f"Start-up (imports) of the"
+        " contender's process is left out, that of the processes it starts is not. Processor "
+        "seconds: of all processes",
     ]
     tables = []
     for cores in options.cores:
