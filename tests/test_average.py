@@ -153,6 +153,7 @@ def test_one_part_is_its_own_average(runs, tmp_path, run_average, run):
         assert torch.equal(average[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.longer
 def test_a_weight_of_one_gives_that_part(runs, tmp_path, run_average):
     first, *_, last = step_directories(runs / "full")
     assert run_average(first, last, "--weights", "0,2")[0] == 0

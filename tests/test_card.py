@@ -128,6 +128,7 @@ def test_the_front_matter_is_that_of_the_hub(made):
     assert "`llama3` (https://example.com/L)" in section(made[0], "Licence")
 
 
+@pytest.mark.longer
 def test_losses_are_those_of_the_log_at_the_step_of_the_checkpoint(made):
     card, source, _ = made
     lines = [

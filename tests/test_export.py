@@ -443,6 +443,7 @@ def test_an_export_that_cannot_be_opened_is_taken_back(runs, tmp_path, run_expor
     assert code == 1 and "can't open the export" in error and parts(tmp_path) == []
 
 
+@pytest.mark.longer
 def test_a_failed_overwrite_leaves_the_former_export(runs, tmp_path, run_export, monkeypatch):
     run_export(runs / "full")
 

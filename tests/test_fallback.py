@@ -122,6 +122,7 @@ def with_a_bad_sector(argv, file):
     return said_and_code(argv)
 
 
+@pytest.mark.longer
 def test_a_file_that_cannot_be_read_is_damaged(run):
     flags, folder = run
     file = folder / "step-00000006" / "model.safetensors"

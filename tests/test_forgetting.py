@@ -429,6 +429,7 @@ def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
     )
 
 
+@pytest.mark.longer
 def test_a_branch_does_not_go_back_before_its_branch_point(base, tmp_path):
     more = ("--forgetting_action", "rewind", "--eval_step_interval", 2, "--eval_iters", 2)
     run = replayed(base, tmp_path, *more, "--forgetting_budget", "replay:9", "--max_step", 4)

@@ -133,7 +133,7 @@ SPIKE = ("--max_step", 16, "--save_step_interval", 4, "--spike_threshold", 6, "-
 SPIKE_AT = {0: range(4 * 12, 4 * 13)}  # the loss of step 13 is 100 times too large
 
 
-@pytest.mark.quick_cases(r"skip-False")
+@pytest.mark.longer
 @pytest.mark.parametrize(("action", "changes"), [("warn", True), ("skip", False)])
 def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
     flags = (*SPIKE, "--save_step_interval", 1, "--spike_action", action)

@@ -436,6 +436,7 @@ def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
     assert tokens == [sum(one["tokens"] for one in each.values()) for each in sources]
 
 
+@pytest.mark.longer
 def test_each_validation_split_is_evaluated_and_the_loss_is_that_of_the_shares(whole):
     _, output = whole
     evaluated, together = (metrics(output / "whole", key) for key in ("eval", "eval_loss"))

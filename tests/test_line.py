@@ -219,7 +219,7 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
 # ------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.quick_cases(r"^(?!.*(replay:0.01|new:1,replay))")
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [

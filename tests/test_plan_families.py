@@ -72,7 +72,7 @@ def assert_planned(family, folder):
             assert one.memory.parts["parameters"] > 0 and one.seconds.step > 0, how
 
 
-@pytest.mark.quick_cases(r"bloom")
+@pytest.mark.longer
 @pytest.mark.parametrize("family", QUICK)
 def test_a_family_that_was_a_traceback(family, tmp_path):
     assert_planned(family, tmp_path)

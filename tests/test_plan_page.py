@@ -109,6 +109,7 @@ def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
     assert run.is_dir()
 
 
+@pytest.mark.longer
 def test_one_dataset_by_epochs(toys, tmp_path):
     flags = (
         *toy_run(toys, tmp_path),
@@ -124,6 +125,7 @@ def test_one_dataset_by_epochs(toys, tmp_path):
     assert "Checkpoints 1 and 0 evaluations" in drawn.text
 
 
+@pytest.mark.longer
 def test_doubts_are_shown(toys, tmp_path):
     drawn = preview(tmp_path, *toy_run(toys, tmp_path), "--max_step", 400, "--lr", 0.5)
     assert "--lr 0.5" in drawn.text

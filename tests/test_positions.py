@@ -33,6 +33,7 @@ def frequencies(model):
     return {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
 
 
+@pytest.mark.quick_cases(r"llama|gemma3|deepseek|phi3|gpt2")
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_positions_that_transformers_gives_it(tmp_path, family, given):

@@ -192,6 +192,7 @@ def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, 
     assert_same(tmp_path / "out", undisturbed)
 
 
+@pytest.mark.longer
 def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
     done = call(tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
     assert (

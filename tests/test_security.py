@@ -1352,7 +1352,9 @@ def end_of(program, *words):
     return code, said.getvalue(), asked
 
 
-@pytest.mark.quick_cases(r"is_a_link|outside|code_for")
+@pytest.mark.quick_cases(
+    r"link.*checkpoint|checkpoint_that_is_a_link|outside|code_for_the_model_of_a"
+)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack(base, tmp_path, name):
     attack, expected, *words = ATTACKS[name]

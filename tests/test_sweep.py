@@ -131,6 +131,7 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
     assert_mistake(toys, capsys, words, sentence)
 
 
+@pytest.mark.longer
 def test_what_does_not_fit_is_said(toys):
     words = [
         "--model_name",
