@@ -35,14 +35,14 @@ def main(argv: Optional[list[str]] = None) -> int:
             page = page_module("fabric_llm.forecast.page")
             if own.json:
                 raise Fault("--json true prints and --html draws: give one of them.")
-            if own.sweep is None and (plan := page.plan_of(own, flags)) is not None:
+            if own.sweep is not None:
+                raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
+            if (plan := page.plan_of(own, flags)) is not None:
                 now = {"max_step": plan.schedule.max_step, "context_length": max(plan.contexts)}
                 flags = changes.changed(flags, now)
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)
             show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
-            if own.html is not None:
-                page.write_sweep(Path(own.html), own, flags, rows)
             return 0
         outlook = changes.look(own, flags)
         best = changes.fastest(own, flags, progress) if own.auto else None

@@ -5,12 +5,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
 
-import numpy as np
-
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.forecast import sweep
 from fabric_llm.forecast.outlook import CLOSE, GIB, NO, Outlook
 from fabric_llm.plan import checks, make_plan, run_directory, start
 from fabric_llm.plan.demo import prepare_demo
@@ -79,56 +76,6 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
         bars=figures.bars(outlook.memory.parts, outlook.device_bytes, (CLOSE, NO)),
         runs=[{"headline": drawn.pop("headline"), "flags": shown(flags)}],
         **drawn,
-    )
-
-
-def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -> None:
-    """Write the page of plans on more and more devices. Raises Fault (2) where it can't be
-    written."""
-    first, hidden, run = rows[0].outlook, sweep.hidden(rows), reading.Run("", output)
-    drawn = [
-        (
-            "efficiency",
-            "Tokens per second and device",
-            "% of the most on the fewest",
-            lambda row: 100 * row.efficiency,
-        ),
-        ("none", "The same, if no messages are hidden", "%", lambda row: 100 * row.none_hidden),
-        ("step", "A step", "seconds", lambda row: row.outlook.seconds.step),
-        (
-            "memory",
-            "Memory of a device at its peak",
-            "GiB",
-            lambda row: row.outlook.memory.peak / GIB,
-        ),
-    ]
-    for how in hidden:
-        of = [row for row in rows if row.sharding == how]
-        counts = np.array([row.devices for row in of])
-        for name, _, _, value in drawn:
-            run.numbers.setdefault(name, {})[how] = reading.Series(
-                counts, np.array([value(row) for row in of])
-            )
-    charts = figures.charts(
-        [figures.Figure(name, title, unit) for name, title, unit, _ in drawn], [run]
-    )
-    ticks = [row.devices for row in rows]
-    for chart in charts:
-        axis = {"type": "log", "tickvals": ticks, "title": {"text": "Devices"}}
-        chart["layout"] |= {"xaxis": axis, "yaxis": {"rangemode": "tozero"}}
-    page.write_page(
-        output,
-        "Plan on more and more devices",
-        first.model,
-        f"{first.parameters / 1e6:,.1f} M parameters; {own.sweep} of {own.accelerator_name}",
-        {"curves": "Over devices", "table": "Numbers", "flags": "Flags"},
-        "Nothing was trained.",
-        charts=charts,
-        numbers=(sweep.TITLES, [row.cells() for row in rows]),
-        assumed=sweep.assumptions(own, rows),
-        runs=[
-            {"headline": [(how, words, "") for how, words in hidden.items()], "flags": shown(flags)}
-        ],
     )
 
 
