@@ -487,9 +487,8 @@ class Arguments:
     save: SaveArguments
     logging: LoggingArguments
     demo: bool = False  # configs/demo.yaml applies; not a flag
-    on_command_line: frozenset[str] = (
-        frozenset()
-    )  # names of the flags that don't come from a file; not a flag
+    # names of the flags that don't come from a file; not a flag
+    on_command_line: frozenset[str] = frozenset()
 
     @staticmethod
     def declared() -> dict[str, Flag]:
@@ -670,9 +669,8 @@ NOT_A_FLAG = {
 }
 
 
-REMOVED = (
-    "compare_plan",
-)  # ignored in the arguments.yaml of a run that an earlier version has begun
+# ignored in the arguments.yaml of a run that an earlier version has begun
+REMOVED = ("compare_plan",)
 
 
 def not_here() -> dict[str, str]:

@@ -20,10 +20,11 @@ def main(argv: Optional[list[str]] = None) -> None:
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
         checks.check(arguments)
+        # imports torch, which --help and mistakes don't wait for
         from fabric_llm.weights import (
             card,
             export,
-        )  # imports torch, which --help and mistakes don't wait for
+        )
 
         source, is_there = (
             checkpoint_at(arguments.checkpoint),

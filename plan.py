@@ -71,9 +71,8 @@ def main(argv: Optional[list[str]] = None) -> int:
                 "more nodes."
             )
             return 0
-        steps = (
-            ["--max_step", str(last.steps)] if own.tokens is not None else []
-        )  # train.py takes steps
+        # train.py takes steps
+        steps = ["--max_step", str(last.steps)] if own.tokens is not None else []
         print(
             f"\nNext: "
             f"{command([*words, *(word for change, _ in tried for word in change), *steps])}"

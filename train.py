@@ -17,9 +17,8 @@ from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.training.schedule import arguments_of, lr_at
 
-if (
-    TYPE_CHECKING
-):  # what needs torch is imported when it is used: --help and mistakes are answered at once
+# what needs torch is imported when it is used: --help and mistakes are answered at once
+if TYPE_CHECKING:
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.plan.plan import Plan
     from fabric_llm.processes.watch import Watch
@@ -59,7 +58,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     from fabric_llm.training import adamw, ema, step
 
     run = build.build(fabric, flags, plan, signals, watch)
-    guard, log = run.guard, run.log
+    guard, log, shape = run.guard, run.log, arguments_of(vars(flags.training))
     stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
     if guard.verdict == "rewind":  # by what a process before this one would have done now
         verdicts.rewind(run)
@@ -74,9 +73,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         number = run.progress.step
         logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
         log.begin(number)
-        lr = lr_at(
-            before.step, max_step=run.plan.schedule.max_step, **arguments_of(vars(flags.training))
-        )
+        lr = lr_at(before.step, max_step=run.plan.schedule.max_step, **shape)
         step.set_lr(run.optimizer, lr)
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
@@ -84,19 +81,13 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         # the first forward.
         micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
-        for batch in step.accumulate(
-            fabric,
-            run.model,
-            micro_batches,
-            run.plan.syncs_every_micro_batch,
-            run.plan.model.sums_in_float32,
-        ):
-            losses = (
-                run.model(**batch) / targets
-            )  # of this micro-batch: the loss, and a router's where it is trained
+        how = run.plan.syncs_every_micro_batch, run.plan.model.sums_in_float32
+        for batch in step.accumulate(fabric, run.model, micro_batches, *how):
+            # Of this micro-batch: the loss, and the auxiliary loss of routers where it is trained.
+            losses = run.model(**batch) / targets
             step.backward(fabric, trained_loss(losses, run.plan.model.router_aux_loss_coef))
             total = total + losses.detach()
-        del losses  # it knows the parameters, which a rewind gives up
+        del losses  # its graph references the parameters, which a rewind frees
         with log.waits:  # here the host waits for the device, and for the other ranks
             grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
             asked = [*run.requests.ask(), save.has_written(run)]
@@ -124,12 +115,10 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             log.step(loss, lr, grad_norm, aux_loss, update)
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
-        if (
-            guard.verdict == "rewind"
-        ):  # by the loss of the step, or by what the evaluation says of forgetting
+        # The loss of the step asks for it, or what the evaluation says of forgetting. A request to
+        # stop waits: the next step asks again, and saves where the run is then.
+        if guard.verdict == "rewind":
             verdicts.rewind(run)
-            # also where a stop was asked for: the next step asks again, and saves where the run is
-            # then
             continue
         stops = bool(stop) or guard.verdict == "stop"
         if saves or save_now or stops:
@@ -161,15 +150,13 @@ if __name__ == "__main__":
         main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        if stop.code and not isinstance(
-            stop.code, int
-        ):  # as Python does, of which os._exit knows nothing
+        # as Python does, of which os._exit knows nothing
+        if stop.code and not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # everything is closed; destructors of process groups have been seen to hang, see run/run.py
+    # everything is closed; destructors of process groups have been seen to hang, see run/run.py
+    os._exit(code)

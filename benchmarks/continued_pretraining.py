@@ -30,13 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import inputs, page
 
 VOCABULARY, CONTEXT = 8192, 256
+# folders of the standard library
 NO_CODE = (
     "test",
     "tests",
     "idle_test",
     "site-packages",
     "dist-packages",
-)  # folders of the standard library
+)
 MODEL = {
     **{
         "hidden_size": 256,
@@ -165,9 +166,8 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
 def continue_from_base(work: Path) -> None:
     base = work / "base" / f"step-{BASE['max_step']:08d}"
     for name, flags in runs_of(work).items():
-        with contextlib.suppress(
-            subprocess.CalledProcessError
-        ):  # one of them is to end with exit code 76
+        # one of them is to end with exit code 76
+        with contextlib.suppress(subprocess.CalledProcessError):
             inputs.train(
                 work / name, model_name=base, resume="auto", **COMMON, **CONTINUED, **flags
             )

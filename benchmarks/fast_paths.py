@@ -24,9 +24,8 @@ from benchmarks import page, turns
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Loss = Callable[
-        [Tensor, Tensor, Tensor], Tensor
-    ]  # hidden [tokens, size], head [vocabulary, size], targets -> sum
+    # hidden [tokens, size], head [vocabulary, size], targets -> sum
+    Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 HEADS = {  # tokens x hidden size x vocabulary
     "smoke": ["64x32x128"],
@@ -110,9 +109,8 @@ def chunked(hidden: Tensor, head: Tensor) -> Loss:
     with torch.device("meta"):  # only the head is used
         model = AutoModelForCausalLM.from_config(config, dtype=head.dtype)
         ours = Head(model)
-        ours.hidden_states(
-            input_ids=torch.zeros(1, 2, dtype=torch.long)
-        )  # it learns the class of the outputs
+        # it learns the class of the outputs
+        ours.hidden_states(input_ids=torch.zeros(1, 2, dtype=torch.long))
     model.lm_head.weight = head
     return lambda hidden, head, targets: chunked_loss(ours, token_loss, hidden, targets)
 

@@ -55,16 +55,18 @@ SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
     "8B": llama(4096, 14336, 32, 32, 8, False, VOCABULARY),
     "toy": llama(64, 128, 2, 4, 2, True, 256),
 }
+# vocabulary, context, rows, tokens of a document
 DATA, TOY_DATA = (
     (VOCABULARY, 4096, 64, 1000),
     (256, 64, 64, 16),
-)  # vocabulary, context, rows, tokens of a document
+)
 TIMED_SECONDS, CASE_SECONDS, LEAST_SECONDS = 4.0, 75.0, 15.0
+# flags of all cases that don't say otherwise
 USUAL = {
     "compile": "true",
     "loss": "chunked",
     "attention": "packed",
-}  # flags of all cases that don't say otherwise
+}
 SIZE, FULL, SELECTIVE = (
     "--micro_batch_size",
     "--activation_checkpointing full",

@@ -39,12 +39,13 @@ EVERY_SECONDS = 0.05
 REWINDS_AT = 2  # the step that a run goes back after, once
 
 
+# a run's ranks, and those that resume it
 CASES = (
     ("fsdp2", 1, 2),
     ("fsdp2", 2, 4),
     ("fsdp2", 4, 1),
     ("fsdp", 2, 1),
-)  # a run's ranks, and those that resume it
+)
 EXPORTED = CASES[1]
 COLUMNS = {
     "ranks": lambda row: str(row["ranks"]),

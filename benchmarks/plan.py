@@ -31,15 +31,17 @@ from fabric_llm.model import gate, layers
 
 GIB = 2**30
 CONTEXT, SLACK = "CUDA context (assumed)", "allocator's slack (assumed)"
+# of the plan's parts
 NOT_COUNTED = {
     "allocated": (CONTEXT, SLACK),
     "active": (CONTEXT, SLACK),
     "reserved": (CONTEXT,),
-}  # of the plan's parts
+}
+# Llama 2 7B besides
 SHAPES = {
     **gpu.SHAPES,
     "7B": gpu.llama(4096, 11008, 32, 32, 32, False, 32000),
-}  # Llama 2 7B besides
+}
 
 TITAN = "https://github.com/pytorch/torchtitan"
 PERFORMANCE = (

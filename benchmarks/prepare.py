@@ -48,9 +48,8 @@ COLUMNS = {
     "peak memory, MiB": lambda row: f"{statistics.median(row['peak_bytes']) / page.MIB:,.0f}",
 }
 EACH_ROUND = ("seconds", "processor_seconds", "peak_bytes")  # what a row has a list of
-Contender = tuple[
-    Callable[[], Any], Callable[[Any], dict[str, Any]]
-]  # what is timed; what its result is reported as
+# what is timed; what its result is reported as
+Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -255,10 +254,11 @@ def work(name: str, folder: str, output: str, cores: str) -> int:
     """The process of a contender."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
     run, report = CONTENDERS[name](Path(folder), Path(output), int(cores))
+    # of this process, and of its children that have ended
     before, began = (
         sum(os.times()[:4]),
         time.perf_counter(),
-    )  # of this process, and of its children that have ended
+    )
     result = run()
     seconds = {
         "seconds": time.perf_counter() - began,

@@ -34,10 +34,11 @@ CASES = {  # name -> flags
     "2 devices, fsdp2": {"devices": 2, "strategy": "fsdp2"},
     "2 devices, ddp": {"devices": 2, "strategy": "ddp"},
 }
+# how a line begins that says so
 SIGNS = {
     "start verified": "Start verified",
     "first step": "step ",
-}  # how a line begins that says so
+}
 STEPS = 3
 TITLES = ["seconds to", *SIGNS, "exit", "processor time"]
 
@@ -115,9 +116,8 @@ def time_run(
         said.append(line)
         for sign in (name for name, start in SIGNS.items() if line.startswith(start)):
             found.setdefault(sign, time.perf_counter() - began)
-    _, status, usage = os.wait4(
-        process.pid, 0
-    )  # of the ranks that it started as well, which it has waited for
+    # of the ranks that it started as well, which it has waited for
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0 and found.keys() == SIGNS.keys(), "".join(said)
     return {

@@ -285,9 +285,8 @@ def problem_of(rows: list[page.Row]) -> Optional[str]:
         return f"failed: {'; '.join(failed)}."
     for row in rows:
         pairs = list(zip(row["losses"], rows[0]["losses"], strict=True))
-        if not all(
-            abs(loss - expected) <= LOSS_TOLERANCE for loss, expected in pairs
-        ):  # also where one is NaN
+        # also where one is NaN
+        if not all(abs(loss - expected) <= LOSS_TOLERANCE for loss, expected in pairs):
             return (
                 f"{row['name']}: losses {row['losses']}, but {rows[0]['losses']} with "
                 f"{rows[0]['name']}."

@@ -40,9 +40,8 @@ from fabric_llm.run import supervision, verdicts  # noqa: E402, F401
 # the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
-tqdm.set_lock(
-    threading.RLock()
-)  # its own is shared by forked processes: killed with it, a rank would keep it for ever
+# its own is shared by forked processes: killed with it, a rank would keep it for ever
+tqdm.set_lock(threading.RLock())
 disable_progress_bar()
 datasets.disable_progress_bars()
 

@@ -392,12 +392,10 @@ class Tried:
     model_class: str = ""
     attention: str = ""
     documents: str = ""  # "apart", or what a document sees of the one before it
-    devices: dict[int, str] = field(
-        default_factory=dict
-    )  # number of devices -> "yes", or what was said
-    logits: dict[int, str] = field(
-        default_factory=dict
-    )  # number of devices -> difference of the export's
+    # number of devices -> "yes", or what was said
+    devices: dict[int, str] = field(default_factory=dict)
+    # number of devices -> difference of the export's
+    logits: dict[int, str] = field(default_factory=dict)
     kept: str = ""  # tensors of other dtypes than a cast of the whole model would give them
 
 

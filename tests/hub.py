@@ -80,9 +80,8 @@ class Uploads(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), UploadHandler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         self.lock = threading.Lock()
-        self.breaks_at: float = float(
-            "inf"
-        )  # the number of the large file that isn't taken, nor those after it
+        # the number of the large file that isn't taken, nor those after it
+        self.breaks_at: float = float("inf")
         self.stored: dict[str, bytes] = {}  # large files by their hash
         self.put: list[str] = []  # their hashes as they came
         self.repository: dict[str, bytes] = {}  # what is committed, by path

@@ -434,12 +434,13 @@ class Refusal:
     beside: set[tuple[Any, ...]] = field(default_factory=set)
 
 
+# on which it may depend without naming it
 BESIDE_REFUSAL = (
     "model",
     "data",
     "devices",
     "strategy",
-)  # on which it may depend without naming it
+)
 ENOUGH_REFUSALS = 3  # and none accepted: whatever is beside
 
 
@@ -563,12 +564,13 @@ PLACES |= {
     "publish.done": 3,
 }
 PLACES |= {"prune.begin": 2, "prune.renamed": 2, "metrics.replace": 2, "set_up": 1}
+# a file in the run directory, or a signal to rank 0
 OUTSIDE = (
     "stop",
     "save_now",
     "SIGTERM",
     "SIGKILL",
-)  # a file in the run directory, or a signal to rank 0
+)
 
 
 @dataclass

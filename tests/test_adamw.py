@@ -203,9 +203,8 @@ def test_rounding_is_right_on_average(value):
     low, high = found.min(), found.max()
     assert low <= value <= high
     assert bits(high.bfloat16()).sub(bits(low.bfloat16())).abs() <= 1  # neighbours
-    spread = (high - value.double()) * (
-        value.double() - low
-    )  # the variance of the two-point distribution
+    # the variance of the two-point distribution
+    spread = (high - value.double()) * (value.double() - low)
     assert abs(found.mean() - value.double()) <= 4 * (spread / count).sqrt()
 
 
@@ -215,9 +214,8 @@ def test_every_bfloat16_stays():
         found = bfloat16_bits(every.float(), torch.full((2**16,), noise, dtype=torch.int32))
         found = found.to(torch.int16).view(torch.bfloat16)
         numbers = ~every.isnan()
-        assert same_bits(
-            [found[numbers]], [every[numbers]]
-        )  # infinities, denormals and -0.0 among them
+        # infinities, denormals and -0.0 among them
+        assert same_bits([found[numbers]], [every[numbers]])
         assert found[~numbers].isnan().all()
 
 

@@ -101,9 +101,8 @@ def entries_of_help(script="train.py", *words):
     """{(group, flag): its entry in one line} of `script --help WORDS`, which shows flags in
     full."""
     group, flag, entries = "", None, {}
-    for line in help_of(script, *words)[0].splitlines()[
-        2 * (words == ("all",)) :
-    ]:  # without what the program does
+    # without what the program does
+    for line in help_of(script, *words)[0].splitlines()[2 * (words == ("all",)) :]:
         if line and not line.startswith(" "):
             group = line.split(" (")[0]
         elif line.startswith("  --"):

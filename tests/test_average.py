@@ -304,9 +304,8 @@ def peak_bytes(folders, output):
     import ctypes
     import resource
 
-    ctypes.CDLL(None).mallopt(
-        -3, 2**16
-    )  # M_MMAP_THRESHOLD: what is freed goes back at once, or the peak is one of leftovers
+    # M_MMAP_THRESHOLD: what is freed goes back at once, or the peak is one of leftovers
+    ctypes.CDLL(None).mallopt(-3, 2**16)
     main([*folders, "--output", output, "--evaluate", "false", "--max_shard_size", "10MB"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

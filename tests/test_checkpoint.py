@@ -53,13 +53,14 @@ FLAGS = (
     3,
 )
 EXTEND = ("--resume_override", "max_step")
+# beside checkpoints
 LEFT = [
     ".lock",
     "STATUS.json",
     "arguments.yaml",
     "events.jsonl",
     "metrics.jsonl",
-]  # beside checkpoints
+]
 FLAGS += ("--save_step_interval", 1)
 
 
@@ -318,9 +319,8 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
     parts = [name for name in files_of(tmp_path / "run" / "step-00000001") if "/shard-" in name]
     assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts
-    one_rank(
-        toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND
-    )  # and together they are the state
+    # and together they are the state
+    one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND)
     assert_same_weights(tmp_path / "run", runs / "full")
 
 

@@ -78,11 +78,12 @@ def test_the_image_s_own_python_may_be_the_distribution_s(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "fabric_llm", tmp_path / "fabric_llm")
+    # 0 means true there
     offline = {
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
         "PIP_NO_INDEX": "1",
-    }  # 0 means true there
+    }
     environment = {"HOME": str(tmp_path), "PATH": path, **offline}
 
     def typed(line):

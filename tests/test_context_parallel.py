@@ -25,13 +25,14 @@ from fabric_llm.model.strategy import context_group
 from fabric_llm.plan.make_plan import require_shares
 from fabric_llm.verify import __main__ as verify
 
+# ranks; that share rows
 STRATEGIES = [
     ("fsdp", 2, 2),
     ("fsdp2", 2, 2),
     ("ddp", 2, 2),
     ("fsdp2", 4, 2),
     ("fsdp", 4, 4),
-]  # ranks; that share rows
+]
 FAMILIES = ["qwen3", "gemma3_text", "mixtral", "gpt2-no-dropout", "phi", "olmo2", "deepseek_v3"]
 
 
@@ -156,10 +157,11 @@ def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_pa
         "--resume",
         "auto",
     )
+    # micro-batches of a process, four a step: in its second step
     for ranks, count in (
         (2, 6),
         (1, 6),
-    ):  # micro-batches of a process, four a step: in its second step
+    ):
         job = Job(
             ranks,
             *flags,

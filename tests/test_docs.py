@@ -20,9 +20,8 @@ PAGES = [
     *(ROOT / f / "README.md" for f in ("data", "checkpoints")),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
-NAMED = re.compile(
-    r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`"
-)  # `prepare/rows.py` or `prepare/rows.py: save_rows`
+# `prepare/rows.py` or `prepare/rows.py: save_rows`
+NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`")
 CALLED = re.compile(r"`([\w.]+)\(\)`")
 
 

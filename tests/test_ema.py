@@ -244,9 +244,8 @@ def test_an_update_that_is_due_after_a_step_that_is_left_out_is_made(toys, tmp_p
         toys, tmp_path, "--ema_decay", DECAY, "--ema_every", 2, "--max_step", 6, model="llama"
     )
     argv = [*map(str, argv), "--devices", "1", "--log_step_interval", "1"]
-    assert run_ranks(1, train_with_faults, argv, {0: [4, 16, 20]}, math.nan) == [
-        0
-    ]  # steps 2, 5 and 6
+    # steps 2, 5 and 6
+    assert run_ranks(1, train_with_faults, argv, {0: [4, 16, 20]}, math.nan) == [0]
     wanted = plain(tmp_path, toys / "llama", DECAY**2, (2, 4))
     for name, tensor in average_of(step(tmp_path, 6)).items():
         torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7)

@@ -572,9 +572,8 @@ def hub(monkeypatch, tmp_path):
         error = None
 
         def create_repo(self, repository, **options):
-            opened = AutoModelForCausalLM.from_pretrained(
-                tmp_path / "hf"
-            )  # complete, under its name
+            # complete, under its name
+            opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
             self.calls.append(("create_repo", repository, options, opened.num_parameters()))
 
         def upload_folder(self, **options):

@@ -86,9 +86,8 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
         assert code == 0
         if "LlamaForCausalLM" in said:  # rank 0
             assert "resumed from" in said and "step-00000004" in said
-            if (
-                pattern != "MANIFEST.json"
-            ):  # there another file's entry may be what has changed, or it is no checkpoint
+            # there another file's entry may be what has changed, or it is no checkpoint
+            if pattern != "MANIFEST.json":
                 assert "is damaged" in said and file.name in said
     assert metrics(folder, "step")[-3:] == [5, 6, 7]
     assert (folder / "step-00000007").is_dir()

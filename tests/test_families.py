@@ -32,9 +32,8 @@ REFUSED = {  # (family, devices) that can't be, and what is said then
     ("xlstm", 2): "xLSTMForCausalLM as transformers",
     ("zamba", 2): "ZambaMambaMixer holds parameters of torch.bfloat16 and torch.float32 itself",
 }
-if Version(transformers.__version__) >= Version(
-    "5.24"
-):  # keeps a bias of each forget gate in float32
+# keeps a bias of each forget gate in float32
+if Version(transformers.__version__) >= Version("5.24"):
     REFUSED["kimi_linear", 2] = (
         "KimiLinearForgetGate holds parameters of torch.bfloat16 and torch.float32 itself"
     )

@@ -38,9 +38,8 @@ def test_a_llama_by_hand():
 
 def test_gpt2_whose_output_layer_is_its_embedding_by_hand():
     counted = flops.of_model(skeleton(TOY_CONFIGS["gpt2"]))
-    matrices = (
-        2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + 32 * VOCABULARY
-    )  # no embedding of tokens or positions
+    # no embedding of tokens or positions
+    matrices = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + 32 * VOCABULARY
     assert counted.of_token == 6 * matrices and counted.of_pair == {None: 2 * 12 * 32}
 
 

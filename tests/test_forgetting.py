@@ -21,10 +21,11 @@ from fabric_llm.data.probes import copy_probe
 from fabric_llm.training.guard import Guard, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
+# of two languages: the second of a pair of tokens follows from the first by these
 WORDS = {
     "old": (7, 3),
     "new": (5, 11),
-}  # of two languages: the second of a pair of tokens follows from the first by these
+}
 
 
 def language(folder, name, rows=400, validation_rows=24):
@@ -314,12 +315,13 @@ def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
     )
     train_ranks(1, *run, *more, "--forgetting_budget", "validation:9")
     assert evaluated(tmp_path / "run", "validation", "budget")[-1] == 9
+    # as the sentence says
     weights = (
         "--model_name",
         tmp_path / "run" / "step-00000004",
         "--run_name",
         "anew",
-    )  # as the sentence says
+    )
     train_ranks(1, *run, *more[4:], "--resume_override", "", *weights, *budget)
 
 

@@ -107,9 +107,8 @@ def test_the_norm_of_a_gradient_is_that_of_a_cpu_and_takes_no_copy():
         torch.randn(count, generator=torch.Generator().manual_seed(count)).bfloat16()
         for count in (7, 2**25)
     ]
-    gradients.append(
-        torch.randn(2**12, generator=torch.Generator().manual_seed(0))
-    )  # as of a router
+    # as of a router
+    gradients.append(torch.randn(2**12, generator=torch.Generator().manual_seed(0)))
     there = [gradient.to(GPU) for gradient in gradients]
     step.sum_of_squares(there)
     torch.cuda.reset_peak_memory_stats()

@@ -579,9 +579,8 @@ def train_and_count(argv, faults):
             if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")
         ]
 
-    of_other_tests = (
-        alive()
-    )  # what this process was forked with; held, so that nothing else gets their addresses
+    # what this process was forked with; held, so that nothing else gets their addresses
+    of_other_tests = alive()
     others = set(map(id, of_other_tests))
 
     def count():

@@ -44,9 +44,8 @@ def test_rooms_import_only_from_floors_below():
             if parts[0] in ("arguments", "train", "prepare_data", "export_hf"):
                 found.append(f"{path} imports the script {name}")
             elif parts[0] == "fabric_llm" and room != "__init__.py" and parts[1] != room:
-                if FLOOR[parts[1]] >= FLOOR.get(
-                    room, len(FLOORS)
-                ):  # a command beside the rooms is above them
+                # a command beside the rooms is above them
+                if FLOOR[parts[1]] >= FLOOR.get(room, len(FLOORS)):
                     found.append(f"{path} imports {name}, which isn't below {room}")
     assert found == [], "\n".join(found)
 
@@ -95,9 +94,8 @@ def test_every_room_says_what_it_is_and_imports_nothing():
     for path in PACKAGE.rglob("__init__.py"):
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)) and "TODO" not in text, path
-        assert set(imported(path)) <= ({"sys"} if path.parent == PACKAGE else set()), (
-            path
-        )  # it asks for Python's version
+        # it asks for Python's version
+        assert set(imported(path)) <= ({"sys"} if path.parent == PACKAGE else set()), path
         if path.parent != PACKAGE:
             missing = [
                 other.stem for other in path.parent.glob("[a-z]*.py") if other.stem not in text

@@ -190,9 +190,8 @@ def train_compiled(attention, batches):
     layers.compile_layers(model)
     generator = torch.Generator().manual_seed(9)
     for rows, trains in batches:
-        begins = (
-            torch.rand(rows, CONTEXT, generator=generator) < 0.2
-        )  # another number of documents each time
+        # another number of documents each time
+        begins = torch.rand(rows, CONTEXT, generator=generator) < 0.2
         begins[:, 0] = True
         index = torch.arange(CONTEXT).expand(rows, CONTEXT)
         positions = index - torch.where(begins, index, 0).cummax(dim=1).values
@@ -411,9 +410,8 @@ def graphs_of_recomputed_layers(which, shares):
     found, compile_function = [], torch.compile
 
     def counted(graph, inputs):
-        parts = [
-            one for one in graph.modules() if isinstance(one, torch.fx.GraphModule)
-        ]  # of what is checkpointed, a part
+        # of what is checkpointed, a part
+        parts = [one for one in graph.modules() if isinstance(one, torch.fx.GraphModule)]
         found.append(sum("linear" in str(node.target) for one in parts for node in one.graph.nodes))
         return graph.forward
 
@@ -783,11 +781,11 @@ def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, 
     [
         (
             ("--activation_checkpointing", "every:0"),
-            "takes none, full, every:N (such as every:2), selective, offload or auto",
+            "takes none, full, every:N (such as every:2), selective or offload",
         ),
         (
             ("--activation_checkpointing", "half"),
-            "takes none, full, every:N (such as every:2), selective, offload or auto",
+            "takes none, full, every:N (such as every:2), selective or offload",
         ),
         (("--loss", "liger"), "--loss takes auto, full or chunked, not 'liger'"),
     ],

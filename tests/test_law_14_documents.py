@@ -47,9 +47,8 @@ class Draw:
 
     def __init__(self, seed: int, root: Path) -> None:
         self.random, self.root, self.count = random.Random(seed), root, 0
-        self.known = [
-            f"text number {number} of all" for number in range(4)
-        ]  # which come again and again
+        # which come again and again
+        self.known = [f"text number {number} of all" for number in range(4)]
 
     def text(self) -> str:
         kind = self.random.random()
@@ -117,9 +116,8 @@ class Draw:
 
     def packed(self, content: bytes, packed: str, kind: str) -> bytes:
         """In several streams, padded, or with a damaged one, which takes all behind it away."""
-        end = (
-            b",\n" if kind == ".json" else b"\n"
-        )  # of a record that is good, which the first stream holds
+        # of a record that is good, which the first stream holds
+        end = b",\n" if kind == ".json" else b"\n"
         begin = max(content.find(b"good in"), content.find(b"row in"))
         first = content.find(end, begin) + len(end) if begin >= 0 and end in content[begin:] else 0
         cuts = (
@@ -159,9 +157,8 @@ class Draw:
         for number in range(self.random.randrange(5)):
             place, kind = self.random.choice(folders) / f"z{number}", self.random.randrange(5)
             if kind == 0:
-                place.symlink_to(
-                    self.random.choice(folders), target_is_directory=True
-                )  # loops among them
+                # loops among them
+                place.symlink_to(self.random.choice(folders), target_is_directory=True)
             elif kind == 1:
                 target = self.random.choice(files)
                 Path(f"{place}{''.join(target.suffixes)}").symlink_to(target)

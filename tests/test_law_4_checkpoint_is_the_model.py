@@ -9,11 +9,12 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.weights.export import export
 
+# mean, as a part of the logits' deviation
 DIFFERENCE = {
     "32-true": 1e-5,
     "bf16-true": 2e-2,
     "bf16-mixed": 2e-2,
-}  # mean, as a part of the logits' deviation
+}
 
 
 @pytest.mark.quick_cases(r"\[(fsdp-32-true-full-llama-tied|fsdp2-bf16-true-sharded-gpt2)")

@@ -351,9 +351,8 @@ def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
         return [loss for loss in losses if loss.encode() not in written.read_bytes()]
 
     deadline = time.monotonic() + 60
-    while (
-        missing() and time.monotonic() < deadline
-    ):  # another process writes, which a busy machine delays
+    # another process writes, which a busy machine delays
+    while missing() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert missing() == []
 

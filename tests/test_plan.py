@@ -77,9 +77,8 @@ def test_the_table_adds_up(small):
     parts = small["memory"]["parts"]
     assert sum(parts.values()) == small["memory"]["peak"] and small["fits"]
     assert parts["optimizer state"] == pytest.approx(2 * parts["parameters"], rel=0.01)
-    assert 4 * parts["parameters"] == pytest.approx(
-        2 * small["parameters"], rel=0.05
-    )  # a quarter each, padded
+    # a quarter each, padded
+    assert 4 * parts["parameters"] == pytest.approx(2 * small["parameters"], rel=0.05)
 
 
 def test_steps_tokens_hours_and_money(small):
@@ -129,9 +128,8 @@ def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
     peaks = [
         one["memory"]["peak"] for one in said(*words, "--device_memory", room / 2**30)["changes"]
     ]
-    found = said(*words, "--device_memory", peaks[0] / 0.9 / 2**30)[
-        "changes"
-    ]  # the first takes 90 %
+    # the first takes 90 %
+    found = said(*words, "--device_memory", peaks[0] / 0.9 / 2**30)["changes"]
     assert found[0]["used"] == pytest.approx(0.9) and found[-1]["used"] <= 0.8 and len(found) > 1
 
 

@@ -17,6 +17,7 @@ from ranks import metrics, run_ranks, train_ranks
 from test_float8 import refused
 from transformers import AutoModelForCausalLM
 
+# 96 tokens: 4 rows, of which the longest documents differ
 LENGTHS = [
     4,
     20,
@@ -28,16 +29,15 @@ LENGTHS = [
     5,
     3,
     16,
-]  # 96 tokens: 4 rows, of which the longest documents differ
+]
 STEPS = 4
 
 
 def config_of(kind):
     if kind == "chunks":
         config = toy_config("llama4_text")
-        config.attention_chunk_size = config.floor_scale = (
-            CONTEXT - 4
-        )  # longer than the usual probe
+        # longer than the usual probe
+        config.attention_chunk_size = config.floor_scale = CONTEXT - 4
         return config
     config = toy_config("phi3" if kind == "longrope" else "llama")
     theta = config.rope_parameters["rope_theta"]

@@ -441,9 +441,8 @@ def test_validation_fraction_is_kept_on_the_average():
 def test_each_split_gets_a_document_whatever_the_fraction(
     make, tmp_path, texts, fraction, moved_to, monkeypatch
 ):
-    monkeypatch.setattr(
-        "fabric_llm.prepare.rows.COPY_TOKENS", 7
-    )  # the move goes by many small copies
+    # the move goes by many small copies
+    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)
     long = [text for text in texts if len(text) > 100]
     manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)
     hashes = [document_hash(1234, text) for text in long]
@@ -778,9 +777,8 @@ def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(
     write_texts(tmp_path / "more", texts[16:])
     (folder / "a").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (folder / "b").symlink_to(tmp_path / "elsewhere", target_is_directory=True)  # again
-    (folder / "c").symlink_to(
-        tmp_path, target_is_directory=True
-    )  # what it lies in: `elsewhere` and itself again, and `more`
+    # what it lies in: `elsewhere` and itself again, and `more`
+    (folder / "c").symlink_to(tmp_path, target_is_directory=True)
     (folder / "d.txt").symlink_to("000.txt")
     os.link(folder / "001.txt", folder / "e.txt")
     manifest = make(folder, exclude=["out"])

@@ -63,9 +63,8 @@ def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
         rows, done = packed(documents, context)
     finally:
         packing.WINDOW_DOCUMENTS = 2**20
-    alone = sum(
-        length > context and length % context == 1 for length in lengths
-    )  # EOS of a text that fills its rows
+    # EOS of a text that fills its rows
+    alone = sum(length > context and length % context == 1 for length in lengths)
     assert done["dropped_tokens"] == alone
     assert (
         rows.shape == (done["rows"], context)

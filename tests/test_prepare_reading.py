@@ -703,9 +703,8 @@ def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch
         and "is longer than" in manifest["skipped"]["bad_records"][0]
     )
     assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * len(TEXTS)
-    monkeypatch.setattr(
-        encoding, "MANY_RECORDS", 3
-    )  # but much of a file that is bad throughout is a mistake
+    # but much of a file that is bad throughout is a mistake
+    monkeypatch.setattr(encoding, "MANY_RECORDS", 3)
     bad = as_lines(TEXTS * 9).replace(b'"text"', b'"body"')
     with pytest.raises(
         ValueError,
@@ -760,9 +759,8 @@ def test_a_mistyped_input_is_answered_without_the_hub(tmp_path, monkeypatch):
             inputs.find_sources([given], pattern=["*"], output=tmp_path / "o")
     with pytest.raises(ValueError, match="input corpus/books is neither a file or folder here nor"):
         inputs.find_sources(["corpus/books"], pattern=["*"], output=tmp_path / "o")
-    inputs.find_sources(
-        ["wikitext"], pattern=["*"], output=tmp_path / "o"
-    )  # which only the hub can say
+    # which only the hub can say
+    inputs.find_sources(["wikitext"], pattern=["*"], output=tmp_path / "o")
     inputs.find_sources(["org/name"], pattern=["*"], output=tmp_path / "o")
 
 

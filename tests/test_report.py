@@ -734,9 +734,8 @@ def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
         "false",
     )
     flags += ("--spike_threshold", 6, "--spike_action", "rewind")
-    assert run_ranks(1, train_with_faults, list(map(str, flags)), {0: [10]}, 100.0) == [
-        0
-    ]  # step 11 goes back to 8
+    # step 11 goes back to 8
+    assert run_ranks(1, train_with_faults, list(map(str, flags)), {0: [10]}, 100.0) == [0]
     shown = report(tmp_path / "run")
     [kept] = shown.lines("loss")
     assert kept["x"] == list(range(1, 13))

@@ -129,9 +129,8 @@ def steps(toys, folder, *more, model="mixtral"):
 def test_it_is_trained_as_the_configuration_or_the_flag_says_and_logged_by_itself(toys, tmp_path):
     loss, aux, norm, evaluated = steps(toys, tmp_path / "config")
     without = steps(toys, tmp_path / "off", "--router_aux_loss_coef", 0)
-    assert (
-        without[1] == [] and len(aux) == 2 and all(1.5 < value < 8 for value in aux)
-    )  # 2 where all is even
+    # 2 where all is even
+    assert without[1] == [] and len(aux) == 2 and all(1.5 < value < 8 for value in aux)
     assert loss[0] == without[0][0] and evaluated[0] == without[3][0], (
         "the reported loss is the cross-entropy alone"
     )

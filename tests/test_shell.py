@@ -105,9 +105,8 @@ def test_a_tilde_is_the_home_folder_wherever_it_stands(program, tmp_path, monkey
         ["--config=~/mine.yaml"],
     ):
         found = parsed(program, words)
-        given = (
-            needed if words == ["--config=~/mine.yaml"] else []
-        )  # by the command line, which wins
+        # by the command line, which wins
+        given = needed if words == ["--config=~/mine.yaml"] else []
         for name in [name for name in flags if f"--{name}" not in given]:
             assert found[name] == (
                 [f"{config.parent}/x y"] if name in is_list else f"{config.parent}/x y"

@@ -205,9 +205,8 @@ class Rows:
 
 @pytest.fixture(scope="module")
 def rows():
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # of 15 GB: not one of the last three that pytest keeps
+    # of 15 GB: not one of the last three that pytest keeps
+    with tempfile.TemporaryDirectory() as folder:
         yield Rows(Path(folder))
 
 

@@ -175,9 +175,8 @@ def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
         other = subprocess.Popen(["sh", "-c", send])
         while other.poll() is None:
             time.sleep(0.01)
-        sum(
-            range(60_000_000)
-        )  # in which Python hears of nothing, for longer than the two were apart
+        # in which Python hears of nothing, for longer than the two were apart
+        sum(range(60_000_000))
 
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
     assert run_ranks(1, train_and_do, argv, 0, 3, twice) == [75]

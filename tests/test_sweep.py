@@ -82,9 +82,8 @@ def test_where_the_network_is_slow_the_hybrid_is_faster(toys):
     flags = ("--precision", "32-true", "--mfu", 1e-7, "--sweep", "devices=8..64")
     fast, _ = swept(toys, *flags)
     outlook = fast[16, "FULL_SHARD"]["outlook"]
-    network = (
-        8e-9 * outlook["network_bytes"] / (0.9 * outlook["seconds"]["compute"])
-    )  # Gbit/s: nearly all of computing
+    # Gbit/s: nearly all of computing
+    network = 8e-9 * outlook["network_bytes"] / (0.9 * outlook["seconds"]["compute"])
     slow, found = swept(toys, *flags, "--network", network)
     steps = {key: row["outlook"]["seconds"]["step"] for key, row in slow.items()}
     assert steps[16, "FULL_SHARD"] == steps[16, "HYBRID_SHARD"] == steps[8, "FULL_SHARD"]

@@ -29,9 +29,8 @@ WORDS = (
 QUESTIONS = 40
 
 
-LM_EVAL = (
-    pytest.mark.longer
-)  # it has dozens of dependencies, which .ci/run installs for the longer suite alone
+# it has dozens of dependencies, which .ci/run installs for the longer suite alone
+LM_EVAL = pytest.mark.longer
 
 
 def judged(documents, losses, targets=None, names=None, alone=False, right=1):
@@ -276,9 +275,8 @@ def test_choices_that_a_task_shuffles_are_in_the_order_of_lm_eval(world, tmp_pat
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    ours, theirs = (
-        write_task(tmp_path / name, "shuffled") for name in ("ours", "theirs")
-    )  # each with a cache of its own
+    # each with a cache of its own
+    ours, theirs = (write_task(tmp_path / name, "shuffled") for name in ("ours", "theirs"))
     for path in (ours, theirs):
         path.with_name("shuffles.py").write_text(SHUFFLES)
         path.write_text(path.read_text() + "process_docs: !function shuffles.shuffle\n")

@@ -185,9 +185,8 @@ def prepare(checkout: Path, folder: Path) -> None:
         "--output",
         "old",
     )
-    run(
-        checkout, folder, "train.py", "--max_step", 1, "--output_dir", folder / "first"
-    )  # makes the demo's dataset
+    # makes the demo's dataset
+    run(checkout, folder, "train.py", "--max_step", 1, "--output_dir", folder / "first")
     shutil.copytree(checkout / "data" / "demo", folder / "demo_data")
 
 

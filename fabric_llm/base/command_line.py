@@ -255,11 +255,8 @@ def parse(
             in_config[name] = Flag(None, "", str)
         lines = _check_config(program, config, in_config, elsewhere)
         lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
-        words = [
-            "--config",
-            config,
-            *words,
-        ]  # first, so that the command line wins whatever the order
+        # first, so that the command line wins whatever the order
+        words = ["--config", config, *words]
 
     def named(name: str) -> str:
         return f"line {lines[name]} of {config}: {name}" if name in lines else f"--{name}"
@@ -267,7 +264,16 @@ def parse(
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.removeprefix("--").partition("=")
         _refuse_other_numbers(program, f"--{name}", name, value if equals else following, flags)
-    parsed = parser.parse_args(words).as_dict()
+    return _in_range(program, parser.parse_args(words).as_dict(), flags, named)
+
+
+def _in_range(
+    program: str, parsed: dict[str, Any], flags: dict[str, Flag], named: Callable[[str], str]
+) -> dict[str, Any]:
+    """The values of flags, with defaults and whole paths. Exit with code 2 for one that is wrong.
+
+    named: what a message calls a flag.
+    """
     values = {
         name: one.default if parsed[name] is None else parsed[name] for name, one in flags.items()
     }

@@ -26,17 +26,17 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     if not named and any(
         one.basic for title, group in groups.items() if title for one in group.values()
     ):
+        # which has scrolled away on a small screen
         lines += [
             *_short(groups, columns),
             *about.splitlines()[:1],
-        ]  # which has scrolled away on a small screen
+        ]
     else:
         for title, group in (
             part for word in named or ["all"] for part in _meant(word, groups).items()
         ):
-            of_run = any(
-                one.may_change for one in groups[title].values()
-            )  # no other program has such flags
+            # no other program has such flags
+            of_run = any(one.may_change for one in groups[title].values())
             lines += ["", title] * bool(title)
             lines += [
                 line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)

@@ -31,12 +31,13 @@ from fabric_llm.base.faults import Fault, as_fault, as_mistake, one_line
 T = TypeVar("T")
 SECONDS_FOR_A_READER = 5.0
 SAFE_CHARACTERS = 1000  # a pipe that is writable has room for 4096 bytes
+# errors of writing, never of an input
 FULL = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
     errno.EROFS,
-)  # errors of writing, never of an input
+)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # prctl(2)
 M_MMAP_THRESHOLD = -3  # mallopt(3)
@@ -126,11 +127,12 @@ def cores(root: Path = Path("/")) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     for group in _control_groups(root):
+        # microseconds, of every so many
         quota, period, *_ = (
             *_words(group / "cpu.max"),
             "max",
             "max",
-        )  # microseconds, of every so many
+        )
         if quota.isdigit():
             count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
@@ -219,9 +221,8 @@ def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
 
     handler: called instead, but not for signals that nohup or a shell has set to be ignored.
     """
-    is_main = (
-        threading.current_thread() is threading.main_thread()
-    )  # the only one that can set handlers
+    # the only one that can set handlers
+    is_main = threading.current_thread() is threading.main_thread()
     heeded = [
         number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN
     ]

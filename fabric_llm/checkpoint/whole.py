@@ -35,9 +35,8 @@ class Piece(NamedTuple):
     """What this rank has of a weight."""
 
     tensor: Tensor  # flattened
-    counts: Optional[
-        list[int]
-    ]  # elements that each rank of its group has, in their order; None: each has all of it
+    # elements that each rank of its group has, in their order; None: each has all of it
+    counts: Optional[list[int]]
 
 
 class Pieces:
@@ -52,9 +51,8 @@ class Pieces:
         }
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
-        for name in (
-            saved(skeleton) if 0 in strategy.shard_ranks(model) else ()
-        ):  # another group has the same
+        # another group has the same
+        for name in saved(skeleton) if 0 in strategy.shard_ranks(model) else ():
             tensor, counts = held[PREFIX + name]
             self.held[name] = Piece(tensor.detach().flatten(), counts)
 

@@ -73,18 +73,16 @@ class Pending:
     target: Path  # step-N
     temporary: Path  # .tmp-step-N-*
     rank: int
-    parts: dict[
-        str, list[dict[str, Part]]
-    ]  # folder -> what this rank writes there, each tensor once in each file
+    # folder -> what this rank writes there, each tensor once in each file
+    parts: dict[str, list[dict[str, Part]]]
     pieces: Optional[whole.Pieces]  # of the weights that rank 0 writes whole
     rest: Callable[[], None]  # writes all other files, on rank 0
     manifest: dict[str, Any]  # but for the files
     # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host
     # where least would be left.
     copies: Optional[tuple[int, float]] = None
-    entries: dict[str, files.Entry] = field(
-        default_factory=dict
-    )  # of this rank's files, once they are written
+    # of this rank's files, once they are written
+    entries: dict[str, files.Entry] = field(default_factory=dict)
     problem: Optional[Fault] = None  # why they are not
 
     @property
@@ -164,12 +162,8 @@ def begin(
         for folder in parts:
             (temporary / folder).mkdir(parents=True)
 
-    manifest = {
-        "step": progress.step,
-        "world_size": fabric.world_size,
-        "versions": versions(),
-        **origin,
-    }
+    of_run = {"step": progress.step, "world_size": fabric.world_size, "versions": versions()}
+    manifest = {**of_run, **origin}
     pending = Pending(target, temporary, rank, parts, pieces, rest, manifest, copies)
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
     for some in held if pending.is_copied else ():
@@ -201,9 +195,8 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
         def rest() -> None:
             if pending.rank == 0:
                 pending.rest()
-                there = files.files_in(
-                    pending.temporary
-                )  # the other ranks may be writing their parts already
+                # the other ranks may be writing their parts already
+                there = files.files_in(pending.temporary)
                 describing.start(
                     name for name in there if str(Path(name).parent) not in pending.parts
                 )
@@ -324,10 +317,11 @@ def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) 
     written them elsewhere."""
     for name, entry in entries.items():
         path, size = pending.temporary / name, None
+        # NFS asks its server when a file is opened
         with (
             suppress(FileNotFoundError),
             path.open("rb") as file,
-        ):  # NFS asks its server when a file is opened
+        ):
             size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise Fault(

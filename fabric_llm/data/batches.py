@@ -84,9 +84,8 @@ class Batches:
         positions = self.positions(position)
         rows = self.indices(positions)  # of all at once: the order costs most for a few rows
         counted = positions < (math.inf if self.end is None else self.end)
-        read = (
-            RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()
-        )  # rows count once
+        # rows count once
+        read = RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()
         return list(map(self._micro_batch, positions, rows)), read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
@@ -104,9 +103,8 @@ class Batches:
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
-            if is_padded(
-                self.rows
-            ):  # an end behind an end is padding, which belongs to the document before it
+            # an end behind an end is padding, which belongs to the document before it
+            if is_padded(self.rows):
                 begins &= batch["input_ids"] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
@@ -274,9 +272,8 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
                 else document_ends(batch["position_ids"])
             )
             lengths = ends.diff().numpy()
-        found = added(
-            found, np.bincount(lengths)[::-1].cumsum()[::-1][1:]
-        )  # documents that are longer than k
+        # documents that are longer than k
+        found = added(found, np.bincount(lengths)[::-1].cumsum()[::-1][1:])
     return found
 
 

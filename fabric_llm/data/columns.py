@@ -6,9 +6,8 @@ from typing import Any, Optional
 import numpy as np
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
-IGNORED = (
-    -100
-)  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
+# label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
+IGNORED = -100
 NO_PADDING = -1  # in place of a token id
 
 
@@ -67,9 +66,8 @@ class Rows:
         for name, values in (chunks or self.chunks)[0].items():
             found[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
             for place, (chunk, row) in enumerate(zip(chunks, rows)):
-                out[place] = chunk[name][
-                    row
-                ]  # from the file into the batch; Python's lock is free meanwhile
+                # from the file into the batch; Python's lock is free meanwhile
+                out[place] = chunk[name][row]
         if is_padded(self):
             eos, ids = self.padding[inside][:, None], found["input_ids"]
             found["labels"] = ids.copy()

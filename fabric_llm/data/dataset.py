@@ -23,11 +23,12 @@ from fabric_llm.data.columns import COLUMNS, IGNORED, NO_PADDING, Rows, is_targe
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
+# of the manifest of a packed dataset
 PACKED_NUMBERS = (
     "context_length",
     "max_token_id",
     "eos_token_id",
-)  # of the manifest of a packed dataset
+)
 ROWS_AT_ONCE = 1000  # checked
 
 

@@ -55,9 +55,8 @@ class DataMix:
     """What --data_mix says."""
 
     sources: tuple[Source, ...]
-    stages: tuple[
-        Stage, ...
-    ]  # by share of the run; the first begins at 0, and weights have no common divisor
+    # by share of the run; the first begins at 0, and weights have no common divisor
+    stages: tuple[Stage, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -351,9 +350,8 @@ def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
     Tijdeman's chairman assignment problem (1980).
     """
     length, taken = sum(weights), [0] * len(weights)
-    waiting = [
-        (0, source) for source, weight in enumerate(weights) if weight
-    ]  # (slot from which it may come, source)
+    # (slot from which it may come, source)
+    waiting = [(0, source) for source, weight in enumerate(weights) if weight]
     ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
     slots = []
     for slot in range(length):

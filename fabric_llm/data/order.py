@@ -27,9 +27,8 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     """
     bits = max((row_count - 1).bit_length(), LEAST_BITS)
     half = np.uint64(bits // 2)
-    masks = [
-        np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)
-    ]  # the halves differ if bits is odd
+    # the halves differ if bits is odd
+    masks = [np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)]
     rows, outside = offsets.astype(np.uint64), np.ones(offsets.shape, dtype=bool)
     with np.errstate(over="ignore"):
         keys = splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64))

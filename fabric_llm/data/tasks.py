@@ -64,10 +64,11 @@ class Tasks(Rows):
                 continue
             losses, gold = sums[rows, 0], self.said["gold"][rows]
             with np.errstate(divide="ignore"):  # an empty choice
+                # the first of equal ones
                 chosen = (
                     losses.argmin(),
                     (losses / self.said["characters"][rows]).argmin(),
-                )  # the first of equal ones
+                )
             right = [gold[choice] for choice in chosen]
             if self.said["alone"][rows[0]]:
                 right = [sums[rows[0], 1] == targets[rows[0]]] * 2

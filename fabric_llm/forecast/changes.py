@@ -12,13 +12,14 @@ from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
+# activations that are kept: each recomputes more
 LESS_AND_LESS = (
     "none",
     "selective",
     "every:2",
     "full",
     "offload",
-)  # activations that are kept: each recomputes more
+)
 MOST_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
@@ -141,10 +142,11 @@ def _of_the_same_batch(
 
     sharing: ranks that share each row; None: as many as the flags say.
     """
+    # each reads other rows
     batch, groups = (
         _sizes(flags)[1],
         world_size // (sharing or flags.devices.context_parallel),
-    )  # each reads other rows
+    )
     if not groups or batch % (size * groups):
         return {}
     count = batch // (size * groups)

@@ -81,9 +81,8 @@ class Memory:
     moment: str  # of the peak
     # at the update, when no activation is there: whatever is recomputed, a step takes that much
     least: int
-    elsewhere: dict[str, int] = field(
-        default_factory=dict
-    )  # the most that is in the host's memory instead
+    # the most that is in the host's memory instead
+    elsewhere: dict[str, int] = field(default_factory=dict)
     operations: int = 0  # of tensors, of a micro-batch: what a device is told one by one
 
     @property
@@ -225,10 +224,11 @@ def _step(
     ledger.label = trace.BATCH
     shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
+    # from the second on all are alike
     precision, count = (
         model_plan.precision,
         min(work.micro_batches, 2),
-    )  # from the second on all are alike
+    )
     sums = None
     if model_plan.sums_in_float32 and count == 2:
         ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, lcm
 from pathlib import Path
 from statistics import median
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
@@ -124,49 +124,26 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         host["inputs of layers"] = (
             tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
         )
-    operations = batch * flops.of_model(skeleton).of_row(context)
-    again, world = _recomputed(model.activation_checkpointing), placement.world_size
-    mfu = _mfu(own, device)
-    is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
-    count = sum(p.numel() for p in parameters)
+    operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    reduced = trained * (
-        4
-        if wide or is_sharded and flags.fsdp.reduce_dtype == "float32"
-        else parameters[0].element_size()
-    )
-    syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
-    syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
-    sent = accelerators.message_bytes(
-        placement, count * (4 if wide else 2), reduced, syncs, micro_batches
-    )
-    passed_on = accelerators.latency(placement, units, syncs, micro_batches)
-    sharing = placement.context_parallel
-    exchanged = 0.0
-    if sharing > 1:
-        passes = 2 + 3 * again  # a forward pass is a third of the operations
-        text_config = model.config.get_text_config()
-        exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens // world, passes)
-        exchanged /= (
-            device.link_gb * 1e9
-            if sharing <= placement.devices
-            else own.network * 1e9 / 8 / placement.devices
-        )
+    sent = _sent(flags, placement, model, skeleton, micro_batches)
     launch = accelerators.DISPATCH * memory.operations * micro_batches
     if placement.kind == "cuda":
         launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
+    again, world = _recomputed(model.activation_checkpointing), placement.world_size
+    messages = max(sent.link / (device.link_gb * 1e9), sent.network / (own.network * 1e9 / 8))
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
-        messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8))
-        + passed_on,
+        messages=messages + sent.latency,
         hidden=flags.fsdp.backward_prefetch != "none",
-        exchange=exchanged,
+        exchange=_exchange(own, device, placement, model, tokens),
         launch=0.0 if own.like else launch,  # the speed of a run has it
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
+    hours = None if steps is None else world * steps * seconds.step / 3600
     return Outlook(
         model=type(skeleton).__name__,
-        parameters=count,
+        parameters=sum(p.numel() for p in parameters),
         trained=trained,
         on=f"{placement.strategy} on {placement.num_nodes} x {placement.devices} {device.name}",
         activation_checkpointing=model.activation_checkpointing,
@@ -180,13 +157,56 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         flops_a_step=operations,
         mfu=mfu,
         seconds=seconds,
-        link_bytes=sent[0],
-        network_bytes=sent[1],
-        price=None
-        if None in (own.price_per_hour, steps)
-        else own.price_per_hour * world * steps * seconds.step / 3600,
+        link_bytes=sent.link,
+        network_bytes=sent.network,
+        price=None if None in (own.price_per_hour, hours) else own.price_per_hour * hours,
         assumed=assumed,
     )
+
+
+class Sent(NamedTuple):
+    """What a device sends in a step."""
+
+    link: float  # bytes inside a node
+    network: float  # bytes between nodes
+    latency: float  # seconds, whatever is sent
+
+
+def _sent(
+    flags: Flags, placement: Placement, model: ModelPlan, skeleton: Any, micro_batches: int
+) -> Sent:
+    parameters = list(skeleton.parameters())
+    is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    reduced = trained * (
+        4
+        if wide or is_sharded and flags.fsdp.reduce_dtype == "float32"
+        else parameters[0].element_size()
+    )
+    syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
+    syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
+    sent = accelerators.message_bytes(
+        placement, count * (4 if wide else 2), reduced, syncs, micro_batches
+    )
+    return Sent(*sent, accelerators.latency(placement, units, syncs, micro_batches))
+
+
+def _exchange(
+    own: Flags, device: Any, placement: Placement, model: ModelPlan, tokens: int
+) -> float:
+    """Seconds of a step in which ranks that share rows exchange them."""
+    sharing = placement.context_parallel
+    if sharing == 1:
+        return 0.0
+    # A forward pass is a third of the operations.
+    passes = 2 + 3 * _recomputed(model.activation_checkpointing)
+    text_config = model.config.get_text_config()
+    tokens_of_a_device = tokens // placement.world_size
+    exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens_of_a_device, passes)
+    if sharing <= placement.devices:
+        return exchanged / (device.link_gb * 1e9)
+    return exchanged / (own.network * 1e9 / 8 / placement.devices)
 
 
 def _kept_checkpoints(flags: Flags, steps: int) -> int:
@@ -358,9 +378,8 @@ def _host(
         )
     if flags.save.async_save:
         whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
-        found["copies for --async_save"] = (
-            ranks * whole // (world if part == 1 else part)
-        )  # of replicas each rank copies a part
+        # of replicas each rank copies a part
+        found["copies for --async_save"] = ranks * whole // (world if part == 1 else part)
     if flags.model.verify_start:
         found["reference, before step 1 (less where less is free)"] = held
     return found

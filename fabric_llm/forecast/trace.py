@@ -63,9 +63,8 @@ class Ledger(TorchDispatchMode):
         self.total = 0
         self.operations = 0
         self.peaks: dict[str, tuple[int, Counter[str]]] = {}  # moment -> the most in it, by label
-        self.multiplied: set[int] = (
-            set()
-        )  # storages that matrix products and attention have read or made
+        # storages that matrix products and attention have read or made
+        self.multiplied: set[int] = set()
         self.stream: Optional[torch.Size] = (
             None  # the shape of the residual stream, while a compiled layer is looked at
         )
@@ -103,9 +102,8 @@ class Ledger(TorchDispatchMode):
         be sent or received."""
         key = storage._cdata
         if key not in self.alive:
-            self.multiplied.discard(
-                key
-            )  # of a storage that is gone, whose address is this one's now
+            # of a storage that is gone, whose address is this one's now
+            self.multiplied.discard(key)
             outside = self.label in (ACTIVATIONS, BACKWARD)
             self.put(key, storage.nbytes(), GATHERED if is_empty and outside else self.label)
             weakref.finalize(storage, self.put, key, 0)
@@ -278,9 +276,8 @@ class Layers:
         self.offloads = offloads
         self.is_forward = True
         self.wrapped = model
-        self.wrap: Callable[[Tensor], Any] = lambda hidden: (
-            hidden
-        )  # in what layers return their hidden states
+        # in what layers return their hidden states
+        self.wrap: Callable[[Tensor], Any] = lambda hidden: hidden
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._forward, number, list(_places(layer)))
             if number in left_out:

@@ -37,14 +37,14 @@ HOPPER = (9, 0)  # compute capability of an H100 or H200
 # pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 HEAD_SIZES, MOST_HEAD_SIZE, LEAST_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+# of some models' attention: what isn't computed here
 NOT_HERE = (
     "softcap",
     "s_aux",
     "position_bias",
-)  # of some models' attention: what isn't computed here
-Loss = Callable[
-    [Tensor, Tensor], Tensor
-]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
+)
+# logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Head:
@@ -114,9 +114,8 @@ def chunked_loss(head: Head, token_loss: Loss, hidden: Tensor, targets: Tensor) 
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(head, token_loss, targets, hidden, *head.tensors())
-    return _ChunkedLoss.apply(
-        head, token_loss, targets, hidden.detach()
-    )  # else it would make gradients all the same
+    # else it would make gradients all the same
+    return _ChunkedLoss.apply(head, token_loss, targets, hidden.detach())
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -133,9 +132,8 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(needs_grad):
                 chunk = chunk.detach().requires_grad_(needs_hidden)
                 logits = head(chunk)
-                leaf = logits.detach().requires_grad_(
-                    logits.requires_grad
-                )  # PyTorch's compiler warns of any other
+                # PyTorch's compiler warns of any other
+                leaf = logits.detach().requires_grad_(logits.requires_grad)
                 loss = token_loss(leaf, chunk_targets)
             total = total + loss.detach()
             if loss.requires_grad:
@@ -264,9 +262,8 @@ def packed_attention(
     is_flash = _has_kernel(query, max(sizes)) and not dropout
     if groups > 1 and not (is_flash and KNOWS_GROUPS):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    flat = [
-        tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)
-    ]  # [tokens, heads, head size]
+    # [tokens, heads, head size]
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     if is_flash:
         ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
         options: dict[str, Any] = {"enable_gqa": True} if groups > 1 and KNOWS_GROUPS else {}

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 OF_TRAINING = 3  # forward once, backward twice
 WITHOUT_GRADIENT = 2 / 3  # of them: a frozen matrix has no gradient itself
+# what configurations call it
 EXPERTS = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
     "moe_num_experts",
-)  # what configurations call it
+)
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
 
 # Dense bfloat16 peak of one device in TFLOP/s, without sparsity, from NVIDIA's data sheets (AMD's
@@ -82,9 +83,8 @@ class Flops:
     """Operations of forward and backward pass."""
 
     of_token: float  # of matrices that a token is multiplied with
-    of_pair: dict[
-        Optional[int], float
-    ]  # of two tokens, one of which sees the other, by the layers' window in tokens
+    # of two tokens, one of which sees the other, by the layers' window in tokens
+    of_pair: dict[Optional[int], float]
 
     def of(self, tokens_at: np.ndarray) -> float:
         """Operations for tokens of which `tokens_at[k]` have k tokens of their document before

@@ -31,13 +31,11 @@ NO_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 
-MOST_BYTES = (
-    4 * 2**20
-)  # of a file; configurations have a few thousand, of quantised models some hundred thousand
+# of a file; configurations have a few thousand, of quantised models some hundred thousand
+MOST_BYTES = 4 * 2**20
 MOST_LAYERS = 4096
-MOST_ENTRIES = (
-    2**15
-)  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
+# of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
+MOST_ENTRIES = 2**15
 MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
 # How names end that say how many there are.
 COUNTS = re.compile(r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$")
@@ -233,17 +231,17 @@ def limited() -> Iterator[None]:
     ]
     before = signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    signal.setitimer(
-        signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1
-    )  # again and again, where an exception is swallowed
+    # again and again, where an exception is swallowed
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1)
     try:
         yield
     except Exception as error:
+        # torch's
         if (
             isinstance(error, MemoryError)
             or isinstance(error, RuntimeError)
             and "allocate" in str(error)
-        ):  # torch's
+        ):
             problems.append(
                 f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory"
             )

@@ -85,9 +85,8 @@ class Outputs(NamedTuple):
 
     loss: float  # nats per target
     logits: Tensor  # float32 [positions, vocabulary], the last KEPT_POSITIONS
-    modules: dict[
-        str, Tensor
-    ]  # leaf module's name -> its output at those positions, in the order of their calls
+    # leaf module's name -> its output at those positions, in the order of their calls
+    modules: dict[str, Tensor]
     buffers: dict[str, Tensor]  # after the pass: FSDP casts them in its first
 
 
@@ -121,9 +120,8 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
 
     model.eval()
     handles = [module.register_forward_hook(keep) for module in names]
-    with torch.compiler.set_stance(
-        "force_eager"
-    ):  # compiled layers would keep the hooks in their graphs
+    # compiled layers would keep the hooks in their graphs
+    with torch.compiler.set_stance("force_eager"):
         logits = forward(input_ids)[0].float()
     for handle in handles:
         handle.remove()
@@ -239,9 +237,8 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
     layers: dict[
         str, list[str]
     ] = {}  # causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3
-    for name in [
-        name for name in ours.squares if name in reference.squares
-    ]:  # others have no part in the loss
+    # others have no part in the loss
+    for name in [name for name in ours.squares if name in reference.squares]:
         path = _path(name)
         numbered = re.match(r"(.*?\.\d+)\.", path)
         layers.setdefault(numbered[1] if numbered else path.rpartition(".")[0], []).append(name)
@@ -510,9 +507,8 @@ def _depends(
 ) -> bool:
     """True if logits at the places `here` depend on embeddings at the places `there`, in training,
     dropout and all."""
-    if (
-        model.causal_lm.config._attn_implementation == "flex_attention"
-    ):  # has no backward pass on CPUs
+    # has no backward pass on CPUs
+    if model.causal_lm.config._attn_implementation == "flex_attention":
         return False
     embedded: list[Tensor] = []
 
@@ -523,9 +519,8 @@ def _depends(
     handle = model.causal_lm.get_input_embeddings().register_forward_hook(cut)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         logits = model.train()(rows, **given)[here].float()
-        weights = (
-            torch.arange(logits.numel()).view_as(logits).cos()
-        )  # a plain sum could be blind to some change
+        # a plain sum could be blind to some change
+        weights = torch.arange(logits.numel()).view_as(logits).cos()
         gradients = torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True)
     handle.remove()
     return any(

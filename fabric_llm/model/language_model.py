@@ -87,9 +87,8 @@ class LanguageModel(nn.Module):
         self.head = fast_paths.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.together: set[nn.Module] = self.head.together if chunked else set()
-        self.tiled: set[nn.Module] = (
-            set()
-        )  # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
+        # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
+        self.tiled: set[nn.Module] = set()
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
@@ -132,9 +131,8 @@ class LanguageModel(nn.Module):
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        after = (
-            0 if labels is None else labels.shape[1] - input_ids.shape[1]
-        )  # columns that are another rank's
+        # columns that are another rank's
+        after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
             group = self.context_group if after else None
             ends = (
@@ -147,9 +145,8 @@ class LanguageModel(nn.Module):
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        targets = F.pad(
-            labels[:, 1:], (0, 1 - after), value=IGNORED
-        )  # position t is predicted from those before it
+        # position t is predicted from those before it
+        targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         targets_of = targets.flatten()
         if places is not None:

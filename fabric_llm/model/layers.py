@@ -22,9 +22,8 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.offload import offloading
 from fabric_llm.model.strategy import repeated_layers
 
-WORTH_COMPILING = (
-    10**6
-)  # parameters of a layer: a smaller one spends less time than its compilation takes
+# parameters of a layer: a smaller one spends less time than its compilation takes
+WORTH_COMPILING = 10**6
 # Of batches, that layers are compiled for: each context to train and to evaluate on, and its last
 # batch.
 MOST_SHAPES = 64
@@ -110,9 +109,8 @@ def compiling() -> Iterator[None]:
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the compiler imports parts of torch that go away
+        # the compiler imports parts of torch that go away
+        warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 

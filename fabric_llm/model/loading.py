@@ -38,13 +38,14 @@ from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
+# of torch.nn.init
 DRAWING = (
     "kaiming_uniform_",
     "normal_",
     "uniform_",
     "xavier_normal_",
     "xavier_uniform_",
-)  # of torch.nn.init
+)
 DTYPES = {
     "bf16-true": torch.bfloat16,
     "bf16-mixed": torch.float32,
@@ -60,12 +61,10 @@ def load_config(model_name: str) -> PretrainedConfig:
     if not Path(model_name).is_dir():
         reach_hub()
     try:
-        document = (
-            _read_bounded(model_name, CONFIG_NAME) or {}
-        )  # AutoConfig says that there is none
-        for name in document.get(
-            "configuration_files", ()
-        ):  # others, for other versions of transformers
+        # AutoConfig says that there is none
+        document = _read_bounded(model_name, CONFIG_NAME) or {}
+        # others, for other versions of transformers
+        for name in document.get("configuration_files", ()):
             check_name(str(name), Path(model_name, CONFIG_NAME))
             _read_bounded(model_name, str(name))
         with folders.limited():
@@ -87,9 +86,8 @@ def load_config(model_name: str) -> PretrainedConfig:
             raise ValueError(
                 f"The configuration of {model_name!r} sets {name!r}, which is a method."
             )
-    vars(config).pop(
-        "auto_map", None
-    )  # where code is that isn't used: not to be passed on by what is saved
+    # where code is that isn't used: not to be passed on by what is saved
+    vars(config).pop("auto_map", None)
     if (weights := getattr(config, "transformers_weights", None)) is not None:
         folders.weights_name(weights, Path(model_name, CONFIG_NAME))
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -138,10 +136,11 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
             document = json.loads(
                 Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()
             )
+            # of T5 and Pegasus: tokens that are made, and not listed
             for name in (
                 "extra_ids",
                 "offset",
-            ):  # of T5 and Pegasus: tokens that are made, and not listed
+            ):
                 if isinstance(count := document.get(name), int) and count > (
                     most := folders.MOST_ENTRIES
                 ):
@@ -181,10 +180,11 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
         if isinstance(error, OSError) and not Path(model_name, "generation_config.json").is_file():
             return
         raise _unreadable("generation_config.json", model_name, error) from error
+    # Llama 2: a temperature without do_sample, read but not written
     for do_sample in (
         config.do_sample,
         True,
-    ):  # Llama 2: a temperature without do_sample, read but not written
+    ):
         was, config.do_sample = config.do_sample, do_sample
         with suppress(ValueError):
             config.validate(strict=True)
@@ -216,9 +216,8 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    has_alibi = getattr(
-        config, "alibi", False
-    )  # Falcon's SDPA scales them otherwise than its eager attention
+    # Falcon's SDPA scales them otherwise than its eager attention
+    has_alibi = getattr(config, "alibi", False)
     has = {
         "packed": fast_paths.takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
@@ -287,9 +286,8 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     model's dtype.
     """
     patterns = model._get_dtype_plan(dtype)
-    kept = [
-        re.compile(pattern.replace("*", ".*")) for pattern in patterns
-    ]  # as transformers reads them
+    # as transformers reads them
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     saved = model.state_dict()  # what a file can hold: not the buffers that are computed
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
@@ -342,9 +340,8 @@ def open_weights(
     checkpoint, else 2.
     """
     skeleton = build_skeleton(config, dtype)
-    if (
-        not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT
-    ):  # a checkpoint always has them
+    # a checkpoint always has them
+    if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:
         return weights.Drawn(skeleton, seed)
     try:
         if (how := quantized(config)) is not None:

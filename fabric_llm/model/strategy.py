@@ -199,9 +199,8 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
         count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
             visit(c) for c in module.children()
         )
-        has_forward = not isinstance(
-            module, (nn.ModuleList, nn.ModuleDict)
-        )  # others are never called
+        # others are never called
+        has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         whole = all(held == of_model[key] for key, held in holders(module).items())
         if count < minimum or module is model or not has_forward or not whole:
             return count
@@ -277,9 +276,8 @@ def _wrap_fsdp(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    kept = {
-        "mixed_precision": None
-    }  # what a unit of another dtype than the model's gets: it computes in its own
+    # what a unit of another dtype than the model's gets: it computes in its own
+    kept = {"mixed_precision": None}
     policy = {
         m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model
     }
@@ -296,12 +294,10 @@ def _wrap_fsdp(
     one_a_node = how.sharding_strategy == "HYBRID_SHARD" and fabric.strategy.num_processes == 1
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*NO_SHARD.*"
-        )  # the user, or a single rank, asked for it
-        warnings.filterwarnings(
-            "ignore", message=".*requires_grad=True and False"
-        )  # such as a router's bias
+        # the user, or a single rank, asked for it
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        # such as a router's bias
+        warnings.filterwarnings("ignore", message=".*requires_grad=True and False")
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
@@ -450,9 +446,8 @@ def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
     `numbers`."""
     if group is None:
         return numbers
-    total = numbers.to(
-        communication_device(group)
-    )  # offloaded gradients are on the CPU, NCCL is not
+    # offloaded gradients are on the CPU, NCCL is not
+    total = numbers.to(communication_device(group))
     torch.distributed.all_reduce(total, group=group)
     return total.to(numbers.device)
 

@@ -150,9 +150,8 @@ class TensorFile:
         """layout: name -> a tensor of its dtype and shape, on any device, also without memory."""
         header: dict[str, Any] = {"__metadata__": metadata}
         end, begins = 0, {}
-        for name in sorted(
-            layout, key=lambda name: (-layout[name].element_size(), name)
-        ):  # so that each is aligned
+        # so that each is aligned
+        for name in sorted(layout, key=lambda name: (-layout[name].element_size(), name)):
             tensor = layout[name]
             begins[name], end = end, end + tensor.nbytes
             offsets = [begins[name], end]
@@ -163,9 +162,8 @@ class TensorFile:
             }
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
-        self.begins = {
-            name: 8 + len(encoded) + begin for name, begin in begins.items()
-        }  # of what isn't written yet
+        # of what isn't written yet
+        self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}
         self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
 
     def write(self, name: str, tensor: Tensor) -> bool:

@@ -49,9 +49,8 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
             and isinstance(output, Tensor)
             and output.shape == inputs[0].shape
         ):
-            found[names[module]] = not measures or _is_alike(
-                module.forward, inputs[0], output
-            )  # it has its weights now
+            # it has its weights now
+            found[names[module]] = not measures or _is_alike(module.forward, inputs[0], output)
 
     handles = [module.register_forward_hook(see, with_kwargs=True) for module in names]
     was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
@@ -85,9 +84,8 @@ def tile(model: PreTrainedModel, names: list[str]) -> None:
         module.forward = partial(_in_tiles, module.forward, tokens, places)
 
 
-Places = list[
-    tuple[nn.Module, str]
-]  # of parameters, by name: FSDP puts other tensors there while a layer computes
+# of parameters, by name: FSDP puts other tensors there while a layer computes
+Places = list[tuple[nn.Module, str]]
 
 
 def _in_tiles(

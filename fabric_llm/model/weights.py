@@ -36,12 +36,10 @@ from fabric_llm.model.strategy import (
     shards,
 )
 
-Held = tuple[
-    str, dict[str, Any], str
-]  # name of a tensor in the model, the dictionary that holds it, its name in there
-Slices = Mapping[
-    str, Any
-]  # name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
+# name of a tensor in the model, the dictionary that holds it, its name in there
+Held = tuple[str, dict[str, Any], str]
+# name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
+Slices = Mapping[str, Any]
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that are numbers without a scale
 
 
@@ -98,9 +96,8 @@ class Stored:
     def _keys_of_units(self, named: dict[str, list[str]]) -> dict[str, list[str]]:
         """Unit -> the names in the files of what it is made from."""
         unit_of = {name: unit for unit, names in units(self.skeleton).items() for name in names}
-        tied = getattr(
-            self.skeleton, "all_tied_weights_keys", {}
-        )  # a weight's other name -> its own
+        # a weight's other name -> its own
+        tied = getattr(self.skeleton, "all_tied_weights_keys", {})
         for other, own in tied.items():
             there = [self.slices[key][...] for name in (own, other) for key in named.get(name, ())]
             if len(there) == 2 and not torch.equal(*there):  # which transformers doesn't tie then
@@ -111,9 +108,8 @@ class Stored:
         found: dict[str, list[str]] = {}
         for name, keys in named.items():
             unit = unit_of.get(self.first.get(name, name))
-            if (
-                unit is not None and tied.get(name) not in named
-            ):  # of a weight that is there twice its own
+            # of a weight that is there twice its own
+            if unit is not None and tied.get(name) not in named:
                 found.setdefault(unit, []).extend(keys)
         return found
 
@@ -284,9 +280,8 @@ def is_finite(tensor: Tensor) -> bool:
     local = local_part(tensor)
     if not local.numel():
         return True
-    return bool(
-        torch.isfinite(torch.stack(local.aminmax())).all()
-    )  # isfinite of it all makes copies of it all
+    # isfinite of it all makes copies of it all
+    return bool(torch.isfinite(torch.stack(local.aminmax())).all())
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:

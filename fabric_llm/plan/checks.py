@@ -77,9 +77,8 @@ def check_training(flags: Flags) -> None:
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     freezing.check(training.freeze, training.train_only)
     overrides(flags)
-    if (
-        flags.logging.sample_prompts is not None and is_rank_zero()
-    ):  # which reads them for all ranks
+    # which reads them for all ranks
+    if flags.logging.sample_prompts is not None and is_rank_zero():
         read_prompts(flags.logging.sample_prompts)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return

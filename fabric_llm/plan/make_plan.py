@@ -71,9 +71,8 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
     datasets, rope = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()], ""
-    if (
-        asked.rope is not None and source == asked.model_name
-    ):  # a resumed run has them from its checkpoint
+    # a resumed run has them from its checkpoint
+    if asked.rope is not None and source == asked.model_name:
         config, rope = positions.scaled(
             config, asked.rope, max(dataset.context_length for dataset in datasets)
         )

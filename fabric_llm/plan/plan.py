@@ -25,9 +25,8 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan.mixture import Here, last_step, lay_out
 
-MOST_REPLAY = Fraction(
-    1, 2
-)  # largest share after a rewind: for strong shifts, up to a half is advised
+# largest share after a rewind: for strong shifts, up to a half is advised
+MOST_REPLAY = Fraction(1, 2)
 PROBE_TOKENS = 128  # of the validation split, at most
 
 
@@ -67,17 +66,14 @@ class DataPlan:
     evaluated_rows: int  # of each validation set, at most
     budgets: Mapping[str, float]  # --forgetting_budget: {validation set: nats}
     probes: Sequence[str]  # that are evaluated
-    document_end: Optional[
-        int
-    ]  # token id that ends each packed document of `dataset`, None where they aren't kept apart
-    document_masking: Union[
-        bool, str
-    ]  # as given, or as in the resumed run; "auto": if the model can
+    # token id that ends each packed document of `dataset`, None where they aren't kept apart
+    document_end: Optional[int]
+    # as given, or as in the resumed run; "auto": if the model can
+    document_masking: Union[bool, str]
     sources: Mapping[str, TokenDataset] = field(default_factory=dict)  # of a mixture
     mix: Optional[DataMix] = None  # --data_mix
-    raised: Mapping[str, Fraction] = field(
-        default_factory=dict
-    )  # shares of sources that rewinds have raised
+    # shares of sources that rewinds have raised
+    raised: Mapping[str, Fraction] = field(default_factory=dict)
     mixture: Optional[Mixture] = None  # `mix` laid out over this run
 
     def pads_before_text(self) -> bool:
@@ -119,9 +115,8 @@ class Schedule:
     micro_batches: int  # per step and device
     global_batch_size: int  # sequences
     max_step: int
-    end: Optional[
-        int
-    ]  # position that the run may not pass; None with --max_step, unless a source has max_epochs
+    # position that the run may not pass; None with --max_step, unless a source has max_epochs
+    end: Optional[int]
     asked_steps: Optional[int]  # --max_step
     number_epochs: int  # times that the data may be read without --max_step
 

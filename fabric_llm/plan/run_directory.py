@@ -25,10 +25,11 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
 
+# codes in STATUS.json that a command that trained nothing doesn't replace
 ENDED = (
     DONE,
     NON_FINITE,
-)  # codes in STATUS.json that a command that trained nothing doesn't replace
+)
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
@@ -199,9 +200,8 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             continue
         if fault.code == DONE:  # no later start will sweep
             sweep(folder)
-        if (
-            fault.retryable or read_status(folder).get("code") not in ENDED
-        ):  # a mistaken command doesn't end a run anew
+        # a mistaken command doesn't end a run anew
+        if fault.retryable or read_status(folder).get("code") not in ENDED:
             write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)
 

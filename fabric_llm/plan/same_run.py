@@ -96,9 +96,8 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     }
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
     allowed, now = overrides(flags), facts(plan, flags)
-    sum(
-        [*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]]
-    )  # the guard counts on from them
+    # the guard counts on from them
+    sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])
     fixed, schedule = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     if ("mixture" in then) != ("mixture" in now):
         before, after = (

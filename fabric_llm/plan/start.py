@@ -34,9 +34,8 @@ class ThisRank:
 
     placement: Placement
     children: launch.Children  # the ranks that this process has started
-    directory: Optional[
-        Path
-    ]  # of the run, which rank 0 has locked; other ranks know it once they have joined
+    # of the run, which rank 0 has locked; other ranks know it once they have joined
+    directory: Optional[Path]
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     rank: int = 0
     fabric: Any = None  # a Fabric, which needs torch, like what follows
@@ -51,9 +50,8 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     doesn't divide. Raises ValueError, with all numbers, if they don't divide or disagree.
     """
     training, sharing = flags.training, flags.devices.context_parallel
-    world_size, rest = divmod(
-        devices * num_nodes, sharing
-    )  # ranks, or groups of ranks that share rows: each reads others
+    # ranks, or groups of ranks that share rows: each reads others
+    world_size, rest = divmod(devices * num_nodes, sharing)
     if rest:
         raise ValueError(
             f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by "
@@ -96,9 +94,8 @@ def place(flags: Flags) -> Placement:
     launched = None if tpu else launch.launched_world(given)
     asked, num_nodes = launched or world.values()
     sharding = Sharding(**{one.name: getattr(fsdp, one.name) for one in fields(Sharding)})
-    strategy_rules.strategy(
-        fsdp.strategy, None, tpu, precision, None, sharding
-    )  # needs no torch, which counts GPUs
+    # needs no torch, which counts GPUs
+    strategy_rules.strategy(fsdp.strategy, None, tpu, precision, None, sharding)
     gpus, accelerator = 0, flags.devices.accelerator
     # Without such files, torch is asked only once it is imported anyway: run/supervision.py calls
     # this function again.

@@ -28,16 +28,10 @@ MANY_STEPS = 200  # that nobody wants to lose
 
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     """One sentence for each flag, or group of flags, that is probably a mistake."""
-    flat, placement, last, done = (
-        flags.flat(),
-        plan.placement,
-        plan.schedule.max_step,
-        plan.start.step,
-    )
-    context_length, made_for = (
-        plan.data.dataset.context_length,
-        positions.length(plan.model.config.get_text_config()),
-    )
+    flat, placement = flags.flat(), plan.placement
+    last, done = plan.schedule.max_step, plan.start.step
+    context_length = plan.data.dataset.context_length
+    made_for = positions.length(plan.model.config.get_text_config())
     sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
     lr, warmup = flat["lr"], flat["warmup_steps"]
     if on_cpu and placement.devices > here:
@@ -119,9 +113,8 @@ def _without_effect(
     known = {**flat, "strategy": strategy}
     found: dict[str, list[str]] = {}
     for name, value in flat.items():
-        if (
-            value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single")
-        ):  # these don't shard
+        # these don't shard
+        if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):
             continue
         for needed, *values in (need.split() for need in flags[name].needs.split(",") if need):
             # One part of a value with commas is enough.

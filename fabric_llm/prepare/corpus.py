@@ -25,9 +25,8 @@ PIECE_BYTES = 32 * 2**20  # of a large corpus
 SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
 EDGES = 16  # the name of one of so many files begins a piece
-LONG_TEXT_BYTES = (
-    16 * 2**20
-)  # a text file from this size on is split at blank lines unless told otherwise
+# a text file from this size on is split at blank lines unless told otherwise
+LONG_TEXT_BYTES = 16 * 2**20
 # Names of splits. A word of the others in a name, such as `test_sft`, says that it isn't meant to
 # be trained on.
 OWN_VALIDATION = ("validation", "valid", "val", "dev")
@@ -217,9 +216,8 @@ def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corp
     files may be compressed.
     """
     parts = [part for piece in plan(found, separator) for part in piece.parts]
-    is_stream = any(
-        source.bytes is None for source in found.sources
-    )  # of the hub, which may have no end
+    # of the hub, which may have no end
+    is_stream = any(source.bytes is None for source in found.sources)
     taken, every, size = [], 1, 0
     for number, text in enumerate(documents.texts(parts, text_field)):
         if number % every == 0:

@@ -148,9 +148,8 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
     # `buffer` holds what was read from `place` on, in the document that begins at `begin`.
     begin, place, buffer = part.start, part.start, b""
     while True:
-        room = max(
-            BLOCK_BYTES, len(buffer)
-        )  # so that a long document isn't searched again for each block
+        # so that a long document isn't searched again for each block
+        room = max(BLOCK_BYTES, len(buffer))
         room = room if part.end is None else min(room, part.end - place - len(buffer))
         block, damage = read_block(file, room)
         buffer, at = buffer + block, 0
@@ -167,9 +166,8 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
             if buffer or begin < place or begin == part.start:
                 yield begin, buffer if begin == place else None
             return
-        if (
-            len(buffer) > RECORD_BYTES
-        ):  # its beginning isn't needed any more, but a separator may have begun
+        # its beginning isn't needed any more, but a separator may have begun
+        if len(buffer) > RECORD_BYTES:
             longest = 2 * LONGEST_SEPARATOR  # with \r\n for each \n
             place += len(buffer) - longest
             buffer = buffer[-longest:]

@@ -80,9 +80,8 @@ class Mark:
     unknown: int = 0  # tokens
     bytes: int = 0  # of the documents' text
     bytes_of_tokens: int = 0  # that the tokens stand for, see data/token_bytes.py
-    named: list[tuple[int, Bad]] = field(
-        default_factory=list
-    )  # (number of the part, one of the first of them)
+    # (number of the part, one of the first of them)
+    named: list[tuple[int, Bad]] = field(default_factory=list)
 
 
 def read_mark(path: Path) -> Optional[Mark]:
@@ -219,9 +218,8 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
 def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
     """Add the documents of a piece to its files, and its bad records to its mark."""
     path = os.path.join(job.folder, "tokenizer", "tokenizer.json")
-    backend = _load_backend(
-        path, os.stat(path).st_mtime_ns
-    )  # which a process keeps from one piece to the next
+    # which a process keeps from one piece to the next
+    backend = _load_backend(path, os.stat(path).st_mtime_ns)
     good: set[int] = set()  # parts with a record that can be read, by their number
     bad: dict[int, list] = {}  # likewise those with one that can't: how many, the first
     for batch in _batches(piece, job):
@@ -232,9 +230,8 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
         is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, Bad):
-                record = record._replace(
-                    message=shown(record.message, MAX_MESSAGE)
-                )  # it may quote what the file holds
+                # it may quote what the file holds
+                record = record._replace(message=shown(record.message, MAX_MESSAGE))
                 bad.setdefault(number, [0, record])[0] += 1
             else:
                 good.add(number)
@@ -289,9 +286,8 @@ def _joined(parts: Sequence[str], backend: Tokenizer) -> np.ndarray:
         before = before[-CHARACTERS_BEFORE:]
         alone, both = _ids([before, before + part], backend)
         same = next((n for n, pair in enumerate(zip(alone, both)) if len({*pair}) > 1), len(alone))
-        others = len(found) - (
-            len(alone) - same
-        )  # from here on the section before has other tokens in the whole
+        # from here on the section before has other tokens in the whole
+        others = len(found) - (len(alone) - same)
         if found[others:] == alone[same:]:
             del found[others:]
             found += both[same:]
@@ -370,9 +366,8 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
 def _begin_process(parent: int, threads: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # of the terminal's group; the other process ends this one
+        # of the terminal's group; the other process ends this one
+        signal.signal(number, signal.SIG_IGN)
     os.environ |= {
         "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
         "RAYON_NUM_THREADS": str(threads),

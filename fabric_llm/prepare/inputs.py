@@ -127,9 +127,8 @@ class Found:
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
     twice: int = 0  # links and names that lead to a file or folder which is read already
-    splits_left_out: dict[str, Optional[int]] = field(
-        default_factory=dict
-    )  # {dataset [split]: rows, None: not known}
+    # {dataset [split]: rows, None: not known}
+    splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
@@ -209,9 +208,8 @@ def _sources_of(
             raise ValueError(f"{NOWHERE.format(given)}.{near}" if near else NOWHERE.format(given))
         return [Source(given, "hub", None)]  # corpus.plan asks the hub
     if os.path.isfile(given):
-        if suffix(given) not in KINDS and not _is_text(
-            given
-        ):  # such as an archive, whose headers would pass for text
+        # such as an archive, whose headers would pass for text
+        if suffix(given) not in KINDS and not _is_text(given):
             kinds = " ".join(KINDS)
             raise ValueError(
                 f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): "
@@ -219,9 +217,8 @@ def _sources_of(
             )
         return [_file_source(given)]
     if is_dataset(given):
-        files = [
-            file.stat() for file in Path(given).rglob("*.arrow")
-        ]  # which `datasets.save_to_disk` wrote
+        # which `datasets.save_to_disk` wrote
+        files = [file.stat() for file in Path(given).rglob("*.arrow")]
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
     sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]

@@ -28,9 +28,8 @@ MARGIN = 1e-3  # nats, of a new piece above what it replaces
 # SentencePiece learns from words with the space before them, of one kind of letters, and from
 # single digits; the tokenizers that it makes don't split texts at all.
 WORDS = Regex(r"▁*[\p{L}\p{M}]+|▁*\p{N}|▁*[^▁\s\p{L}\p{M}\p{N}]+|▁+|\s+")
-Candidate = tuple[
-    str, ...
-]  # what could be a token: a pair of tokens, or one character that no token has
+# what could be a token: a pair of tokens, or one character that no token has
+Candidate = tuple[str, ...]
 
 
 class NewToken(NamedTuple):

@@ -54,6 +54,7 @@ MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 # Options that manifest.json says as they were given.
+OF_TEXT = ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")  # in the manifest
 SAID = (
     "context_length",
     "packing",
@@ -323,9 +324,8 @@ def _make_dataset(
         f"skipped{': ' + sentences[0] if bad else ''}"
     )
     if not total["documents"]:
-        raise ValueError(
-            f"no document with text in {len(found.sources)} inputs and files: {left_out}"
-        )
+        count = len(found.sources)
+        raise ValueError(f"no document with text in {count} inputs and files: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
     made = folder / "dataset"
@@ -334,14 +334,12 @@ def _make_dataset(
     copies = 3 if options.packing == "best_fit" else 2
     room = total["tokens"] * (2 if dtype == "uint16" else 4) * copies
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
-    deduplicate = options.deduplicate == "exact"
     shortest = options.min_document_tokens
-    paths = [folder / name for name in pieces]
     documents = split_documents(
-        paths,
+        [folder / name for name in pieces],
         options.seed,
         options.validation_fraction,
-        deduplicate,
+        options.deduplicate == "exact",
         shortest,
         row=0 if options.packing == "best_fit" else options.context_length,
     )
@@ -351,17 +349,40 @@ def _make_dataset(
         found.notes.append(
             f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
         )
-    left_out += (
-        f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
-    )
-    eos = tokenizer.eos_token_id
+    if len(lengths):
+        left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out"
+    eos, length = tokenizer.eos_token_id, options.context_length
     try:
-        saved, largest = save_rows(
-            documents, dtype, made, options.context_length, options.packing, eos
-        )
+        saved, largest = save_rows(documents, dtype, made, length, options.packing, eos)
     except ValueError as error:
         raise ValueError(f"{error}; {left_out}" if bad or len(lengths) else str(error)) from error
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
+    return {
+        **_origin(options, found),
+        "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
+        "vocab_size": len(tokenizer),
+        "eos_token_id": eos,
+        "bos_token_id": tokenizer.bos_token_id,
+        "dtype": dtype,
+        "max_token_id": largest,
+        "splits": saved,
+        "text": {name: total[name] for name in OF_TEXT},
+        "duplicates": {"documents": len(again), "tokens": int(again.sum())},
+        "skipped": {
+            "empty": empty,
+            "short": len(lengths),
+            "bad": bad,
+            "bad_records": sentences,
+            "files_by_suffix": _most_common(found.not_read),
+            "files_twice": found.twice,
+            "splits": found.splits_left_out,
+        },
+        "written": files.describe(made, files.files_in(made)),
+    }
+
+
+def _origin(options: Options, found: inputs.Found) -> dict[str, Any]:
+    """What the manifest says of flags, inputs and versions."""
     sources = found.sources
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
     return {
@@ -381,32 +402,10 @@ def _make_dataset(
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "notes": found.notes[:MAX_LISTED_FILES],
         "tokenizer": options.tokenizer_name,
-        "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
-        "vocab_size": len(tokenizer),
-        "eos_token_id": eos,
-        "bos_token_id": tokenizer.bos_token_id,
-        "dtype": dtype,
-        "max_token_id": largest,
-        "splits": saved,
-        "text": {
-            name: total[name]
-            for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")
-        },
-        "duplicates": {"documents": len(again), "tokens": int(again.sum())},
-        "skipped": {
-            "empty": empty,
-            "short": len(lengths),
-            "bad": bad,
-            "bad_records": sentences,
-            "files_by_suffix": _most_common(found.not_read),
-            "files_twice": found.twice,
-            "splits": found.splits_left_out,
-        },
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in packages},
         },
-        "written": files.describe(made, files.files_in(made)),
     }
 
 

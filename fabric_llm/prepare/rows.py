@@ -45,13 +45,11 @@ class Documents(NamedTuple):
     """The documents of pieces, in order."""
 
     pieces: list[Path]  # their files, without a suffix
-    edges: (
-        np.ndarray
-    )  # the first document of each piece, and how many there are, int64 [pieces + 1]
+    # the first document of each piece, and how many there are, int64 [pieces + 1]
+    edges: np.ndarray
     lengths: np.ndarray  # tokens, int64 [documents]
-    splits: dict[
-        str, np.ndarray
-    ]  # the documents of each split, bool [documents]; those that are left out are in none
+    # the documents of each split, bool [documents]; those that are left out are in none
+    splits: dict[str, np.ndarray]
     repeated: np.ndarray  # left out since an earlier one is equal, bool [documents]
     in_both: int  # documents of a validation split that was kept whose text is trained on, too
 
@@ -328,9 +326,8 @@ def _pack(
 
         def write(rows: np.ndarray) -> None:
             file.write(np.ascontiguousarray(rows).data)
-            tokens.madvise(
-                mmap.MADV_DONTNEED
-            )  # else all that was read would count as memory of this process
+            # else all that was read would count as memory of this process
+            tokens.madvise(mmap.MADV_DONTNEED)
 
         said = pack(np.frombuffer(tokens, dtype), lengths, context_length, eos, write)
     packed.replace(path)

@@ -70,9 +70,8 @@ class Children:
 def adopt_launcher() -> None:
     """Make the environment of a rank that srun or nobody started look as torchrun's. Raises
     ValueError for a wrong number."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # the watch tells of broken connections, without C++ stacks
+    # the watch tells of broken connections, without C++ stacks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # If the package kernels is installed, transformers would download kernels, which are code, from
     # the hub.
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
@@ -90,9 +89,8 @@ def adopt_launcher() -> None:
         os.environ.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
         port = 15_000 + (31 * number_of("SLURM_JOB_ID", 0) + number_of("SLURM_STEP_ID", 0)) % 10_000
         os.environ.setdefault("MASTER_PORT", str(port))  # the same for all tasks of a step
-    if (
-        not started_by_other()
-    ):  # no launcher set these: in a pod, for example, RANK may mean something else
+    # no launcher set these: in a pod, for example, RANK may mean something else
+    if not started_by_other():
         for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(name, None)
     _, most_restarts = (number_of(name, 0) for name in RESTARTS)
@@ -160,9 +158,8 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
             f"{there}: RANK {os.environ['RANK']} is process {place} of its machine, not "
             f"{os.environ['LOCAL_RANK']}."
         )
-    os.environ["NODE_RANK"] = str(
-        node
-    )  # by which Fabric numbers ranks that torchrun hasn't started
+    # by which Fabric numbers ranks that torchrun hasn't started
+    os.environ["NODE_RANK"] = str(node)
     for name, number in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", number):
             raise ValueError(

@@ -12,12 +12,13 @@ from typing import NoReturn, Optional
 
 from fabric_llm.base.faults import STOPPED, Fault
 
+# the last one: the terminal was closed
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGUSR1,
     signal.SIGINT,
     signal.SIGHUP,
-)  # the last one: the terminal was closed
+)
 STOP_FILE, SAVE_FILE = "stop", "save_now"
 SECONDS_OF_ONE_REQUEST = (
     1.0  # in which a scheduler signals all processes, and a launcher its ranks once more
@@ -63,9 +64,8 @@ class StopSignal:
         }
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        again = (
-            number == signal.SIGHUP and self.requests > 0
-        )  # sent again by the shell of the closed terminal
+        # sent again by the shell of the closed terminal
+        again = number == signal.SIGHUP and self.requests > 0
         if again or time.monotonic() < self.until:
             return
         self.until = time.monotonic() + SECONDS_OF_ONE_REQUEST

@@ -83,13 +83,11 @@ class Watch:
         self.own_fault: Optional[Fault] = None  # to be told, unless another rank's came first
         self.lost: set[int] = set()  # ranks that this one has given up
         self.store_is_lost = False
-        self.hears_all = (
-            rank == 0
-        )  # the others hear rank 0 and those that they have started: n reads, not n squared
+        # the others hear rank 0 and those that they have started: n reads, not n squared
+        self.hears_all = rank == 0
         self.begun = self.done = 0  # number of exchanges with the store
-        self.begun_at = self.since = (
-            self.marked
-        )  # the silence of a rank never heard of counts from `since`
+        # the silence of a rank never heard of counts from `since`
+        self.begun_at = self.since = self.marked
         self.interval = MOST_SECONDS_BETWEEN_BEATS
         self.woken = threading.Event()
 
@@ -101,9 +99,8 @@ class Watch:
         """
         self._start(max(timeout_seconds, 1.0))
         wait_until(lambda: not self._unheard(), SECONDS_TO_MEET, 0.02)
-        time.sleep(
-            2 * SECONDS_TO_FIRST_WORDS
-        )  # so that the others hear of this rank before it joins
+        # so that the others hear of this rank before it joins
+        time.sleep(2 * SECONDS_TO_FIRST_WORDS)
 
     def begin(self, timeout_seconds: float) -> None:
         """All ranks have joined. From now on the run hangs if this rank isn't marked for
@@ -174,9 +171,8 @@ class Watch:
 
     def _start(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.patience = min(
-            MOST_SECONDS_OF_SILENCE, timeout_seconds / 3
-        )  # seconds of silence of a rank that lives
+        # seconds of silence of a rank that lives
+        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)
         self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
         if not self.thread.is_alive():
             self.since = time.monotonic()
@@ -219,9 +215,8 @@ class Watch:
                 multi_tenant=True,  # the process group's store will be at the same address
                 master_listen_fd=None if door is None else door.detach(),
             )
-        attempt = os.environ.get(
-            "TORCHELASTIC_RESTART_COUNT", "0"
-        )  # torchrun may keep the store of the former attempt
+        # torchrun may keep the store of the former attempt
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return torch.distributed.PrefixStore(f"watch-{attempt}", store)
 
     def _exchange(self, store: torch.distributed.Store) -> None:
@@ -235,9 +230,8 @@ class Watch:
                 "retryable": own.retryable,
             }
             store.compare_set("first", "", json.dumps(told))
-        if self.first is None and store.check(
-            ["first"]
-        ):  # remembered, since the store may end with rank 0
+        # remembered, since the store may end with rank 0
+        if self.first is None and store.check(["first"]):
             there = json.loads(store.get("first"))
             self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
         store.set(f"beat/{self.rank}", json.dumps(self._beat()))
@@ -317,9 +311,8 @@ class Watch:
         if self.is_joining:
             return Fault(f"rank {rank} {how} before training began.", code)
         beat = self.beats.get(rank, {"step": 0, "doing": "starting"})
-        step = max(
-            self.step, beat["step"]
-        )  # its last beat may be older than the last step of all ranks
+        # its last beat may be older than the last step of all ranks
+        step = max(self.step, beat["step"])
         return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
 
     def _seen(self) -> Optional[Fault]:
@@ -367,9 +360,8 @@ class Watch:
         # that is behind.
         if self._is_still():
             self.hears_all = True
-        if not self._is_still(
-            self.patience + self.interval
-        ):  # until then every rank that lives has been heard
+        # until then every rank that lives has been heard
+        if not self._is_still(self.patience + self.interval):
             return None
         if gone := [
             rank for rank in sorted(self._listened()) if self._silence(rank) > self.patience

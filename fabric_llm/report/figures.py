@@ -106,6 +106,7 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 # ------------------------------------------------------------------------------- as plotly has them
 
+# of runs and sets
 COLORS = (
     "#1457a8",
     "#c2500a",
@@ -115,7 +116,7 @@ COLORS = (
     "#0f7f8c",
     "#7a5c00",
     "#545a66",
-)  # of runs and sets
+)
 GREY = 7  # of them: events of a single run
 INK, MUTED, PALE = "#1d1f23", "#5b616b", "#e3e1dc"  # as in page.html
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -161,9 +162,8 @@ def template() -> dict[str, Any]:
     return go.layout.Template(layout=layout).to_plotly_json()
 
 
-Chart = dict[
-    str, Any
-]  # "name", "title", "unit" and "note" of a figure, its "traces", "undone" ones below, and "layout"
+# "name", "title", "unit" and "note" of a figure, its "traces", "undone" ones below, and "layout"
+Chart = dict[str, Any]
 
 
 def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
@@ -204,9 +204,8 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
             is_named = len({trace["name"] for trace in traces}) > 1
             yaxis = {**figure.yaxis}
             if len({y for trace in (*undone, *traces) for y in trace["y"]} - {None}) == 1:
-                yaxis.setdefault(
-                    "rangemode", "tozero"
-                )  # plotly would draw a constant between itself -1 and +1
+                # plotly would draw a constant between itself -1 and +1
+                yaxis.setdefault("rangemode", "tozero")
             layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
             drawn.append({**figure._asdict(), "traces": traces, "undone": undone, "layout": layout})
     return drawn

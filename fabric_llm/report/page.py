@@ -25,11 +25,12 @@ from fabric_llm.report.reading import Event, Run, Series
 NONE = "\N{EN DASH}"
 NOT_COMPARED = ("run_name", "output_dir")  # flags
 SECTIONS = ("curves", "events", "samples", "flags")
+# sections of several runs: each has a page of its own for its samples
 COMPARED = (
     "curves",
     "events",
     "flags",
-)  # sections of several runs: each has a page of its own for its samples
+)
 Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # head, rows
 
 
@@ -134,9 +135,8 @@ def shown(value: Any) -> str:
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
     """(label, figure, what is said below it) of the five figures that decide."""
-    loss = next(
-        iter(run.numbers["eval_loss"].values()), None
-    )  # of all sets together, or of the first
+    # of all sets together, or of the first
+    loss = next(iter(run.numbers["eval_loss"].values()), None)
     tokens, rates = run.number("tokens"), run.number("tokens_per_second")
     times = [datetime.fromisoformat(event["time"]) for event in run.events if "time" in event]
     last = max(

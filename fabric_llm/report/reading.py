@@ -44,12 +44,10 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     # name -> set or source, "" of neither -> Series
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
-    undone: list["Run"] = field(
-        default_factory=list
-    )  # numbers of steps that rewinds have undone, one of each time
-    shares: list[tuple[int, dict[str, Any]]] = field(
-        default_factory=list
-    )  # in the mean: (step, new shares)
+    # numbers of steps that rewinds have undone, one of each time
+    undone: list["Run"] = field(default_factory=list)
+    # in the mean: (step, new shares)
+    shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     samples: list[dict[str, Any]] = field(default_factory=list)  # samples.jsonl
@@ -157,9 +155,8 @@ def _fill_undone(run: Run) -> None:
         fill(run.undone[-1], lines)
 
 
-Columns = dict[
-    tuple[str, str], tuple[array, array]
-]  # (name, set or source or ""): steps and values
+# (name, set or source or ""): steps and values
+Columns = dict[tuple[str, str], tuple[array, array]]
 
 
 def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
@@ -188,9 +185,8 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         losses.pop("", None),
         {name: losses.pop(name) for name in PROBES if name in losses},
     )
-    if mean is not None and list(losses) != [
-        ONE_SET
-    ]:  # where it is the only set, the mean says the same again
+    # where it is the only set, the mean says the same again
+    if mean is not None and list(losses) != [ONE_SET]:
         losses = {MEAN if losses or probes else ONE_SET: mean, **losses}
     if average := numbers["eval_loss_ema"].get(""):
         losses[AVERAGE] = average
@@ -243,11 +239,12 @@ def _collect(
 # ------------------------------------------------------------------------------- events
 
 
+# kinds of events; the others have an upright line in all figures
 UNMARKED = (
     "started",
     "saved",
     "done",
-)  # kinds of events; the others have an upright line in all figures
+)
 VERDICTS = {"skip": "skipped", "warn": "spike", "rewind": "rewound", "forgetting": "forgetting"}
 
 

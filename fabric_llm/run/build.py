@@ -165,9 +165,8 @@ def build_model(run: Run, source: str) -> None:
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
-        if (
-            plan.placement.kind == "cuda" and chunked
-        ):  # a CPU gains from it only at large vocabularies
+        # a CPU gains from it only at large vocabularies
+        if plan.placement.kind == "cuda" and chunked:
             layers.compile_loss(model)
 
     def fill(model: nn.Module) -> None:

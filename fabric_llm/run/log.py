@@ -23,10 +23,11 @@ from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers
 from fabric_llm.training.evaluation import Found
 from fabric_llm.training.guard import Guard
 
+# part of the weights that changes in a step; logged steps in a row
 FEW_UPDATES, FEW_UPDATES_LOGS = (
     0.1,
     3,
-)  # part of the weights that changes in a step; logged steps in a row
+)
 LARGEST_COSTS = 5  # of a profile, that are printed
 
 
@@ -40,15 +41,17 @@ class Log:
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
         self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
+        # --profile: the first and the last step, and the recorder
         self.profiled, self.profile = (
             (1, 0),
             None,
-        )  # --profile: the first and the last step, and the recorder
+        )
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
+        # time in `untimed` doesn't count as training
         self.waits, self.untimed = (
             self.speed.waits,
             self.speed.other,
-        )  # time in `untimed` doesn't count as training
+        )
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.few_updates = 0  # logged steps in a row
         self.kept_updates: Optional[float] = None  # see adamw.kept_updates
@@ -254,9 +257,8 @@ class Log:
             return
         self.line(f"Profile of {steps}, {seconds:.2f} s: {trace}. Its largest costs:")
         # The time of an operation without those that it calls.
-        time_of = (
-            "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        )  # microseconds
+        # microseconds
+        time_of = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         costs = [
             (getattr(event, time_of), event.count, event.key) for event in recorder.key_averages()
         ]

@@ -242,12 +242,10 @@ def _wandb(
     """A Weights & Biases run; without a key or network an offline one, with one warning. Never
     prompts."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault(
-        "WANDB_INIT_TIMEOUT", "20"
-    )  # seconds; without a network the default, 90, is waited in vain
-    os.environ.setdefault(
-        "WANDB_FINISH_TIMEOUT", "600"
-    )  # seconds; `wandb sync` can send the rest later
+    # seconds; without a network the default, 90, is waited in vain
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")
+    # seconds; `wandb sync` can send the rest later
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")
     import wandb
 
     settings: Record = {
@@ -263,9 +261,8 @@ def _wandb(
     settings["config"] = config
     run, reason = None, "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
     if os.environ.get("WANDB_MODE", "online") == "online":
-        has_prompt = (
-            "prompt" in inspect.signature(wandb.login).parameters
-        )  # older ones ask where there is no key
+        # older ones ask where there is no key
+        has_prompt = "prompt" in inspect.signature(wandb.login).parameters
         try:
             if (
                 wandb.login(prompt=False, verify=False)
@@ -282,9 +279,8 @@ def _wandb(
             )
             settings["mode"] = "offline"
     run = run or wandb.init(**settings)
-    run.define_metric(
-        "*", step_metric="step"
-    )  # its own step can't go back, as those of a rewind do
+    # its own step can't go back, as those of a rewind do
+    run.define_metric("*", step_metric="step")
 
     def close() -> None:
         run.finish()

@@ -24,9 +24,8 @@ from fabric_llm.model.strategy import reshard
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 
-Expected = tuple[
-    Optional[gate.Outputs], Optional[gate.Gradients]
-]  # what the reference makes of the probe, on rank 0
+# what the reference makes of the probe, on rank 0
+Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]
 TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa "
     "or eager, "
@@ -64,9 +63,8 @@ def load(
                 flush=True,
             )
         skeleton = loading.build_skeleton(on_cpu, dtype)
-        freezing.freeze(
-            skeleton, plan.model.frozen
-        )  # so that the probe makes no gradients of what doesn't train
+        # so that the probe makes no gradients of what doesn't train
+        freezing.freeze(skeleton, plan.model.frozen)
         # Memory that nothing else will need before the reference is gone: the weights come to the
         # devices after it.
         model = load_reference(skeleton, opened, (free_memory_bytes() or math.inf) / 2)
@@ -133,15 +131,13 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they
     ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
-    attention, loss, document_end = asked, plan.model.loss, plan.data.document_end
-    masks, sharing = plan.data.keeps_documents_apart(), plan.placement.context_parallel
-    lengths = plan.row_lengths()
+    loss, sharing, lengths = plan.model.loss, plan.placement.context_parallel, plan.row_lengths()
+    masks = plan.data.keeps_documents_apart()
     of_documents = gate.beyond_the_row(reference, lengths, documents=True) if masks else None
     if (depends := gate.beyond_the_row(reference, lengths)) is not None:
         raise ValueError(
             f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: "
-            f"{depends}, which no checkpoint "
-            "holds. Take rows of one length, also for validation."
+            f"{depends}, which no checkpoint holds. Take rows of one length, also for validation."
         )
     if sharing > 1 and not gate.takes_packed_attention(reference):
         raise ValueError(
@@ -152,81 +148,109 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(
             f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto."
         )
+    attention = _choose_attention(reference, plan, asked, is_open=model_flags.attention == "auto")
+    if masks or sharing > 1:
+        masks = _keeps_documents_apart(reference, plan, attention, of_documents) and masks
+    if not masks and model_flags.attention == "auto" and sharing == 1:
+        attention = asked
+    tiled = _choose_tiles(reference) if plan.model.tiled_mlp else []
+    return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
+
+
+def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_open: bool) -> str:
+    """The attention of a run. is_open: --attention auto leaves it open."""
+    sharing = plan.placement.context_parallel
     if sharing > 1:
-        attention = fast_paths.PACKED
         if (why := no_kernel(reference, plan)) is not None:
             if fast_paths.LEAST_CAPABILITY > torch.cuda.get_device_capability():
                 raise ValueError(
                     f"--context_parallel {sharing}: attention has no kernel here: {why}."
                 )
             print(
-                f"Warning: attention has no kernel for packed documents, and takes one after the "
+                "Warning: attention has no kernel for packed documents, and takes one after the "
                 f"other: {why}."
             )
-    elif (
-        model_flags.attention == "auto"
-        and asked == "sdpa"
-        and document_end is not None
-        and not plan.data.pads_before_text()
-    ):
-        if gate.takes_packed_attention(reference):
-            if (why := no_kernel(reference, plan)) is None:
-                attention = fast_paths.PACKED
-            else:
-                print(
-                    f"Attention has a mask in place of PyTorch's kernel for packed documents: "
-                    f"{why}."
-                )
-    elif asked == fast_paths.PACKED and not gate.takes_packed_attention(reference):
+        return fast_paths.PACKED
+    if asked == fast_paths.PACKED:
+        _require_packed_attention(reference, plan)
+    is_packed = plan.data.document_end is not None and not plan.data.pads_before_text()
+    if is_open and asked == "sdpa" and is_packed and gate.takes_packed_attention(reference):
+        if (why := no_kernel(reference, plan)) is None:
+            return fast_paths.PACKED
+        print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
+    return asked
+
+
+def _require_packed_attention(reference: PreTrainedModel, plan: Plan) -> None:
+    """Raises ValueError where --attention packed was asked for and can't be had."""
+    if not gate.takes_packed_attention(reference):
+        name = type(reference).__name__
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
-    elif asked == fast_paths.PACKED and (why := no_kernel(reference, plan)) is not None:
+    if (why := no_kernel(reference, plan)) is not None:
         raise ValueError(
             f"--attention packed: PyTorch's kernel for it can't be used: {why}. Take --attention "
-            f"auto."
+            "auto."
         )
-    elif asked == fast_paths.PACKED and plan.data.pads_before_text():
+    if plan.data.pads_before_text():
         raise ValueError(
             "--attention packed: rows have padding before their text, which it would see; take "
             "--attention auto."
         )
-    if masks or sharing > 1:
-        with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
-            leak = gate.find_leak(reference)
-        if leak is not None and sharing > 1:
+
+
+def _keeps_documents_apart(
+    reference: PreTrainedModel, plan: Plan, attention: str, of_documents: Optional[str]
+) -> bool:
+    """Whether packed documents don't see each other, measured; prints a warning where they do.
+
+    of_documents: why their positions depend on the row (gate.beyond_the_row). Raises ValueError
+    where the flags ask for what the model can't.
+    """
+    name, sharing = type(reference).__name__, plan.placement.context_parallel
+    with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
+        leak = gate.find_leak(reference)
+    if leak is not None and sharing > 1:
+        raise ValueError(
+            f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its "
+            "attention."
+        )
+    if leak is None and of_documents is None:
+        return True
+    result = f"{name} doesn't keep packed documents apart"
+    if plan.data.document_masking is True and plan.data.document_end is not None:
+        if leak is None:
             raise ValueError(
-                f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its "
-                f"attention."
+                f"{result}: {of_documents}. Take shorter rows, or --document_masking false."
             )
-        if leak is not None or of_documents is not None:
-            said, masks = f"{name} doesn't keep packed documents apart", False
-            instead = f" with --attention {asked}: take another, or --document_masking false."
-            if leak is None:
-                instead = f": {of_documents}. Take shorter rows, or --document_masking false."
-            if plan.data.document_masking is True and document_end is not None:
-                raise ValueError(said + instead)
-            why = of_documents or (
-                f"with another document before it, a document's logits change by up to {leak:.2g} "
-                f"of their standard deviation"
-            )
-            print(f"Warning: {said} ({why}): --document_masking is off.")
-    if not masks and model_flags.attention == "auto" and sharing == 1:
-        attention = asked
-    measured = tiles.found_in(reference) if plan.model.tiled_mlp else {}
+        asked = plan.model.config._attn_implementation
+        raise ValueError(
+            f"{result} with --attention {asked}: take another, or --document_masking false."
+        )
+    why = of_documents or (
+        f"with another document before it, a document's logits change by up to {leak:.2g} of their "
+        "standard deviation"
+    )
+    print(f"Warning: {result} ({why}): --document_masking is off.")
+    return False
+
+
+def _choose_tiles(reference: PreTrainedModel) -> list[str]:
+    """The modules that --tiled_mlp tiles, by name. Raises ValueError where no MLP is one."""
+    measured = tiles.found_in(reference)
     tiled = [one for one, is_tiled in measured.items() if is_tiled]
     whole = [one for one in measured if one not in tiled]
-    if plan.model.tiled_mlp and not any(
-        p.ndim > 1 for one in tiled for p in reference.get_submodule(one).parameters()
-    ):
+    parameters = [p for one in tiled for p in reference.get_submodule(one).parameters()]
+    if not any(p.ndim > 1 for p in parameters):
         raise ValueError(
-            f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by "
-            f"itself."
+            f"--tiled_mlp true: {type(reference).__name__} can't: its MLPs have dropout, or don't "
+            "take each token by itself."
         )
     if whole:
         print(
             f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as "
             f"{whole[0]}."
         )
-    return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
+    return tiled
 
 
 def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:

@@ -52,9 +52,8 @@ class Run:
     closing: ExitStack = field(default_factory=ExitStack)  # a run that fails doesn't close it
     model: nn.Module = field(init=False)  # wrapped
     optimizer: torch.optim.Optimizer = field(init=False)
-    skeleton: PreTrainedModel = field(
-        init=False
-    )  # the unwrapped model on the meta device, without memory
+    # the unwrapped model on the meta device, without memory
+    skeleton: PreTrainedModel = field(init=False)
     guard: Guard = field(init=False)
     batches: Prefetch = field(init=False)
     log: Log = field(init=False)
@@ -106,9 +105,8 @@ def say_what_comes_next(run: Run) -> None:
             if run.requests.is_out_of_time()
             else "on request"
         )
-        resume = (
-            "true" if run.flags.checkpoint.checkpoint is None else "auto"
-        )  # "true" would branch off again
+        # "true" would branch off again
+        resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"
         print(f"\nStopped {why}. Checkpoint: {last}")
         print(
             f"Next: the same command with {command(resume=resume, run_name=directory.name)}",

@@ -84,9 +84,8 @@ def save(run: Run, *, stops: bool) -> None:
     with log.untimed:
         run.watch.mark(step, "saving")
         in_background = run.background is not None and not (run.is_over or stops)
-        followed = (
-            run.flags.save.keep_best_of
-        )  # the set by whose loss the best checkpoints are kept
+        # the set by whose loss the best checkpoints are kept
+        followed = run.flags.save.keep_best_of
         loss = math.nan
         if losses is not None:
             loss = log.together(losses) if followed is None else losses.get(followed, math.nan)

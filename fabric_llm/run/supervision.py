@@ -29,9 +29,8 @@ from fabric_llm.run.log import peak_memory_gib
 
 # rank 0, which holds the store, waits until the others have read its fault, or children end
 SECONDS_FOR_OTHERS = 5.0
-SECONDS_FOR_RANK_0 = (
-    launch.SECONDS_TO_END + SECONDS_FOR_OTHERS
-)  # its main thread may need all of the first
+# its main thread may need all of the first
+SECONDS_FOR_RANK_0 = launch.SECONDS_TO_END + SECONDS_FOR_OTHERS
 SECONDS_FOR_CHILDREN = 60.0  # to end after a run without a fault
 
 
@@ -187,9 +186,8 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     # Rank 0 writes STATUS.json, or another rank, if rank 0 is lost, frozen or never joined.
     if rank == 0:
         if this.plan is None:  # nothing was done in the run directory
-            run_directory.leave(
-                first, has_plan=watch.is_joining
-            )  # a plan can only be wrong after joining
+            # a plan can only be wrong after joining
+            run_directory.leave(first, has_plan=watch.is_joining)
         else:
             run_directory.write_status(
                 this.directory, first.code, str(first), watch.step, first.retryable
@@ -219,9 +217,8 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
     of_rank_0 = this.watch.beats.get(0, {})
     with suppress(ValueError, OSError):
         directory = this.directory or run_directory.directory(flags)
-        if (
-            not of_rank_0 and not launch.has_parent()
-        ):  # rank 0 never came, so it doesn't hold the lock
+        # rank 0 never came, so it doesn't hold the lock
+        if not of_rank_0 and not launch.has_parent():
             run_directory.lock(directory)
         said = run_directory.read_status(directory)
         if directory.is_dir() and (

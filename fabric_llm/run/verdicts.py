@@ -170,9 +170,8 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
     latest = files.latest(folder)
     merge = ""
     has_learned = latest is not None and latest != step_directory(folder, 0)
-    if (
-        forgot and has_learned and run.flags.model.rope is None
-    ):  # which makes another model of the base
+    # which makes another model of the base
+    if forgot and has_learned and run.flags.model.rope is None:
         base, budget = (
             loading.folder_of(run.flags.model.model_name),
             run.flags.evaluation.forgetting_budget,

@@ -37,15 +37,15 @@ from fabric_llm.training.adamw_rounded import (
     plain_update,
 )
 
-LEAST_ELEMENTS = (
-    2**20
-)  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
+# below this, plain PyTorch takes less time in ten steps than compiling a kernel would
+LEAST_ELEMENTS = 2**20
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
+# of master: on a CPU they fit its cache, on a GPU they hide launches
 BLOCK_ELEMENTS = {
     "cpu": 2**18,
     "cuda": 2**23,
-}  # of master: on a CPU they fit its cache, on a GPU they hide launches
+}
 
 
 def make_optimizer(
@@ -108,9 +108,8 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
             nn.init.constant_(weight, 1.5)  # its neighbours are 2**-7 away
             optimizer = make_optimizer(probe, set(), training, updates)
             for group in optimizer.param_groups:
-                group["lr"] = (
-                    2.0**-13
-                )  # with momentum 10 times as much, which is still rounded away
+                # with momentum 10 times as much, which is still rounded away
+                group["lr"] = 2.0**-13
             for _ in range(64):
                 weight.grad = signs.to(dtype)
                 optimizer.step()
@@ -267,9 +266,10 @@ def fastest(device: torch.device) -> Update:
         if device.type == "cpu":
             update = compiled()
         else:
+            # where there are GPUs there is Triton
             from fabric_llm.training.adamw_triton import (
                 update,
-            )  # where there are GPUs there is Triton
+            )
         if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
             return update
         reason = "its bits differ from those of plain PyTorch"

@@ -25,9 +25,8 @@ class Found(NamedTuple):
     """What an evaluation has found."""
 
     sets: dict[str, dict[str, float]]  # by name, see `evaluate`
-    of_average: Optional[
-        dict[str, float]
-    ]  # losses of the moving average of the weights, if there is one, nats
+    # losses of the moving average of the weights, if there is one, nats
+    of_average: Optional[dict[str, float]]
 
     @property
     def losses(self) -> dict[str, float]:
@@ -41,9 +40,8 @@ class Evaluation:
 
     fabric: Fabric
     batches: Mapping[str, Batches]  # {set: this rank's batches}, read from position 0
-    is_asked_to_stop: Callable[
-        [], bool
-    ]  # of this rank; a request to one rank ends the evaluation on all
+    # of this rank; a request to one rank ends the evaluation on all
+    is_asked_to_stop: Callable[[], bool]
     working: Callable[[], None]  # called before each batch, to mark that this rank makes progress
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
     in_bytes: Collection[str] = ()  # sets that have a loss in bits per byte

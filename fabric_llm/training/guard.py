@@ -28,9 +28,8 @@ class Guard:
     spike_action: str = "warn"  # warn, skip or rewind
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some validation sets, nats
     forgetting_action: str = "warn"  # one of ACTIONS, when a set is above its budget
-    losses: list[float] = field(
-        default_factory=list
-    )  # of the last steps taken, at most spike_window
+    # of the last steps taken, at most spike_window
+    losses: list[float] = field(default_factory=list)
     skipped: int = 0  # steps in a row
     rewinds: int = 0  # of the whole run
     before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats

@@ -79,9 +79,8 @@ class GradientSums:
         for index, parameter in enumerate(self.parameters):
             total = self.sums[index]
             if last and total is not None:
-                if (
-                    parameter.grad is None
-                ):  # as of an expert that got no token of the last micro-batch
+                # as of an expert that got no token of the last micro-batch
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local_part(parameter.grad)
                 gradient.copy_(total.add_(gradient))
@@ -206,9 +205,8 @@ def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096
         if parameter.requires_grad:
             weights = local_part(parameter.detach()).flatten()
             if weights.numel() > per_parameter:
-                apart = 8 * -(
-                    -weights.numel() // per_parameter
-                )  # reading 8 neighbours costs as much as reading one
+                # reading 8 neighbours costs as much as reading one
+                apart = 8 * -(-weights.numel() // per_parameter)
                 weights = (
                     weights[: weights.numel() // apart * apart].view(-1, apart)[:, :8].flatten()
                 )

@@ -142,9 +142,10 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
         )
     from transformers.utils.logging import set_verbosity_error
 
+    # imports torch, for which --help and bad arguments don't wait
     from fabric_llm.verify.inspect_run import (
         verify_run,
-    )  # imports torch, for which --help and bad arguments don't wait
+    )
 
     set_verbosity_error()
     report = verify_run(run, exports=not given.no_export)

@@ -24,6 +24,7 @@ from fabric_llm.processes.launch import PARENT, find_launcher
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
 OWN += " --checkpoint null --resume_override null"
+# the rest is speed and memory
 COMPARED = (
     "step",
     "loss",
@@ -33,7 +34,7 @@ COMPARED = (
     "sources",
     "eval_loss",
     "eval",
-)  # the rest is speed and memory
+)
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL

@@ -110,9 +110,8 @@ def verify_run(run: Path, exports: bool) -> Report:
     for path in files.step_directories(run):
         before, code = len(report.findings), report.code
         document = verify_checkpoint(path, report)
-        if (
-            not path.exists()
-        ):  # pruned by a run that is still going, so that its files seemed to be missing
+        # pruned by a run that is still going, so that its files seemed to be missing
+        if not path.exists():
             del report.findings[before:]
             report.code = code
             report.note(f"{path.name} was pruned meanwhile.")
@@ -129,9 +128,8 @@ def verify_run(run: Path, exports: bool) -> Report:
     else:
         hashed = files.sha256(newest / files.MANIFEST)
         report.newest = {"name": newest.name, "step": durable, "manifest_sha256": hashed}
-    saved_at_the_end = status.get("step") == status.get(
-        "last_durable_step"
-    )  # which a second signal prevents
+    # which a second signal prevents
+    saved_at_the_end = status.get("step") == status.get("last_durable_step")
     over = status.get("code") in (DONE, STOPPED) and saved_at_the_end
     report.look(check_status, run / run_directory.STATUS, status, durable)
     report.look(check_metrics, run / "metrics.jsonl", over, durable, documents)
@@ -222,9 +220,8 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     progress.json."""
     config, dtype = load_config(str(path)), DTYPES[progress["fixed"]["precision"]]
     skeleton = checked_skeleton(str(path), config, dtype)
-    open_weights(
-        str(path), config, dtype
-    )  # raises Fault, which names what is missing or has another shape
+    # raises Fault, which names what is missing or has another shape
+    open_weights(str(path), config, dtype)
     frozen = freezing.frozen_names(
         skeleton, *(progress["schedule"].get(flag) for flag in freezing.FLAGS)
     )
@@ -338,6 +335,9 @@ def check_status(file: Path, status: dict[str, Any], durable: int, report: Repor
     return f"{file.name}: {ended}; step {status.get('step')}, last durable step {said}"
 
 
+NumberedLine = tuple[int, dict[str, Any]]  # its number in metrics.jsonl, and what it holds
+
+
 def check_metrics(
     file: Path, over: bool, durable: int, documents: dict[int, dict[str, Any]], report: Report
 ) -> str:
@@ -347,6 +347,40 @@ def check_metrics(
     over: the run has ended and saved. documents: {step: what `verify_checkpoint` returns} of each
     undamaged checkpoint.
     """
+    name = repr(str(file))
+    lines = _numbered_lines(file, over, report)
+    training = [
+        (number, record) for number, record in lines if "loss" in record and "tokens" in record
+    ]
+    evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
+    _check_order(name, training, report)
+
+    # skipped, or rolled back
+    guarded = {record["step"] for _, record in lines if "verdict" in record}
+    taken = [(number, record) for number, record in training if record["step"] not in guarded]
+    for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
+        if bad := [number for number, record in some if not is_finite(record.get(key))]:
+            report.find(f"{name} has no finite {key} in line {listed(bad)}.")
+    evaluated = Counter(record["step"] for _, record in evaluation)
+    if twice := sorted(step for step, count in evaluated.items() if count > 1):
+        report.find(f"{name} has more than one evaluation of step {listed(twice)}.")
+    if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
+        sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
+        report.find(f"{sentence}.") if over else report.note(
+            f"{sentence}: a resumed run writes them anew."
+        )
+    _compare_training(
+        name, {record["step"]: record for _, record in training}, durable, documents, report
+    )
+    _compare_evaluations(name, evaluation, documents, report)
+    report.count("training_lines", len(training))
+    return (
+        f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
+    )
+
+
+def _numbered_lines(file: Path, over: bool, report: Report) -> list[NumberedLine]:
+    """The lines of metrics.jsonl that have the form of one."""
     lines, name = [], repr(str(file))
     for number, (line, record) in enumerate(files.json_lines(file), 1):
         if type(record.get("step")) is type(record.get("tokens", 0)) is int:
@@ -357,11 +391,11 @@ def check_metrics(
             report.find(
                 f"{name} line {number} isn't a JSON object with a step and, if any, whole tokens."
             )
-    training = [
-        (number, record) for number, record in lines if "loss" in record and "tokens" in record
-    ]
-    evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
+    return lines
 
+
+def _check_order(name: str, training: list[NumberedLine], report: Report) -> None:
+    """Steps and tokens grow from line to line."""
     places: dict[int, int] = {}  # step -> its line
     before = {"step": 0, "tokens": 0}
     for number, record in training:
@@ -379,44 +413,43 @@ def check_metrics(
         places.setdefault(step, number)
         before = record
 
-    guarded = {
-        record["step"] for _, record in lines if "verdict" in record
-    }  # skipped, or rolled back
-    taken = [(number, record) for number, record in training if record["step"] not in guarded]
-    for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
-        if bad := [number for number, record in some if not is_finite(record.get(key))]:
-            report.find(f"{name} has no finite {key} in line {listed(bad)}.")
-    evaluated = Counter(record["step"] for _, record in evaluation)
-    if twice := sorted(step for step, count in evaluated.items() if count > 1):
-        report.find(f"{name} has more than one evaluation of step {listed(twice)}.")
-    if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
-        sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
-        report.find(f"{sentence}.") if over else report.note(
-            f"{sentence}: a resumed run writes them anew."
-        )
 
+def _compare_training(
+    name: str,
+    logged: dict[int, dict[str, Any]],
+    durable: int,
+    documents: dict[int, dict[str, Any]],
+    report: Report,
+) -> None:
+    """Compare training lines with checkpoints. logged, documents: by step."""
     # Each checkpoint records the step at which its process has started, and how often it logs; a
     # save logs as well. If all checkpoints of an earlier process were pruned, this isn't known, and
     # no line of it is required.
-    said = {record["step"]: record for _, record in training}
     wanted = set(documents) - {0}
     for saved_at, document in documents.items():
         every, after = document["logged"]["every"], document["logged"]["after"]
         wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
-    if missing := sorted(wanted - said.keys()):
+    if missing := sorted(wanted - logged.keys()):
         report.find(f"{name} has no line of step {listed(missing)}.")
-    for step in sorted(documents.keys() & said.keys()):
-        if said[step].get("position", documents[step]["position"]) != documents[step]["position"]:
+    for step in sorted(documents.keys() & logged.keys()):
+        line, document = logged[step], documents[step]
+        if line.get("position", document["position"]) != document["position"]:
             continue  # the run has gone back there since
-        here, there = (
-            {key: one.get(key) for key in ("tokens", "sources")}
-            for one in (said[step], documents[step])
-        )
-        for key in here:
-            if here[key] != there[key]:
+        for key in ("tokens", "sources"):
+            if line.get(key) != document.get(key):
                 report.find(
-                    f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}."
+                    f"{name} says {line.get(key)} {key} at step {step}, its checkpoint "
+                    f"{document.get(key)}."
                 )
+
+
+def _compare_evaluations(
+    name: str,
+    evaluation: list[NumberedLine],
+    documents: dict[int, dict[str, Any]],
+    report: Report,
+) -> None:
+    """Compare lines of evaluations with checkpoints. documents: by step."""
     for number, record in evaluation:
         document = documents.get(record["step"])
         if document is None or record.get("position", document["position"]) != document["position"]:
@@ -430,10 +463,6 @@ def check_metrics(
                 what = "eval_loss" if key == "eval_loss" else f"loss of {key}"
                 words = f"{name} line {number} says {here} as the {what}"
                 report.find(f"{words}, the checkpoint of step {record['step']} {there}.")
-    report.count("training_lines", len(training))
-    return (
-        f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
-    )
 
 
 def is_finite(value: Any) -> bool:

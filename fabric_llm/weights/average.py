@@ -112,9 +112,8 @@ def open_part(folder: Path) -> Part:
         if progress is None
         else loading.DTYPES[progress["fixed"]["precision"]]
     )
-    exact = torch.promote_types(
-        dtype, torch.float32
-    )  # holds what the files hold, be it of 16 or of 32 bits
+    # holds what the files hold, be it of 16 or of 32 bits
+    exact = torch.promote_types(dtype, torch.float32)
     loading.checked_skeleton(str(folder), config, exact)
     weights = loading.open_weights(str(folder), config, exact)
     return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
@@ -134,10 +133,11 @@ def average(
     and VerificationError; nothing is then left behind.
     """
     averaged = average_of(parts, weights, dtype)
+    # of a run; its generation config and tokenizer are taken
     skeleton, newest = (
         averaged.skeleton,
         parts[-1],
-    )  # of a run; its generation config and tokenizer are taken
+    )
     written = str(skeleton.dtype).removeprefix("torch.")
     note = {
         "what": "weighted average of models, summed in float64",
@@ -242,9 +242,8 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     for name, folder, dtype, said in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
-        said["eval_loss"] = losses_of(
-            computing, config, weights, dtype, sets
-        )  # nats, by the names of the sets
+        # nats, by the names of the sets
+        said["eval_loss"] = losses_of(computing, config, weights, dtype, sets)
         print(
             f"  {name}",
             *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()),
@@ -327,9 +326,8 @@ def losses_of(
     fabric, precision = computing
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
-    model = (
-        model.float() if dtype == torch.float16 else model
-    )  # exact, and not too narrow for what is computed
+    # exact, and not too narrow for what is computed
+    model = model.float() if dtype == torch.float16 else model
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():

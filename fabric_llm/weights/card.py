@@ -122,9 +122,8 @@ def fill_in(folder: Path, template: str, **facts: Any) -> None:
 def begun_with(progress: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
     """(the base model of a run and its licence as front matter, as far as they are known, the
     base's commit)."""
-    config_file = (
-        progress.get("config_file") or f"{progress['model_name']}/config.json"
-    )  # of older checkpoints
+    # of older checkpoints
+    config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"
     found, commit = licence(Path(config_file).with_name("README.md")), None
     if cached := re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file):
         found |= {"base_model": cached[1].replace("--", "/"), "base_model_relation": "finetune"}
@@ -169,10 +168,11 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
         and all(here[name] in (loss, None) for name, loss in said[step].items())
     ):
         return lines
+    # see Plan.measured_on
     rows = {
         0: progress.get("measured_on", {}),
         step: progress.get("evaluated_on", {}),
-    }  # see Plan.measured_on
+    }
     found = []
     for at, of_sets in said.items():
         sets = {
@@ -195,10 +195,11 @@ def part_read(measured: Sequence[Any]) -> dict[str, int]:
 def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of each source of the data its name, tokens, epochs, and what the manifest says of its
     dataset."""
+    # which older checkpoints don't have
     reached, said = (
         progress["progress"],
         manifest.get("data", {}),
-    )  # which older checkpoints don't have
+    )
     if "mixture" in progress:
         read = mixture_of(progress).read_before(reached["position"])
     else:

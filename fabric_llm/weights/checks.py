@@ -35,9 +35,8 @@ def exported_output(output: Path, overwrite: bool) -> None:
         )
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if output.exists() and (
-        not (output / "config.json").is_file() or (output / MANIFEST).exists()
-    ):  # such as a run
+    # such as a run
+    if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):
         raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")
     if output.is_symlink():
         raise ValueError(

@@ -171,9 +171,8 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)
     files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
-    if os.path.lexists(
-        temporary
-    ):  # left by one that was killed, or a link, which must not be followed
+    # left by one that was killed, or a link, which must not be followed
+    if os.path.lexists(temporary):
         keep.remove(temporary)
     try:
         with on_disk(output, temporary, f"the weights need {needed_bytes / 2**30:,.2f} GiB"):

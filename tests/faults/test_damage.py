@@ -128,9 +128,8 @@ def test_a_damaged_dataset_file_is_named(prepared, tmp_path, how):
         if how == "truncate":
             changed = content[: generator.randrange(len(content))]
         (folder / name).write_bytes(changed)
-        if (
-            how == "delete" and name != "manifest.json"
-        ):  # without it, it is a dataset made elsewhere
+        # without it, it is a dataset made elsewhere
+        if how == "delete" and name != "manifest.json":
             (folder / name).unlink()
         with pytest.raises(ValueError) as caught:
             open_dataset(folder)

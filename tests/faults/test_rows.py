@@ -1079,10 +1079,11 @@ def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
         ).read_text()[-3000:]
         time.sleep(0.1)
     children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+    # torchrun gives its ranks sessions of their own
     for pid in (
         agents[1].pid,
         *map(int, children),
-    ):  # torchrun gives its ranks sessions of their own
+    ):
         os.kill(pid, signal.SIGKILL)
     assert agents[0].wait(120) == 0, (tmp_path / "log-0").read_text()[-3000:]
     said = (tmp_path / "log-0").read_text()

@@ -68,9 +68,8 @@ def watch(folder):
             weights = get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             options = StateDictOptions(flatten_optimizer_state_dict=True)
-            state = get_optimizer_state_dict(
-                model, optimizer.optimizer, options=options
-            )  # by torch alone
+            # by torch alone
+            state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
             state = {key: value for key, value in state.items() if key.startswith("state.")}
             for name, tensors in (("optimizer", state), ("weights", weights)):
                 target = folder / f"loaded-{path.name}" / name
