@@ -150,9 +150,8 @@ def show(outlook: Any, own: PlanArguments) -> None:
         )
         print(
             f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, "
-            f"{hidden}: "
-            f"{outlook.link_bytes / 1e9:,.1f} GB a device, {outlook.network_bytes / 1e9:,.1f} GB "
-            f"a node over the network"
+            f"{hidden}: {outlook.link_bytes / 1e9:,.1f} GB a device, "
+            f"{outlook.network_bytes / 1e9:,.1f} GB a node over the network"
         )
     if seconds.launch > seconds.compute:
         print(

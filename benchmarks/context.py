@@ -52,8 +52,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     notes = [
         (
             f"A Llama of {SHAPES[options.kind]}, in bf16-true; packed documents of "
-            f"{DOCUMENT_TOKENS} "
-            f"tokens on average"
+            f"{DOCUMENT_TOKENS} tokens on average"
         )
     ]
     with tempfile.TemporaryDirectory() as name:

@@ -211,10 +211,8 @@ def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> 
             f"{'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}"
         ),
         f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens "
-        f"on average, "
-        f"context {context}; {' '.join(inputs.flags(**USUAL))} where a case doesn't say "
-        f"otherwise; peak: the allocator's "
-        "high-water mark in a step, with weights and moments",
+        f"on average, context {context}; {' '.join(inputs.flags(**USUAL))} where a case doesn't "
+        "say otherwise; peak: the allocator's high-water mark in a step, with weights and moments",
     ]
     return page.keep("gpu.py", "One GPU", notes, options, page.compare(rows, COLUMNS), rows)
 

@@ -101,8 +101,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     notes = [
         (
             f"A Llama of {shape}, in bf16-true; {steps:,} steps of 16 x {SHORT} tokens, then "
-            f"{more} "
-            f"of 4 x {LONG:,}"
+            f"{more} of 4 x {LONG:,}"
         )
     ]
     notes.append(f"All of it took {(time.monotonic() - began) / 60:.0f} minutes")

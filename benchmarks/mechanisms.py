@@ -290,27 +290,23 @@ class Mechanism:
 
 MECHANISMS = [Mechanism(*entry) for entry in [
     ("kill", (
-        "log is cut back to the "
-        "checkpoint"
+        "log is cut back to the checkpoint"
     ), "run.metrics:is_before", KILLS, "named_point and between_steps",
      gives(True)),
     ("kill", "optimizer state is loaded", "checkpoint.reading:load_optimizer",
      KILLS, "named_point and between_steps and full"),
     ("kill", "randomness follows the step", "training.step:seed_step", KILLS, (
-        "named_point and "
-        "between_steps and full"
+        "named_point and between_steps and full"
     )),
     ("kill in a save", "written beside its name", "checkpoint.writing:from_first",
      KILLS, "named_point and save.parts and sharded",
      wrapping(lambda original, value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)))),
     ("kill in a save", (
-        "on the disk before the "
-        "name"
+        "on the disk before the name"
     ), "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
     ("kill in a save", "files are durable", "base.files:fsync", CHECKPOINT, "everything_is_on_disk"),
     ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS, (
-        "named_point and "
-        "save.parts and full"
+        "named_point and save.parts and full"
     ),
      gives([])),
     ("kill in a save", "leftovers go before the disk is asked", "plan.run_directory:sweep",
@@ -323,8 +319,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      ROWS, "save_in_the_background_writes", without_copies),
     ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises", own_problem_alone),
     ("a save raises", (
-        "in the background as "
-        "well"
+        "in the background as well"
     ), "checkpoint.writing:commit", ROWS, "save_that_raises",
      without_background_problem),
     ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS, "save_that_raises",
@@ -333,8 +328,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
      own_request_alone),
     ("signals", (
-        "nobody needs to read what is "
-        "printed"
+        "nobody needs to read what is printed"
     ), "base.program:outlast_readers", ROWS, "ctrl_c"),
     ("signals", "nobody waits for a reader", "base.program:SECONDS_FOR_A_READER", ROWS, "does_not_read",
      is_now(3600.0)),
@@ -345,15 +339,13 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP, "second_signal",
      without_interrupt),
     ("signals", (
-        "one that is delivered twice is "
-        "one"
+        "one that is delivered twice is one"
     ), "processes.stop:StopSignal._handle", STOP, "delivered_twice",
      each_anew),
     ("signals", "a request to stop ends an evaluation", "training.evaluation:Evaluation._until_stopped",
      EVALUATION, "heard_inside", is_now(lambda self: self.batches.stream(0))),
     ("signals", (
-        "an evaluation that was cut off is made "
-        "up"
+        "an evaluation that was cut off is made up"
     ), "run.save:evaluates_first", EVALUATION, "heard_inside",
      wrapping(lambda original, plan: original(replace(plan, resumed={})))),
     ("signals", "torchrun doesn't start again what was stopped", "processes.launch:for_launcher",
@@ -362,32 +354,27 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
      without_trace_of_unreadable),
     ("damage", (
-        "in what a new run starts "
-        "from"
+        "in what a new run starts from"
     ), "plan.make_plan:_require_whole", FALLBACK, "new_run_from"),
     ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
      wrapping(lambda original, folder, entries, hashes, *rest: original(folder, entries, False, *rest))),
     ("damage", "sizes", "base.files:check_files", DAMAGE, "truncated", with_actual_sizes),
     ("damage", "missing files", "base.files:check_files", DAMAGE, "missing", those_that_are_there),
     ("damage", (
-        "files that nobody "
-        "wrote"
+        "files that nobody wrote"
     ), "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
     ("damage", (
-        "falls back to the newest whole "
-        "one"
+        "falls back to the newest whole one"
     ), "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
      newest_or_none),
     ("damage", (
-        "a named one is never "
-        "replaced"
+        "a named one is never replaced"
     ), "plan.run_directory:choose", FALLBACK, "never_replaced",
      without_given),
     ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch", gives(False)),
     ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS, "first_error", own_fault),
     ("a rank fails", (
-        "its fault is remembered when the store has "
-        "gone"
+        "its fault is remembered when the store has gone"
     ), "processes.watch:Watch.refresh",
      WATCH, "known_once_the_store_has_gone", forgetful),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
@@ -395,20 +382,17 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
      is_now(0)),
     ("a rank fails", (
-        "a command ends as its first "
-        "rank"
+        "a command ends as its first rank"
     ), "run.supervision:_end", ROWS, "ends_as_the_first",
      lost_with_the_others),
     ("a rank fails", "one command for all ranks", "run.supervision:ranks", ROWS, "two_commands",
      with_names(gather=lambda value: [value])),
     ("a rank fails", (
-        "ranks get their own "
-        "numbers"
+        "ranks get their own numbers"
     ), "processes.launch:subprocess", ROWS, "numbered_already",
      with_the_same_rank),
     ("a rank fails", (
-        "an end before training is "
-        "told"
+        "an end before training is told"
     ), "plan.run_directory:leave", ROWS, "ends_before_training"),
     ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch.refresh",
      ROWS, "while_rank_0_is_frozen", patient),
@@ -422,8 +406,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._silent",
      ROWS, "hears_of_rank_0s_death"),
     ("a rank hangs", (
-        "nobody waits for a frozen "
-        "store"
+        "nobody waits for a frozen store"
     ), "processes.watch:Watch.refresh", ROWS, "while_rank_0_is_frozen",
      patient),
     ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS, "told_by_rank_0",
@@ -437,43 +420,36 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS, "do_not_share"),
     ("directory", "one run at a time", "plan.run_directory:fcntl", ROWS, "two_runs", with_names(flock=nothing)),
     ("directory", (
-        "a file system without locks is no "
-        "obstacle"
+        "a file system without locks is no obstacle"
     ), "plan.run_directory:NO_LOCKS", ROWS, "without_locks",
      is_now(())),
     ("directory", (
-        "an end isn't hidden by a status that can't be "
-        "written"
+        "an end isn't hidden by a status that can't be written"
     ), "plan.run_directory:write_atomically",
      ROWS, "hides_nothing", with_another_error),
     ("directory", "tried before the model is built", "plan.run_directory:require_writable",
      CHECKPOINT, "cannot_be_made"),
     ("directory", (
-        "a fresh one goes when the plan is "
-        "wrong"
+        "a fresh one goes when the plan is wrong"
     ), "plan.run_directory:leave", BAD_INPUT, "another_tokenizer",
      wrapping(lambda original, fault, has_plan=True: original(fault))),
     ("another model", "shapes are compared", "plan.make_plan:state_dicts", BAD_INPUT, "another_model",
      with_names(saved_shapes=lambda skeleton: [])),
     ("another model", (
-        "precision, data and seed "
-        "stay"
+        "precision, data and seed stay"
     ), "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
      wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
     ("other ranks", (
-        "order doesn't depend on their "
-        "number"
+        "order doesn't depend on their number"
     ), "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
      wrapping(lambda original, self, positions: original(replace(self, seed=self.seed + self.world_size), positions))),
     ("other schedule", "refused unless named", "plan.checks:overrides", BAD_INPUT, "run_that_is_there",
      wrapping(lambda original, flags: list(flags.declared()))),
     ("other schedule", (
-        "the new curve is "
-        "shown"
+        "the new curve is shown"
     ), "plan.same_run:_curves", ROWS, "extending", gives([])),
     ("rollback", (
-        "later checkpoints are moved "
-        "aside"
+        "later checkpoints are moved aside"
     ), "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
     ("rollback", "isn't made again by a restart", "plan.run_directory:_goes_on_from", ROWS, "rollback_that_is_restarted",
      gives(False)),
@@ -491,27 +467,23 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
      takes_anything),
     ("not finite", (
-        "loss and NaN of one rank are "
-        "everybody's"
+        "loss and NaN of one rank are everybody's"
     ), "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
      wrapping(lambda original, fabric, tensor: tensor if tensor.is_floating_point() else original(fabric, tensor))),
     ("not finite", "no checkpoint holds one", "checkpoint.writing:is_finite", NON_FINITE, "checkpoint_of_a_model",
      gives(True)),
     ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
     ("tracker", (
-        "its failures are no "
-        "failures"
+        "its failures are no failures"
     ), "run.metrics:Trackers._work", METRICS, "tracker_that_fails",
      without_try),
     ("tracker", (
-        "it never holds the run "
-        "up"
+        "it never holds the run up"
     ), "run.metrics:Trackers.log", METRICS, "tracker_that_is_slow",
      is_now(lambda self, step, record: [log(step, record) for log, _ in self.opened.values()])),
     ("device memory", "recognised", "base.faults:_MEMORY_WORDS", ROWS, "out_of_memory", is_now(())),
     ("security", (
-        "files that could run "
-        "code"
+        "files that could run code"
     ), "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
     ("security", "names that lead outside", "base.files:check_name",
      SECURITY, "attack and (above or absolute or backslashes)"),

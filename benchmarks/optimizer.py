@@ -104,8 +104,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     tables += [(size, timing(size, device, options.rounds)) for size in options.sizes]
     notes = [
         "Times: medians over rounds, in turns. x torch fused: median of the ratios within a round "
-        "to "
-        "torch.optim.AdamW(fused=True) on bfloat16 parameters",
+        "to torch.optim.AdamW(fused=True) on bfloat16 parameters",
         "Bytes a parameter: reading and writing each tensor once; GB/s: these bytes in the time",
     ]
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables)

@@ -78,9 +78,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         f"installed packages; byte-level"
         f" BPE of {VOCABULARY:,} tokens trained on it; rows of {CONTEXT} tokens",
         f"Medians of {options.rounds} rounds, in turns; ratios are medians of the same round. "
-        f"Start-up (imports) of the"
-        " contender's process is left out, that of the processes it starts is not. Processor "
-        "seconds: of all processes",
+        "Start-up (imports) of the contender's process is left out, that of the processes it "
+        "starts is not. Processor seconds: of all processes",
     ]
     tables = []
     for cores in options.cores:

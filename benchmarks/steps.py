@@ -93,8 +93,7 @@ COLUMNS = {
 EXPONENTS = ["", "seconds: theory", "measured", "memory: theory", "measured", ""]
 NOTES = [
     "Memory: MiB on the rank that has most; additional: above parameters and optimizer, so with "
-    "gradients, "
-    "gathered parameters, activations, buffers of communication",
+    "gradients, gathered parameters, activations, buffers of communication",
     (
         "Step: median and quartiles of steps of the slowest rank, rows in turns; loss: after the "
         "compared steps, in nats"

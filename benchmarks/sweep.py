@@ -130,8 +130,7 @@ PUBLISHED = [
         {64: 866.77},
         (
             f"--strategy fsdp2 --context_length 4096 --gradient_accumulation_steps 4 {FULL} "
-            f"--network "
-            f"3200"
+            "--network 3200"
         ),
         "rows of 8,192 tokens, split over two GPUs (context parallelism)",
     ),
@@ -229,10 +228,9 @@ def body(rows: list[page.Row]) -> str:
                 [*titles, *more], ([*cells(row), *efficiencies(row)] for row in series), words=3
             ),
             f"Of the {len(later)} efficiencies below 1, {len(between)} lie between the last two "
-            f"columns. The median of the errors' "
-            f"sizes is {middle(later, 'all_hidden')} where all messages are hidden, as the plan "
-            f"says, and "
-            f"{middle(later, 'none_hidden')} where none are.",
+            f"columns. The median of the errors' sizes is {middle(later, 'all_hidden')} where all "
+            f"messages are hidden, as the plan says, and {middle(later, 'none_hidden')} where none "
+            "are.",
             "## At one number of GPUs",
             page.table(titles, (cells(row) for row in rows if not row["is_series"]), words=3),
             page.flags(rows),

@@ -100,8 +100,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         ),
         (
             "Each contender in a process of its own, in turns; times as fast: median over rounds "
-            "of "
-            "the ratio in one"
+            "of the ratio in one"
         ),
     ]
     body = "\n\n".join(

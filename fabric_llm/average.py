@@ -66,8 +66,7 @@ class AverageArguments:
     forgetting_budget: Optional[str] = flag(
         None,
         "of a base model and a run, the weights that learned most while the losses of validation "
-        "sets rise by no more than these "
-        "nats above the base model's",
+        "sets rise by no more than these nats above the base model's",
         takes="name:nats, comma-separated, such as general:0.05,copy:0.2",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(

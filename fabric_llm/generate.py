@@ -26,8 +26,7 @@ class GenerateArguments:
         None,
         (
             "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be "
-            "left "
-            "out"
+            "left out"
         ),
         path=True,
     )

@@ -525,17 +525,14 @@ def table(rows: list[Tried], seconds: float) -> str:
         f"- Versions: Python {platform.python_version()}, {versions}",
         f"- Models: toy sizes of the causal LM classes, random weights, vocabulary of {VOCABULARY}",
         "- Each: bf16-true, --attention auto, --document_masking auto, on one device and on two "
-        "with fsdp: two steps, "
-        "resumed after the first, exported, and logits compared",
+        "with fsdp: two steps, resumed after the first, exported, and logits compared",
         "- Documents: *see each other* means that --document_masking auto is off. The number is "
-        "the largest change of a "
-        "document's logits when the one before it is another, relative to their standard "
-        "deviation; with random weights it "
-        "shows that there is a way, not how much a trained model makes of it",
+        "the largest change of a document's logits when the one before it is another, relative to "
+        "their standard deviation; with random weights it shows that there is a way, not how much "
+        "a trained model makes of it",
         "- Attention: what `--attention auto` takes; eager where the class has no SDPA",
         "- Kept as transformers has it: what a cast of the whole model to bfloat16, or FSDP's "
-        "casts of buffers, would change, "
-        "besides RoPE's frequencies, which are float32 in all",
+        "casts of buffers, would change, besides RoPE's frequencies, which are float32 in all",
         (
             "- Logits: mean difference between the export and the model in training, relative to "
             "their standard deviation"

@@ -62,12 +62,9 @@ def flat(*argv):
 def help_of(script, *words, code=0, **variables):
     """(text, modules that were imported) of `script --help WORDS`."""
     program = (
-        "import runpy, sys\n"
-        f"sys.argv = {[script, '--help', *words]!r}\n"
-        "try:\n"
-        f"    runpy.run_path({script!r}, run_name='__main__')\n"
-        "finally:\n"
-        "    print('\\n'.join(sys.modules), file=sys.stderr)\n"
+        f"import runpy, sys\nsys.argv = {[script, '--help', *words]!r}\ntry:\n    "
+        f"runpy.run_path({script!r}, run_name='__main__')\nfinally:\n    "
+        "print('\\n'.join(sys.modules), file=sys.stderr)\n"
     )
     environment = {**os.environ, "COLUMNS": "80", **variables}
     command = [sys.executable, "-c", program]

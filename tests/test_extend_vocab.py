@@ -34,10 +34,7 @@ OLD = (
     "the old words of a language that the tokenizer has seen, with some more of them: one, two, "
     "three.\n"
 )
-NEW = (
-    "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! "
-    "你好世界\n"
-)
+NEW = "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! 你好世界\n"
 
 
 def texts(line, count, seed):

@@ -128,14 +128,12 @@ def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
     [
         ("nowhere --prompt w1", 2, "No checkpoint at 'nowhere'."),
         ("{runs}/sharded --prompt w1", 2, (
-            "is sharded: export it first, python export_hf.py "
-            "{runs}/sharded/step-00000002"
+            "is sharded: export it first, python export_hf.py {runs}/sharded/step-00000002"
         )),
         ("{toys}/llama --prompt w1", 2, "has no tokenizer"),
         ("{bare} --prompt w1", 2, "has no weights"),
         ("{toy} --prompt w1 --max_new_tokens 64", 2, (
-            "with --max_new_tokens 64 no more than the "
-            "model's 64"
+            "with --max_new_tokens 64 no more than the model's 64"
         )),
         ("{toy} --prompt=", 2, "The prompt has 0 tokens"),
         ("{toy} --prompt w1 --top_p 0", 2, "--top_p must be positive"),

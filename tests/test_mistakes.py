@@ -148,8 +148,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "--activation_checkpointing",
         2,
         (
-            "takes none, full, every:N (such as every:2), selective, offload or auto, and nothing "
-            "is "
+            "takes none, full, every:N (such as every:2), selective or offload, and nothing is "
             "given."
         ),
     ),
@@ -246,8 +245,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         (
             "--global_batch_size 8 --gradient_accumulation_steps 3 --micro_batch_size 2 "
-            "--accelerator "
-            "cpu"
+            "--accelerator cpu"
         ),
         2,
         "steps 4, not 3",
@@ -358,8 +356,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         (
             "typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision?), 'x' in line "
-            "3. "
-            "See"
+            "3. See"
         ),
     ),
     ("--config text.yaml", 2, "line 3 of text.yaml: lr takes a number, not 'fast'."),
@@ -713,11 +710,9 @@ def test_all_unknown_flags_are_told_at_once(tmp_path):
     )
     assert code == 2 and said == (
         "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), "
-        "--val_set_size (it is "
-        "--validation_fraction of prepare_data.py), --optim (the optimizer is AdamW; "
-        "docs/make_it_yours.md says how to take "
-        "another), --foo, --bf16 (did you mean --precision?), --push_to_hub (it is --push_to_hub "
-        "of export_hf.py). See --help.\n"
+        "--val_set_size (it is --validation_fraction of prepare_data.py), --optim (the optimizer "
+        "is AdamW; docs/make_it_yours.md says how to take another), --foo, --bf16 (did you mean "
+        "--precision?), --push_to_hub (it is --push_to_hub of export_hf.py). See --help.\n"
     )
     assert "NestedArg" not in nested
     assert "flags: --optim.lr (did you mean --lr?), --lr.max (did you mean --lr?). See" in nested

@@ -884,9 +884,8 @@ def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path,
 def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
     code = (
         "import sys; from pathlib import Path; from fabric_llm.prepare.tokenizer import "
-        "train_byte_level_bpe;"
-        "texts = [Path(path).read_text() for path in sys.argv[2:]];"
-        "train_byte_level_bpe(texts, vocab_size=1500).save_pretrained(sys.argv[1])"
+        "train_byte_level_bpe;texts = [Path(path).read_text() for path in "
+        "sys.argv[2:]];train_byte_level_bpe(texts, vocab_size=1500).save_pretrained(sys.argv[1])"
     )
     paths = [
         str(STANDARD_LIBRARY / name)
@@ -1186,9 +1185,8 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
         make(path, seed=seed, validation_fraction=1e-9 if split == "validation" else 1 - 1e-9)
     assert str(raised.value).startswith(
         f"the {split} split has 2 tokens in 1 of {len(lengths)} documents, which do not fill one "
-        f"row of"
-        f" context_length {CONTEXT_LENGTH}: choose a smaller --context_length or {advice}, or "
-        f"give more text"
+        f"row of context_length {CONTEXT_LENGTH}: choose a smaller --context_length or {advice}, "
+        "or give more text"
     )
     assert os.listdir(tmp_path) == ["a.jsonl"]
 

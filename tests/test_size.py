@@ -48,8 +48,7 @@ SLACK = (
 )
 TRAIN = (
     "train.py --model_name model --train_data_dir data --output_dir runs --precision 32-true "
-    "--global_batch_size 2 "
-    "--eval_iters 2 --eval_batch_size 1 --eval_step_interval 1"
+    "--global_batch_size 2 --eval_iters 2 --eval_batch_size 1 --eval_step_interval 1"
 )
 RESUME = "--resume true --resume_override max_step"
 
@@ -68,14 +67,12 @@ class Row(NamedTuple):
 ROWS = {
     "start_evaluate_sample_and_save_in_background_on_one": Row(
         f"{TRAIN} --run_name one --max_step 2 --save_step_interval 1 --async_save true "
-        f"--sample_prompts prompts.txt "
-        "--sample_tokens 2",
+        "--sample_prompts prompts.txt --sample_tokens 2",
         *(1, STEP + 3),  # and copies of all but the gradients
     ),
     "start_and_save_shards_in_background_with_fsdp2": Row(
         f"{TRAIN} --devices 2 --strategy fsdp2 --run_name two --max_step 2 --save_step_interval 1 "
-        f"--async_save true "
-        "--state_dict_type sharded",
+        "--async_save true --state_dict_type sharded",
         *(
             2,
             4 + 3 + 2 * 3 * U,
@@ -104,8 +101,7 @@ ROWS = {
     ),
     "rewind_twice": Row(
         f"{TRAIN} --run_name rewinds --max_step 6 --save_step_interval 1 --keep_last 1 --lr 0.3 "
-        f"--spike_threshold 1 "
-        "--spike_window 2 --spike_action rewind --max_skipped_steps 2",
+        "--spike_threshold 1 --spike_window 2 --spike_action rewind --max_skipped_steps 2",
         *(1, STEP, (), 76),
     ),
     "export_full": Row(

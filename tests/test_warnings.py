@@ -61,17 +61,14 @@ def said_of(flags, **facts):
 
 TABLE = [  # flags, facts, the beginning of the one warning
     ("--profile 3:5", {"start_step": 5}, (
-        "--profile 3:5 has no effect: the run goes on after step "
-        "5."
+        "--profile 3:5 has no effect: the run goes on after step 5."
     )),
     ("--lr 2", {}, "--lr 2 is far above what language models are trained with"),
     ("", {"sequences": 1, "context_length": 64}, (
-        "a step of 1 x 64 tokens is mostly noise to a "
-        "trained model: give --global"
+        "a step of 1 x 64 tokens is mostly noise to a trained model: give --global"
     )),
     ("", {"sequences": 2, "context_length": 32_767, "positions": None}, (
-        "a step of 2 x 32767 "
-        "tokens is mostly noise"
+        "a step of 2 x 32767 tokens is mostly noise"
     )),
     ("--warmup_steps 100", {}, (
         "--warmup_steps 100 isn't less than the run's 100 steps: the "
@@ -85,12 +82,10 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("", {"unread": ("loss_mask", "text")}, "columns of 'd' that aren't read: loss_mask, text."),
     ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
     ("", {"devices": 9, "strategy": "fsdp"}, (
-        "9 processes share 8 CPU cores and wait for each "
-        "other: take --devices 8 at most."
+        "9 processes share 8 CPU cores and wait for each other: take --devices 8 at most."
     )),
     ("--limit_all_gathers false", {"strategy": "fsdp2"}, (
-        "--limit_all_gathers has no effect with "
-        "--strategy fsdp2."
+        "--limit_all_gathers has no effect with --strategy fsdp2."
     )),
     (
         "--limit_all_gathers false --backward_prefetch none",
@@ -107,63 +102,50 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ),
     ("--auto_wrap_policy none", {}, "--auto_wrap_policy has no effect with one device."),
     ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, (
-        "--reduce_dtype has no "
-        "effect with --precision 32"
+        "--reduce_dtype has no effect with --precision 32"
     )),
     ("--cpu_offload true", {"strategy": "fsdp"}, "--cpu_offload has no effect on a CPU"),
     ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, (
-        "--sharding_strategy HYBRID_SHARD "
-        "on one machine is FULL_SHARD."
+        "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."
     )),
     ("--bf16_updates master --precision bf16-mixed", {}, (
-        "--bf16_updates has no effect with "
-        "--precision bf16-mixed."
+        "--bf16_updates has no effect with --precision bf16-mixed."
     )),
     ("--min_lr 1e-6 --lr_decay false", {}, "--min_lr has no effect with --lr_decay false."),
     ("--lr_schedule linear --lr_decay false", {}, (
-        "--lr_schedule has no effect with --lr_decay "
-        "false."
+        "--lr_schedule has no effect with --lr_decay false."
     )),
     ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect with --max_step 100."),
     ("--resume_override lr", {}, "--resume_override has no effect without --resume."),
     ("--decay_steps 5 --decay_shape linear", {}, (
-        "--decay_steps and --decay_shape have no effect "
-        "without --lr_schedule wsd or infinite."
+        "--decay_steps and --decay_shape have no effect without --lr_schedule wsd or infinite."
     )),
     ("--lr_schedule wsd --constant_lr 1e-6", {}, (
-        "--constant_lr has no effect with --lr_schedule "
-        "wsd."
+        "--constant_lr has no effect with --lr_schedule wsd."
     )),
     ("--auto_wrap_policy none --tpu true", {"strategy": "xla"}, (
-        "--auto_wrap_policy has no effect "
-        "with --tpu true."
+        "--auto_wrap_policy has no effect with --tpu true."
     )),
     ("--spike_action skip", {}, "--spike_action has no effect without --spike_threshold."),
     ("--ema_device same --ema_every 2", {}, (
-        "--ema_device and --ema_every have no effect without "
-        "--ema_decay."
+        "--ema_device and --ema_every have no effect without --ema_decay."
     )),
     ("--eval_step_interval 5 --eval_iters 0", {}, (
-        "--eval_step_interval has no effect with "
-        "--eval_iters 0."
+        "--eval_step_interval has no effect with --eval_iters 0."
     )),
     ("--save_step_interval 100", {}, (
-        "--save_step_interval 100 isn't less than the run's 100 "
-        "steps"
+        "--save_step_interval 100 isn't less than the run's 100 steps"
     )),
     ("--keep_every 5", {}, "--keep_every has no effect without --keep_last."),
     ("--keep_best 2 --keep_last 1 --eval_iters 0", {}, (
-        "--keep_best has no effect with "
-        "--eval_iters 0"
+        "--keep_best has no effect with --eval_iters 0"
     )),
     ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
     ("--entity a --project b --log_model true", {}, (
-        "--entity, --project and --log_model have no "
-        "effect without --logger wandb."
+        "--entity, --project and --log_model have no effect without --logger wandb."
     )),
     ("--log_model all --logger csv,tensorboard", {}, (
-        "--log_model has no effect with --logger "
-        "csv,tensorboard."
+        "--log_model has no effect with --logger csv,tensorboard."
     )),
     ("--sample_tokens 9", {}, "--sample_tokens has no effect without --sample_prompts."),
 ]  # fmt: skip

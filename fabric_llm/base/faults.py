@@ -81,8 +81,7 @@ def missing_package(error: ModuleNotFoundError) -> str:
     name, here = (error.name or str(error)).partition(".")[0], sys.executable
     return (
         f"the package {name} isn't installed for {here}: activate the environment that has it "
-        f"(source .venv/bin/activate), or "
-        "make one, as README.md says under Start."
+        "(source .venv/bin/activate), or make one, as README.md says under Start."
     )
 
 

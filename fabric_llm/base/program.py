@@ -305,7 +305,6 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
             raise
         raise Fault(
             f"output {output} cannot be written ({str(as_fault(cause))[:200].rstrip('.')}): "
-            f"{needs}, and "
-            f"{free / 2**30:,.2f} GiB were free there at the start.",
+            f"{needs}, and {free / 2**30:,.2f} GiB were free there at the start.",
             faults.SAVE_FAILED,
         ) from error

@@ -141,8 +141,7 @@ def require_opens(skeleton: PreTrainedModel) -> None:
     if problem is not None:
         raise ValueError(
             f"{type(skeleton).__name__} could be trained and saved, but not resumed or exported: "
-            f"of "
-            f"the configuration that is saved with it ({skeleton.config.model_type!r}), "
+            f"of the configuration that is saved with it ({skeleton.config.model_type!r}), "
             f"AutoModelForCausalLM {problem}. Take a model of text alone."
         )
 

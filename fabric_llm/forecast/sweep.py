@@ -164,13 +164,11 @@ def assumptions(own: Flags, rows: list[Row]) -> list[str]:
             "the batch grows with them."
         ),
         f"Computing reaches {100 * rows[0].outlook.mfu:.0f} % of the peak (--mfu), and hides "
-        f"messages that take less time. "
-        "Where none is hidden, the last column holds, which published runs are nearer to "
-        "(docs/results/sweep.md).",
+        "messages that take less time. Where none is hidden, the last column holds, which "
+        "published runs are nearer to (docs/results/sweep.md).",
         (
             f"Messages have all {own.network:,.0f} Gbit/s of a node (--network), and take NCCL's "
-            f"time "
-            f"from device to device."
+            "time from device to device."
         ),
         (
             "No contention in the network, no device slower than the others, no failures, no "
@@ -178,7 +176,6 @@ def assumptions(own: Flags, rows: list[Row]) -> list[str]:
         ),
         (
             f"Memory on more than {TRACED} devices is computed from that on {TRACED} and on half "
-            f"of "
-            f"them."
+            "of them."
         ),
     ]

@@ -83,8 +83,7 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
     if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise Fault(
             f"{str(folder / pickled[0])!r} is a pickle, which can run code when opened, and there "
-            f"are no safetensors "
-            "beside it: refused.",
+            "are no safetensors beside it: refused.",
             REFUSED,
         )
     if not any(folder.glob("*.safetensors*")) and not (folder / files.MANIFEST).is_file():

@@ -162,9 +162,8 @@ def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Opti
             return None
     return (
         f"the model on the devices isn't the one that transformers loads: loss {ours.loss:.4f} "
-        f"instead of "
-        f"{reference.loss:.4f}, logits differ by {logits:.1%}; the first module that differs: "
-        f"{named}."
+        f"instead of {reference.loss:.4f}, logits differ by {logits:.1%}; the first module that "
+        f"differs: {named}."
     )
 
 

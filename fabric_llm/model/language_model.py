@@ -213,9 +213,8 @@ def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
     if not asked or has_router_loss(causal_lm):
         return None
     return (
-        f"Warning: the configuration says output_router_logits, but transformers knows no "
-        f"auxiliary loss of "
-        f"{type(causal_lm).__name__}: none is trained."
+        "Warning: the configuration says output_router_logits, but transformers knows no auxiliary "
+        f"loss of {type(causal_lm).__name__}: none is trained."
     )
 
 

@@ -192,8 +192,7 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
             if do_sample != was and is_rank_zero():
                 print(
                     f"generation_config.json of {model_name!r} has values for sampling without "
-                    f"do_sample, which transformers "
-                    "doesn't save: with do_sample in what is saved.",
+                    "do_sample, which transformers doesn't save: with do_sample in what is saved.",
                     flush=True,
                 )
             return

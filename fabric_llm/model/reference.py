@@ -36,8 +36,7 @@ def load_reference(
     if whole > limit_bytes and not streamed:
         print(
             f"The layers of {type(model).__name__} can't be computed one by one: the reference "
-            f"takes {whole / 2**30:.1f} GiB of "
-            "rank 0's memory, for all weights at once."
+            f"takes {whole / 2**30:.1f} GiB of rank 0's memory, for all weights at once."
         )
     for unit in names.keys() - streamed:
         _give(tensors, source.read(unit))

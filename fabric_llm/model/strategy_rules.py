@@ -101,6 +101,5 @@ def offload(strategy: str, cpu_offload: bool, micro_batches: int) -> None:
     if strategy == "fsdp" and cpu_offload and micro_batches > 1:
         raise ValueError(
             f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} "
-            f"micro-batches a step): "
-            "take --strategy fsdp2, or a larger --micro_batch_size."
+            "micro-batches a step): take --strategy fsdp2, or a larger --micro_batch_size."
         )

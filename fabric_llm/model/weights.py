@@ -165,9 +165,8 @@ class Stored:
             problems.append(
                 f"{len(foreign)} of the tensors in the files have no place in "
                 f"{type(self.skeleton).__name__} as config.json describes it, and would be "
-                f"dropped: "
-                f"{_first(foreign)}; correct config.json where it isn't that of these weights, or "
-                "take a model that transformers has whole"
+                f"dropped: {_first(foreign)}; correct config.json where it isn't that of these "
+                "weights, or take a model that transformers has whole"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -229,8 +228,7 @@ class Drawn:
         size = sum(parameter.nbytes for parameter in self.skeleton.parameters())
         print(
             f"Some weights of {type(self.skeleton).__name__} are drawn as it is built: rank 0 "
-            f"draws the whole model at once, "
-            f"{size / 2**30:.1f} GiB of its memory."
+            f"draws the whole model at once, {size / 2**30:.1f} GiB of its memory."
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)

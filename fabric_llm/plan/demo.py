@@ -27,8 +27,7 @@ def prepare_demo(folder: Path, context_length: int) -> None:
         print(
             (
                 f"Preparing {folder} from the source of the Python standard library (once, about "
-                f"half "
-                f"a minute)."
+                "half a minute)."
             ),
             flush=True,
         )

@@ -155,10 +155,9 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
         if dataset.max_token_id >= text_config.vocab_size:
             raise ValueError(
                 f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the "
-                f"vocabulary of {source!r} "
-                f"has {text_config.vocab_size} tokens: the dataset was made with another "
-                f"tokenizer; "
-                f"make it with {command('prepare_data.py', tokenizer=source)}."
+                f"vocabulary of {source!r} has {text_config.vocab_size} tokens: the dataset was "
+                "made with another tokenizer; make it with "
+                f"{command('prepare_data.py', tokenizer=source)}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
             rows = f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
@@ -207,8 +206,7 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
         )
         raise ValueError(
             f"{str(plan.resume_from)!r} belongs to another model than --model_name "
-            f"{plan.model.name!r}: "
-            f"{len(differing)} parameters differ: {'; '.join(words)}."
+            f"{plan.model.name!r}: {len(differing)} parameters differ: {'; '.join(words)}."
         )
 
 

@@ -69,8 +69,7 @@ def lay_out(
         if first >= after and after > here.step:
             raise ValueError(
                 f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins "
-                f"after step {first} of {last}, "
-                "and ends there."
+                f"after step {first} of {last}, and ends there."
             )
     return stages, end, last
 
@@ -127,8 +126,7 @@ def _until_read(
     if end <= here.position or here.step == 0 and fits == 0:
         raise ValueError(
             f"A step takes {batch} sequences, of which source {mix.names[source]!r} would give "
-            f"more than the "
-            f"{limits[source]} that --number_epochs and max_epochs let it: take smaller batches, "
-            f"a smaller weight, or more data."
+            f"more than the {limits[source]} that --number_epochs and max_epochs let it: take "
+            "smaller batches, a smaller weight, or more data."
         )
     return stages, end, here.step + steps

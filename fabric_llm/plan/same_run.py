@@ -131,10 +131,9 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
                 )
             raise ValueError(
                 f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of "
-                f"this run, so what it forgets "
-                f"of it isn't known. {given} it out by --resume_override forgetting_budget; or "
-                f"begin a run whose budgets "
-                f"count from this checkpoint: {anew}."
+                f"this run, so what it forgets of it isn't known. {given} it out by "
+                "--resume_override forgetting_budget; or begin a run whose budgets count from this "
+                f"checkpoint: {anew}."
             )
     owes_evaluation = flags.evaluation.eval_iters > 0 and not is_evaluated(then)
     if plan.start.step >= plan.schedule.max_step and not owes_evaluation:

@@ -78,8 +78,7 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     if accumulation not in (None, needed):
         raise ValueError(
             f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps "
-            f"{needed}, "
-            f"not {accumulation}: {spelled}."
+            f"{needed}, not {accumulation}: {spelled}."
         )
     return micro_batch_size, needed, global_batch_size
 
@@ -144,10 +143,9 @@ def require_cores(flags: Flags, placement: Placement) -> None:
         and not flags.devices.oversubscribe
     ):
         raise ValueError(
-            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would "
-            f"only wait for each other: take "
-            f"--devices {here}, at most {MOST_RANKS_A_CORE * here}, or insist with "
-            f"--oversubscribe true."
+            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would only "
+            f"wait for each other: take --devices {here}, at most {MOST_RANKS_A_CORE * here}, or "
+            "insist with --oversubscribe true."
         )
 
 
@@ -178,8 +176,7 @@ def start(flags: Flags) -> ThisRank:
     ):
         raise Fault(
             f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun "
-            f"and --devices auto, "
-            "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
+            "and --devices auto, or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
         )
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)

@@ -46,17 +46,15 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         )
     if shifted := plan.shifted_labels():
         yield (
-            f"the labels of {', '.join(shifted)} are already shifted, each the token after its "
-            f"own place. A model shifts them itself, "
-            "so it learns the token after next: write labels that equal input_ids where there is "
-            "a target, or leave the column out."
+            f"the labels of {', '.join(shifted)} are already shifted, each the token after its own "
+            "place. A model shifts them itself, so it learns the token after next: write labels "
+            "that equal input_ids where there is a target, or leave the column out."
         )
     for dataset in plan.datasets():
         if unread := getattr(dataset, "unread", ()):
             yield (
                 f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
-                f"isn't a target has -100 in labels, "
-                "or 0 in attention_mask (data/README.md)."
+                "isn't a target has -100 in labels, or 0 in attention_mask (data/README.md)."
             )
     if flat["cpu_offload"] and on_cpu:
         yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
@@ -67,16 +65,14 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     if lr > LARGEST_LR:
         yield (
             f"--lr {lr:g} is far above what language models are trained with: AdamW moves each "
-            f"weight by about that much "
-            f"a step, and most weights are around {LARGEST_LR} (with --lr 2, one step takes a "
-            f"toy's loss from 4.9 to 59)."
+            f"weight by about that much a step, and most weights are around {LARGEST_LR} (with "
+            "--lr 2, one step takes a toy's loss from 4.9 to 59)."
         )
     is_small = sequences <= FEW_SEQUENCES and sequences * context_length < FEW_TOKENS
     if is_small and done == 0 and has_weights(plan.model.source):
         yield (
             f"a step of {sequences} x {context_length} tokens is mostly noise to a trained model: "
-            f"give --global_batch_size, "
-            "such as 64, and --micro_batch_size for what fits at once "
+            "give --global_batch_size, such as 64, and --micro_batch_size for what fits at once "
             "(docs/continued_pretraining.md)."
         )
     short = f"isn't less than the run's {last} steps"

@@ -98,8 +98,7 @@ def _note_files_named_as_splits(found: inputs.Found) -> None:
     if apart and "train" in named.values():
         found.notes.append(
             f"{shown(apart[0])}{f' and {len(apart) - 1} more' if apart[1:] else ''} is named as a "
-            f"split to measure with, and read as the "
-            "others are: leave it out by --exclude"
+            "split to measure with, and read as the others are: leave it out by --exclude"
         )
 
 

@@ -471,8 +471,7 @@ def summary(manifest: dict) -> str:
                 "too short",
                 (
                     f"{skipped['short']:,} documents of fewer than "
-                    f"{manifest['min_document_tokens']} "
-                    f"tokens"
+                    f"{manifest['min_document_tokens']} tokens"
                 ),
             )
         )

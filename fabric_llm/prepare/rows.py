@@ -290,13 +290,11 @@ def save_rows(
             continue
         raise ValueError(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
-            f"which do not"
-            f" fill one row of context_length {context_length}: choose a smaller --context_length "
-            f"or a"
-            f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give "
-            f"more text (a plain-text file"
-            f" is one document unless --document_separator says otherwise, and neither documents"
-            f" nor copies of one are ever divided between splits)"
+            f"which do not fill one row of context_length {context_length}: choose a smaller "
+            f"--context_length or a {'larger' if name == 'validation' else 'smaller'} "
+            "--validation_fraction, or give more text (a plain-text file is one document unless "
+            "--document_separator says otherwise, and neither documents nor copies of one are ever "
+            "divided between splits)"
         )
     described, largest, path = {}, -1, folder.with_name("rows")
     for name, mine in documents.splits.items():

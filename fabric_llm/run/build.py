@@ -356,12 +356,10 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     start = f"{'random weights,' if is_random else 'weights of'} {plan.model.source}"
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
     print(
-        f"{', '.join([model, plan.model.precision, *paths, start])}; "
-        f"{place.strategy} on {place.world_size} {place.kind} "
-        f"device{'s' * (place.world_size > 1)}; "
+        f"{', '.join([model, plan.model.precision, *paths, start])}; {place.strategy} on "
+        f"{place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
         f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} "
-        f"tokens a step, "
-        f"{plan.schedule.max_step} steps; {plan.run_directory}"
+        f"tokens a step, {plan.schedule.max_step} steps; {plan.run_directory}"
     )
     if plan.model.rope:
         print(plan.model.rope)
@@ -371,8 +369,7 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
         count = sum(skeleton.get_parameter(name).numel() for name in idle)
         print(
             f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long "
-            f"as that is so, "
-            "they stay as they are. --freeze with their names saves their memory."
+            "as that is so, they stay as they are. --freeze with their names saves their memory."
         )
     if plan.data.mixture is not None:
         print(plan.mixture_in_words())

@@ -151,10 +151,9 @@ class Log:
                     advice = "how much of smaller updates this optimizer loses can't be measured"
                 elif self.kept_updates < 0.9:
                     advice = (
-                        f"the rest was too small for bfloat16, and this optimizer keeps "
-                        f"{self.kept_updates:.0%} of such updates: "
-                        "take --bf16_updates stochastic, and in an optimizer of your own "
-                        "`adamw.rounding`"
+                        "the rest was too small for bfloat16, and this optimizer keeps "
+                        f"{self.kept_updates:.0%} of such updates: take --bf16_updates stochastic, "
+                        "and in an optimizer of your own `adamw.rounding`"
                     )
                 few = f"Warning: only {update[0]:.1%} of the weights change in a step"
                 self.line(f"{few}; {advice} (docs/numerics.md).")

@@ -28,8 +28,7 @@ from fabric_llm.plan.plan import Plan
 Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]
 TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa "
-    "or eager, "
-    "--activation_checkpointing none."
+    "or eager, --activation_checkpointing none."
 )
 # Measured on the reference: whether it keeps documents apart, attention, loss, modules that
 # --tiled_mlp concerns, and parameters that its loss doesn't depend on.
@@ -76,8 +75,7 @@ def load(
             if gate.sees_ahead(model):
                 raise ValueError(
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
-                    f"depends on the tokens "
-                    "after it, so there is nothing to predict."
+                    "depends on the tokens after it, so there is nothing to predict."
                 )
             inputs, gradients = probe_of(plan, plan.data.document_end if chosen[0] else None), None
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
@@ -101,8 +99,7 @@ def load(
             said = one_line(error)[:300].rstrip(".") or type(error).__name__
             raise ValueError(
                 f"{name} as transformers {transformers.__version__} has it can't compute a probe "
-                f"on the CPU in "
-                f"{str(model.dtype).removeprefix('torch.')}: {said}."
+                f"on the CPU in {str(model.dtype).removeprefix('torch.')}: {said}."
             ) from error
 
     chosen = ranks.from_rank_zero(load)
@@ -312,6 +309,5 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         words = f", and the gradients are equal {to_rounding}" if with_gradients else ""
         print(
             f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, "
-            f"{outputs.loss:.4f} in "
-            f"plain transformers{words} ({time.monotonic() - began:.1f} s)."
+            f"{outputs.loss:.4f} in plain transformers{words} ({time.monotonic() - began:.1f} s)."
         )

@@ -62,8 +62,7 @@ class Samples:
                 )
                 raise Fault(
                     f"{many}, and with --sample_tokens {self.count} no more than {most}: those of "
-                    f"a sequence of the run, and "
-                    f"{MOST_TOKENS:,} at most."
+                    f"a sequence of the run, and {MOST_TOKENS:,} at most."
                 )
             self.prompts.append((text, tokens))
         self.file = None

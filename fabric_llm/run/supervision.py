@@ -236,13 +236,10 @@ def _out_of_memory(this: ThisRank, fault: Fault) -> Fault:
         total = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
     return Fault(
         f"out of memory (rank {this.rank}, step {watch.step + 1}, {watch.doing}): peak "
-        f"{peak_memory_gib(device):.1f} GiB{total}; "
-        f"a micro-batch is {plan.schedule.micro_batch_size} x {plan.data.dataset.context_length} "
-        f"tokens, the model "
+        f"{peak_memory_gib(device):.1f} GiB{total}; a micro-batch is "
+        f"{plan.schedule.micro_batch_size} x {plan.data.dataset.context_length} tokens, the model "
         f"{plan.placement.strategy} over {plan.placement.world_size} devices. Smaller: "
-        f"--micro_batch_size (with the same "
-        "--global_batch_size), --activation_checkpointing true, more --devices, --cpu_offload "
-        "true. "
-        f"{str(fault)[:200].rstrip('.')}.",
+        "--micro_batch_size (with the same --global_batch_size), --activation_checkpointing true, "
+        f"more --devices, --cpu_offload true. {str(fault)[:200].rstrip('.')}.",
         faults.OUT_OF_MEMORY,
     )

@@ -127,9 +127,8 @@ def require_tensors(optimizer: torch.optim.Optimizer) -> None:
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise Fault(
-                    f"the optimizer keeps {name!r} as {type(value).__name__}, but checkpoints "
-                    f"hold tensors alone: "
-                    "make it one (docs/make_it_yours.md)."
+                    f"the optimizer keeps {name!r} as {type(value).__name__}, but checkpoints hold "
+                    "tensors alone: make it one (docs/make_it_yours.md)."
                 )
 
 

@@ -163,9 +163,8 @@ def average(
         sum(parameter.numel() for parameter in skeleton.parameters()),
     )
     return (
-        f"Verified with plain transformers: {tensors} tensors, {parameters:,} parameters, each "
-        f"the float64 average "
-        f"rounded to {written}; logits are finite."
+        f"Verified with plain transformers: {tensors} tensors, {parameters:,} parameters, each the "
+        f"float64 average rounded to {written}; logits are finite."
     )
 
 

@@ -124,8 +124,7 @@ def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: s
     if not difference <= tolerance:  # also where it is NaN
         raise VerificationError(
             f"logits differ from those in training by {difference:.2g} of their standard "
-            f"deviation, "
-            f"more than rounding explains ({tolerance:g})."
+            f"deviation, more than rounding explains ({tolerance:g})."
         )
     same = (logits.argmax(-1) == recorded.argmax(-1)).float().mean().item()
     tensors, parameters = (
@@ -139,10 +138,9 @@ def read_proof(proof: Proof) -> str:
     compared = "of the moving average before it was written" if proof.of_ema else "in training"
     return (
         f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} "
-        f"parameters, {proof.tied} tied; "
-        f"logits differ from those {compared} by {proof.logits_difference:.1e} of their standard "
-        f"deviation "
-        f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
+        f"parameters, {proof.tied} tied; logits differ from those {compared} by "
+        f"{proof.logits_difference:.1e} of their standard deviation (limit {proof.tolerance:g}), "
+        f"{proof.same_next_token:.0%} of next tokens the same."
     )
 
 

@@ -251,7 +251,6 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
     )
     return (
         f"Held-out text ({len(held_out)} texts, {whole:,} bytes): {count / max(1, whole):.4f} "
-        f"tokens a byte before, "
-        f"{count_now / max(1, whole):.4f} now ({1 - count_now / count:.1%} fewer); all texts "
-        f"decode to what they did{but}."
+        f"tokens a byte before, {count_now / max(1, whole):.4f} now ({1 - count_now / count:.1%} "
+        f"fewer); all texts decode to what they did{but}."
     )

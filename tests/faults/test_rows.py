@@ -806,9 +806,8 @@ TAKE_AWAY = (
 def assert_its_end_is_named(toys, tmp_path, how, ended, code):
     (tmp_path / "site").mkdir(parents=True)
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, signal\n"
-        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        f"if os.environ.get('LOCAL_RANK') == '1': {how}\n{TAKE_AWAY}"
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nif "
+        f"os.environ.get('LOCAL_RANK') == '1': {how}\n{TAKE_AWAY}"
     )
     path = environment(
         PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
