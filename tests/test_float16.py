@@ -71,6 +71,7 @@ def moments(run, step):
     return {name: value for name, value in tensors.items() if name.endswith("exp_avg")}
 
 
+@pytest.mark.longer
 def test_the_optimizer_sees_gradients_of_their_own_size(toys, tmp_path):
     one = ("--save_step_interval", 1)
     assert run_ranks(1, half, flags(toys, tmp_path, "half", *one)) == [0]

@@ -180,6 +180,7 @@ def test_places_of_tokens_in_their_documents(toys):
         prefetch.close()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_logs_what_its_devices_do(toys, tmp_path, ranks):
     sizes = ("--global_batch_size", 8, "--max_step", 3, "--eval_iters", 0, "--run_name", "run")

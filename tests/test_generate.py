@@ -87,6 +87,7 @@ def test_at_temperature_0_it_is_the_most_likely_text(toy, capsys):
     )
 
 
+@pytest.mark.longer
 def test_a_run_is_its_latest_checkpoint(runs, capsys):
     words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
     latest = written(capsys, runs / "full", *words)

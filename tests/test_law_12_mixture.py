@@ -528,6 +528,7 @@ def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
     assert " sources at step 8, its checkpoint" in said
 
 
+@pytest.mark.longer
 def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(
     toys, whole, tmp_path
 ):
