@@ -443,7 +443,7 @@ class LoggingArguments:
         "none",
         (
             f"where metrics go besides metrics.jsonl; {', '.join(metrics.TRACKERS)}; several with "
-            f"commas between, such as wandb,csv"
+            "commas between, such as wandb,csv"
         ),
         also="report_to log_with tracker use_wandb wandb wandb_mode",
     )

@@ -74,7 +74,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         # train.py takes steps
         steps = ["--max_step", str(last.steps)] if own.tokens is not None else []
         print(
-            f"\nNext: "
+            "\nNext: "
             f"{command([*words, *(word for change, _ in tried for word in change), *steps])}"
         )
     return 0
@@ -161,7 +161,7 @@ def show(outlook: Any, own: PlanArguments) -> None:
     if seconds.exchange:
         print(
             f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not "
-            f"hidden"
+            "hidden"
         )
     rate = outlook.tokens_a_step / seconds.step
     money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"

@@ -103,7 +103,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         row["times_nearest"] = page.over(row, of["nearest"])
     recipe = (
         f"Recipe: {steps} steps of {size} sequences, lr {options.lr:g} falling to a tenth "
-        f"along a cosine"
+        "along a cosine"
     )
     notes = [
         f"{recipe}, otherwise the defaults of train.py; the same start, data and order in each row"

@@ -95,7 +95,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}",
         (
             f"Exit codes: of ranks that weren't killed themselves; they ended with {PEER_LOST}, or "
-            f"were done"
+            "were done"
         ),
     ]
     table = page.table(

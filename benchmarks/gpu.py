@@ -207,7 +207,7 @@ def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> 
     notes = [
         f"Seconds so far: {time.monotonic() - began:.0f}",
         (
-            f"Peak of this device: "
+            "Peak of this device: "
             f"{'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}"
         ),
         f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens "

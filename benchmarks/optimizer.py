@@ -155,7 +155,7 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
         row["of_copy"] = row["rate"] / copied
     notes = (
         f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read "
-        f"and written)."
+        "and written)."
     )
     return f"{notes}\n\n{page.compare(rows, COLUMNS)}"
 

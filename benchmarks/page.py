@@ -139,7 +139,7 @@ def flags(rows: list[Row]) -> str:
     lines = sorted({(row["run"], row["source"], f"`{row['flags']}`") for row in rows})
     shape = "a folder of that shape's `config.json`"
     return (
-        f"## Flags of plan.py\n\nBesides `--model_name` with "
+        "## Flags of plan.py\n\nBesides `--model_name` with "
         f"{shape}.\n\n{table(['run', 'source', 'flags'], lines, words=3)}"
     )
 

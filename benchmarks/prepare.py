@@ -75,7 +75,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 row[key] = [*row[key], value] if key in EACH_ROUND else value
     notes = [
         f"Text: {size / 1e6:,.0f} MB in {documents:,} documents, sources and documentation of "
-        f"installed packages; byte-level"
+        "installed packages; byte-level"
         f" BPE of {VOCABULARY:,} tokens trained on it; rows of {CONTEXT} tokens",
         f"Medians of {options.rounds} rounds, in turns; ratios are medians of the same round. "
         "Start-up (imports) of the contender's process is left out, that of the processes it "

@@ -318,7 +318,7 @@ class Contender:
             if not ready:
                 late = (
                     f"stopped: it didn't answer within the {max(0.0, within_seconds):.0f} s "
-                    f"that it had left"
+                    "that it had left"
                 )
                 return self._failed(late)
             for pipe in ready:

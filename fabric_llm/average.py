@@ -31,7 +31,7 @@ KNEE = "knee"
 PROGRAM = "python -m fabric_llm.average"
 ABOUT = (
     f"usage: {PROGRAM} checkpoints/RUN --last 5 --output FOLDER\nAverage the weights of "
-    f"checkpoints of one model."
+    "checkpoints of one model."
 )
 
 
@@ -103,7 +103,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
         if not there:
             raise ValueError(
                 f"{name!r} is neither a checkpoint nor a run with one, nor a model with a "
-                f"config.json."
+                "config.json."
             )
         if last is not None and last > len(there):
             raise ValueError(

@@ -22,7 +22,7 @@ from fabric_llm.weights.checks import exported_output
 PROGRAM = "python -m fabric_llm.extend_vocab"
 ABOUT = (
     f"usage: {PROGRAM} MODEL --input CORPUS --tokens N --output FOLDER\nAdd tokens, learned "
-    f"from a corpus."
+    "from a corpus."
 )
 
 

@@ -14,7 +14,7 @@ from fabric_llm.checkpoint import keep
 PROGRAM = "python -m fabric_llm.generate"
 DESCRIPTION = (
     f"Print what a model writes after a text, without a chat template: {PROGRAM} "
-    f"checkpoints/RUN --prompt TEXT"
+    "checkpoints/RUN --prompt TEXT"
 )
 
 

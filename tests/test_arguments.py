@@ -146,7 +146,7 @@ def test_the_short_help_has_a_line_for_each_flag_of_a_first_run(script, most_lin
     )
     assert (
         f"Training ({sum(not one.basic for one in declared(TrainingArguments).values())} more: "
-        f"--help training)"
+        "--help training)"
     ) in lines
 
 

@@ -118,7 +118,7 @@ def started_runs():
                 runs[name] = parse_train(shlex.split(line)[2:])
     preset = (
         f"--config {ROOT / 'configs' / 'llama3_8b.yaml'} --devices 4 --train_data_dir d "
-        f"--replay old"
+        "--replay old"
     )
     return {**runs, "preset": parse_train(preset.split())}
 

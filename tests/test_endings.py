@@ -71,7 +71,7 @@ def test_a_stop_leaves_nothing_and_says_so(run, tmp_path, point, action):
     goes_on = point == "prepare.rows"  # everything is tokenized by then
     more = "; the same command goes on from there" * goes_on
     sentence = (
-        f"prepare_data.py: error: stopped on request; nothing was written to "
+        "prepare_data.py: error: stopped on request; nothing was written to "
         f"{tmp_path / 'out'}{more}."
     )
     assert (code, said) == (75, [sentence])

@@ -115,7 +115,7 @@ def test_a_port_that_is_in_use_is_named_and_no_lost_peer(toys, tmp_path, by):
         said = task.communicate(timeout=120)[0]
     sentence = (
         f"port {port}, where the ranks meet, is in use, or not allowed, on rank 0's "
-        f"machine: start all"
+        "machine: start all"
     )
     assert (
         task.returncode == 2 and f"train.py: error: {sentence}" in said and "Traceback" not in said

@@ -16,7 +16,7 @@ import plan
 from arguments import parse_plan
 from benchmarks import plan as published
 from fabric_llm.forecast import changes, trace
-from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes, of_device
+from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
 from fabric_llm.forecast.outlook import ROW
 from fabric_llm.model.strategy_rules import Placement
 
@@ -491,23 +491,6 @@ def test_each_accelerator_has_the_peak_of_its_name():
     assert {one.name for one in KNOWN if one.tflops < 100} == {"CPU"}
 
 
-@pytest.mark.parametrize(
-    ("name", "memory", "known"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", 79.1, "A100-80GB"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
-        ("NVIDIA GeForce RTX 4090", 23.5, "RTX 4090"),
-        ("NVIDIA H100 PCIe", 79.1, None),  # it has another peak
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, None),
-        ("Tesla T4", 14.6, None),
-    ],
-)
-def test_what_a_device_calls_itself(name, memory, known):
-    found = of_device(name, memory)
-    assert (found and found.name) == known
-
-
 @pytest.mark.longer
 def test_the_speed_of_a_run(tmp_path, capsys):
     """Twice the median of its steps but the first are twice as fast, and what was recomputed
@@ -651,7 +634,7 @@ def test_the_page_of_published_runs_has_them_all():
 def test_what_a_source_counts_is_what_is_compared(tmp_path):
     flags = (
         f"{published.MIXED} {published.EIGHT} {published.SELECTIVE} --compile false "
-        f"--context_length 64"
+        "--context_length 64"
     )
     run = published.Published(
         "here", "toy", "toy", 1e-3, "reserved", f"{flags} --micro_batch_size 8", published.HALF

@@ -806,7 +806,7 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
     HOSTILE[kind](tmp_path / "in")
     words = (
         f"--input {tmp_path}/in{'/a' * (kind == 'dataset')} --output {tmp_path}/out "
-        f"--train_tokenizer 258 --context_length 8"
+        "--train_tokenizer 258 --context_length 8"
     )
     code = 0
     with warnings.catch_warnings(record=True) as warned:

@@ -565,7 +565,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
             and words in said
         ), said
     code = (
-        f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import "
+        "import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import "
         f"main; sys.exit(main([{str(run)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

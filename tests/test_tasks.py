@@ -487,6 +487,6 @@ def test_more_examples_than_documents(world, tmp_path, capsys, sampler):
     said = refused(capsys, prepare_data, *of(QUESTIONS, "train"))
     assert (
         f"'many' has num_fewshot {QUESTIONS}, drawn from {QUESTIONS} documents, of which one is "
-        f"asked itself"
+        "asked itself"
     ) in said
     prepare_data.main([str(flag) for flag in [*of(QUESTIONS - 1, "train"), "--context_length", 64]])

@@ -107,7 +107,7 @@ def as_fault(error: BaseException) -> Fault:
     if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
         return Fault(
             f"{words[:300]}: start the container with more shared memory (docker run --shm-size "
-            f"8g)."
+            "8g)."
         )
     torch = sys.modules.get("torch")  # if it isn't imported, it hasn't raised this error
     of_group = torch is not None and isinstance(error, torch.distributed.DistError)

@@ -94,7 +94,7 @@ class MovingAverage:
         if not any(key.endswith(f".{EMA}") for key in self.stored):
             raise ValueError(
                 f"{str(path)!r} holds no moving average of the weights: its run had no "
-                f"--ema_decay when it was saved."
+                "--ema_decay when it was saved."
             )
 
     def read(self, unit: str) -> dict[str, Tensor]:

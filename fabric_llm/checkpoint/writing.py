@@ -326,7 +326,7 @@ def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) 
         if size != entry["bytes"]:
             raise Fault(
                 f"{pending.target} isn't saved: rank 0 doesn't see {name} as rank {rank} has "
-                f"written it; "
+                "written it; "
                 f"{str(pending.target.parent)!r} must be on a disk that all machines share.",
                 SAVE_FAILED,
                 retryable=False,

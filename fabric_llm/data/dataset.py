@@ -286,7 +286,7 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
         many = f"The {where} has rows of different length: {min(lengths)} to {max(lengths)} tokens"
         raise ValueError(
             f"{many}. Make rows of one length from the text: prepare_data.py --input ... "
-            f"--context_length N."
+            "--context_length N."
         )
     if low < 0:
         raise ValueError(f"The {where} has a negative token id: {low}.")

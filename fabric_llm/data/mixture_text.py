@@ -88,7 +88,7 @@ def text_of(given: str) -> str:
     if len(text) > MOST_BYTES:  # arguments.yaml holds it, among others
         raise ValueError(
             f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are "
-            f"read."
+            "read."
         )
     return text
 
@@ -331,7 +331,7 @@ def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
             )
             raise ValueError(
                 f"{said} must hold equally many tokens, which are {words}: make rows of the same "
-                f"length from the text of "
+                "length from the text of "
                 f"{other!r} by {again}, or use a stage of --data_mix for each length."
             )
 

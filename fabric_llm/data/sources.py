@@ -114,7 +114,7 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
             raise ValueError(
-                f"--eval_data takes name=folder, comma-separated, such as general=data/x, not "
+                "--eval_data takes name=folder, comma-separated, such as general=data/x, not "
                 f"{part!r}."
             )
         if name in (*PROBES, *folders):

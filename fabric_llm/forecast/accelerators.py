@@ -56,17 +56,6 @@ def accelerator(name: str) -> Accelerator:
     return found[0]
 
 
-def of_device(name: str, memory_gib: float) -> Optional[Accelerator]:
-    """Of the device that torch.cuda.get_device_name names so; None if it isn't known, or is a part
-    of one."""
-    found = [
-        one
-        for one in KNOWN
-        if one.memory_gib and one.name.split("-")[0] in name and peak_tflops(name) == one.tflops
-    ]
-    return min(found, key=lambda one: abs(one.memory_gib - memory_gib), default=None)
-
-
 # Seconds by which NCCL chooses among its algorithms, of its protocol for large messages: to begin,
 # and to pass a message on over NVLink, and to another node: baseLatencies and hwLatencies (Ring,
 # Simple) of

@@ -122,7 +122,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
         ):
             raise ValueError(
                 f"{work.model.name!r} can't be planned with --context_length {context}: its "
-                f"attention here makes a "
+                "attention here makes a "
                 f"mask of each row, which is planned up to {MOST_MASKED:,} tokens."
             )
         half, whole = (

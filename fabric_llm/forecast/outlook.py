@@ -255,7 +255,7 @@ def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
     if mfu > 1 and device.name != "CPU":  # whose peak is a guess
         raise Fault(
             f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see "
-            f"--accelerator_name."
+            "--accelerator_name."
         )
     return mfu
 

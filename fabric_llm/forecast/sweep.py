@@ -106,13 +106,13 @@ def _counts(asked: str, of_a_node: int) -> list[int]:
     if not 1 <= first <= last:
         raise Fault(
             f"--sweep {asked!r} must be devices=FIRST..LAST, with FIRST from 1 to LAST, such as "
-            f"devices=8..4096."
+            "devices=8..4096."
         )
     counts = [first << number for number in range(last.bit_length()) if first << number <= last]
     if broken := [count for count in counts if count > of_a_node and count % of_a_node]:
         raise Fault(
             f"--sweep {asked}: {broken[0]} devices aren't whole nodes of {of_a_node}, which "
-            f"--devices sets."
+            "--devices sets."
         )
     return counts
 

@@ -31,7 +31,6 @@ from transformers.masking_utils import AttentionMaskInterface
 # A CPU's chunk stays in its cache, a GPU's keeps the matrix products large.
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
 PACKED = "packed"
-HOPPER = (9, 0)  # compute capability of an H100 or H200
 # What varlen_attn, PyTorch's kernel for packed documents on GPUs, takes: heads of one size, a
 # multiple of the one number and up to the other, and GPUs of this compute capability. See
 # pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.

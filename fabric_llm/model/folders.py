@@ -137,7 +137,7 @@ def check_tokenizer_file(path: Path) -> None:
     if largest >= MOST_TOKENS:
         raise ValueError(
             f"{str(path)!r} has a token with the number {largest}; at most {MOST_TOKENS:,} tokens "
-            f"are read."
+            "are read."
         )
 
 

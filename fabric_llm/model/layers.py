@@ -76,7 +76,7 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
         if not layers:
             raise ValueError(
                 f"--activation_checkpointing {which}: {type(model).__name__} has all layers or "
-                f"none."
+                "none."
             )
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % int(which.removeprefix("every:")) == 0
@@ -191,7 +191,7 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
     if not found:
         raise ValueError(
             f"--float8 {recipe}: {type(model).__name__} has no linear layer whose sizes divide by "
-            f"16."
+            "16."
         )
     for module in found:
         module.__class__ = TrainedInFloat8

@@ -77,7 +77,7 @@ def load_config(model_name: str) -> PretrainedConfig:
         if "custom code" in str(error):
             sentence = (
                 f"{model_name!r} needs Python code of its own, which is never run: use a "
-                f"model transformers has."
+                "model transformers has."
             )
             raise Fault(sentence, REFUSED) from error
         raise _unreadable("The configuration", model_name, error) from error
@@ -236,7 +236,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     if attention == "flash_attention_2" and not (kind == "cuda" and is_flash_attn_2_available()):
         raise ValueError(
             f"--attention {attention} needs a GPU and the package flash_attn, which aren't both "
-            f"here."
+            "here."
         )
     if attention == "flex_attention" and kind == "cpu":
         raise ValueError(

@@ -78,7 +78,7 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
         raise ValueError(
             f"--rope {given}: a model of {name} has no rotary positions that its configuration "
-            f"sets."
+            "sets."
         )
     own = rope.get(WHOLE_ROWS, rope)
     before = _in_words(own)
@@ -87,7 +87,7 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     elif (former := own.get("rope_type", "default")) != "default":
         raise ValueError(
             f"--rope {given}: the positions of this model are scaled already ({former}); take "
-            f"theta:THETA."
+            "theta:THETA."
         )
     else:
         made_for = int(trained * value)

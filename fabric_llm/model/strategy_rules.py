@@ -92,7 +92,7 @@ def wrap_size(policy: str) -> Optional[int]:
             return count
     raise ValueError(
         f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as "
-        f"size:1e8."
+        "size:1e8."
     )
 
 

@@ -103,7 +103,7 @@ class Stored:
             if len(there) == 2 and not torch.equal(*there):  # which transformers doesn't tie then
                 raise ValueError(
                     f"{own} and {other} differ, but config.json ties them: it has to say "
-                    f"tie_word_embeddings false"
+                    "tie_word_embeddings false"
                 )
         found: dict[str, list[str]] = {}
         for name, keys in named.items():

@@ -45,7 +45,7 @@ def check_training(flags: Flags) -> None:
         if not value:
             raise ValueError(
                 f"--{name} is missing: a run needs --model_name and --train_data_dir (or "
-                f"--data_mix)."
+                "--data_mix)."
             )
     if data.train_data_dir and data.data_mix:
         raise ValueError(
@@ -65,7 +65,7 @@ def check_training(flags: Flags) -> None:
     ):
         raise ValueError(
             f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a "
-            f"CPU or on GPUs."
+            "CPU or on GPUs."
         )
     if training.min_lr > training.lr:
         raise ValueError(f"--min_lr {training.min_lr} is larger than --lr {training.lr}.")
@@ -133,7 +133,7 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
     first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
-            f"--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not "
+            "--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not "
             f"{given!r}."
         )
     return first, last
@@ -161,7 +161,7 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     if twice := [name for name in added if name in of_training]:
         raise ValueError(
             f"--eval_data: {twice[0]!r} is evaluated already, with the training data; take "
-            f"another name."
+            "another name."
         )
     parse_probes(evaluation.probes)
     if taken := [name for name in PROBES if name in of_training]:
@@ -186,7 +186,7 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     ):
         raise ValueError(
             f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of "
-            f"--data_mix."
+            "--data_mix."
         )
 
 

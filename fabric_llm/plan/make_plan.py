@@ -104,7 +104,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     if coefficient and model.tiled_mlp:
         raise ValueError(
             f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of "
-            f"whole rows."
+            "whole rows."
         )
     config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
     if (Path(source) / MANIFEST).is_file():
@@ -183,7 +183,7 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(
             f"{name} takes no positions, so packed documents can't be kept apart: take "
-            f"--document_masking auto or false."
+            "--document_masking auto or false."
         )
     if plan.resume_from is None or plan.model.name in (
         plan.model.source,
@@ -252,7 +252,7 @@ def require_shares(
     if depending := positions.kinds(text_config) & positions.BY_LONGEST:
         raise ValueError(
             f"{flag}: the positions of {name} ({min(depending)}) depend on the longest that a "
-            f"rank sees."
+            "rank sees."
         )
     if context_length % sharing:
         raise ValueError(f"{flag}: {rows} hold {context_length} tokens, which don't divide by it.")
@@ -402,7 +402,7 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
         words = f"{', '.join(columns)}, and {', '.join(others)}"
         raise ValueError(
             f"{both} have different columns: {words}; run prepare_data.py for both with the same "
-            f"flags."
+            "flags."
         )
     _require_one_tokenizer(first, other, both)
     ends = [one.document_end for one in (first, other)]
@@ -415,7 +415,7 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
         ]
         raise ValueError(
             f"{both} have different documents: {', and '.join(said)}; take --document_masking "
-            f"false."
+            "false."
         )
 
 
@@ -430,7 +430,7 @@ def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) 
     if words or None not in hashes:
         raise ValueError(
             f"{both} were made with different tokenizers{words}; run prepare_data.py for both "
-            f"with one --tokenizer."
+            "with one --tokenizer."
         )
 
 
@@ -470,5 +470,5 @@ def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, sourc
         ids = ", ".join(map(str, of_config))
         print(
             f"Warning: {said}, but in the configuration of {source!r} {ids} ends a text: what is "
-            f"generated won't stop there."
+            "generated won't stop there."
         )

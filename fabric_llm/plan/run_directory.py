@@ -92,7 +92,7 @@ def directory(flags: Flags) -> Path:
         start = name[:LONGEST_NAME]
         raise ValueError(
             f"--run_name {start!r} must be a plain name of {LONGEST_NAME} characters at most, not "
-            f"'/' or '..'."
+            "'/' or '..'."
         )
     folder = no_link(parent / name)
     if resume is True and given is None and not files.step_directories(folder):
@@ -172,7 +172,7 @@ def lock(folder: Path) -> None:
             ) from error
         print(
             f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second "
-            f"run out of it."
+            "run out of it."
         )
     _locks[folder] = descriptor
 

@@ -145,7 +145,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(
             f"{sentence}: to train on, give a larger --max_step or --number_epochs, and "
-            f"--resume_override with its name."
+            "--resume_override with its name."
         )
     return _changes(plan, schedule, now)
 
@@ -175,7 +175,7 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
     elif (newest := files.latest(plan.run_directory)) is not None and newest != plan.resume_from:
         lines.append(
             f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved "
-            f"aside."
+            "aside."
         )
     for name, (before, value) in schedule.items():
         lines.append(f"{name}: {value} from here on, {before} before.")
@@ -188,7 +188,7 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
         names = " and ".join(map(repr, other))
         lines.append(
             f"Evaluations read other rows of {names} than before step 1: their losses from here "
-            f"on aren't compared."
+            "on aren't compared."
         )
     if then["model_name"] != now["model_name"]:
         began = f"The run began with --model_name {then['model_name']}"

@@ -42,7 +42,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     if made_for is not None and context_length > made_for:
         yield (
             f"rows hold {context_length} tokens, but the model was made for {made_for} "
-            f"positions, and has seen none beyond."
+            "positions, and has seen none beyond."
         )
     if shifted := plan.shifted_labels():
         yield (
@@ -86,7 +86,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     ]:
         yield (
             f"the run reads {', '.join(often)}: beyond {MOST_EPOCHS} epochs, text teaches less "
-            f"and less (arXiv 2305.16264)."
+            "and less (arXiv 2305.16264)."
         )
     if (interval := flat["save_step_interval"]) is not None and interval >= last:
         yield f"--save_step_interval {interval} {short}: the only checkpoint comes at the end."

@@ -72,13 +72,13 @@ def prepared_output(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ValueError(
             f"output {output} exists and is not empty: pass --overwrite true to replace it, or "
-            f"name another"
+            "name another"
         )
     # A typo such as `--output ~ --overwrite` must not delete anyone's files.
     if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
         raise ValueError(
             f"output {output} holds no prepared dataset, so it is not overwritten: remove it "
-            f"yourself"
+            "yourself"
         )
 
 
@@ -154,7 +154,7 @@ def find_sources(
             if path in origin:
                 raise ValueError(
                     f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: "
-                    f"name it once"
+                    "name it once"
                 )
             origin[path] = given
             if identity in read:
@@ -213,7 +213,7 @@ def _sources_of(
             kinds = " ".join(KINDS)
             raise ValueError(
                 f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): "
-                f"extract its text first"
+                "extract its text first"
             )
         return [_file_source(given)]
     if is_dataset(given):

@@ -211,7 +211,7 @@ def _documents(
         if kind not in KINDS or own or "acc" not in metrics or "acc_mutual_info" in metrics:
             raise ValueError(
                 f"--tasks: {name!r} ({kind}) doesn't judge answers by their likelihood alone, as "
-                f"acc does"
+                "acc does"
             )
         task.set_fewshot_seed(SEED)
         _build_requests(name, task)

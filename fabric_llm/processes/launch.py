@@ -212,7 +212,7 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
         except OSError as error:
             raise Fault(
                 f"--devices {devices}: no process for rank {rank} ({error.strerror}); see `ulimit "
-                f"-a`."
+                "-a`."
             ) from error
     return Children(processes, door)
 
@@ -223,7 +223,7 @@ def port_in_use() -> Fault:
     where = f"port {os.environ.get('MASTER_PORT')}, where the ranks meet,"
     return Fault(
         f"{where} is in use, or not allowed, on rank 0's machine: start all with another "
-        f"MASTER_PORT."
+        "MASTER_PORT."
     )
 
 

@@ -342,7 +342,7 @@ class Watch:
                 self.marked = time.monotonic()  # not all are there yet
             apart = (
                 f"all ranks are there, but haven't connected to each other within {limit}: "
-                f"can their machines reach each "
+                "can their machines reach each "
             )
             apart += "other on the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names?"
             return Fault(apart, PEER_LOST) if self._is_still() else None

@@ -384,5 +384,5 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     if plan.model.router_aux_loss_coef:
         print(
             f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, "
-            f"logged as aux_loss."
+            "logged as aux_loss."
         )

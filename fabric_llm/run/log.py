@@ -86,7 +86,7 @@ class Log:
                     self.plan.run_directory, "stage", progress.step, shares=shares
                 )
                 self.said(
-                    f"from here on "
+                    "from here on "
                     f"{', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
                 )
 

@@ -58,7 +58,7 @@ class Samples:
             if not 0 < len(tokens) <= most - self.count:
                 many = (
                     f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be "
-                    f"one or more"
+                    "one or more"
                 )
                 raise Fault(
                     f"{many}, and with --sample_tokens {self.count} no more than {most}: those of "

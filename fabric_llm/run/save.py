@@ -126,7 +126,7 @@ def save(run: Run, *, stops: bool) -> None:
             elif not run.background.has_written:
                 log.line(
                     f"--async_save: while a checkpoint is written, its copies take {taken} of a "
-                    f"host's memory."
+                    "host's memory."
                 )
         if pending.is_copied:
             run.saving = run.background.write(pending)

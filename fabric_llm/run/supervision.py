@@ -117,7 +117,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
                 )
                 raise Fault(
                     f"rank {rank} was started with {ours}, rank 0 with {others}: start all with "
-                    f"one command."
+                    "one command."
                 )
     except ValueError as error:
         raise as_mistake(error) from None

@@ -142,7 +142,7 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
         name, _, number = part.strip().rpartition(":")
         if not name or not re.fullmatch(NUMBER, number):
             raise ValueError(
-                f"--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not "
+                "--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not "
                 f"{part!r}."
             )
         if name in budgets:

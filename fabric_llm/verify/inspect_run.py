@@ -297,7 +297,7 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     ):
         report.find(
             f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, "
-            f"others never."
+            "others never."
         )
     return f"{span} were each read by one rank"
 

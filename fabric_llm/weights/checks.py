@@ -31,7 +31,7 @@ def exported_output(output: Path, overwrite: bool) -> None:
     if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
         raise ValueError(
             f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take "
-            f"another --output."
+            "another --output."
         )
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")

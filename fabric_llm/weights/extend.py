@@ -123,7 +123,7 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
         name, rows = type(model).__name__, f"of {config.vocab_size} rows"
         raise ValueError(
             f"{name} has not one plain embedding and one output head {rows}: it can't be extended "
-            f"here."
+            "here."
         )
     if (tokens := size(tokenizer.backend_tokenizer)) > config.vocab_size:
         rows = config.vocab_size

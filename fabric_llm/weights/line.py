@@ -50,7 +50,7 @@ def worth_of(guard: Guard, of_run: Losses, of_training: Sequence[str]) -> Worth:
         words = ", ".join(map(repr, of_training))
         raise ValueError(
             f"--forgetting_budget: all sets of the training data have one ({words}), none is to "
-            f"be learned."
+            "be learned."
         )
     new = [
         name for name in free if rises[name] < 0
@@ -115,7 +115,7 @@ def choose(
     if run.progress is None:
         raise ValueError(
             f"{str(run.path)!r} isn't a checkpoint of a run, whose flags say how points are "
-            f"evaluated."
+            "evaluated."
         )
     try:
         plan, flags, sets = average.as_in_run([run], budgets)
