@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
-from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, parse
+from fabric_llm.base.command_line import Flag, declared, fail, groups, option, parse
 from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 # Each flag of train.py says what is trained, or how. Most of the latter may change in a resumed
 # run.
-what, setting = partial(flag, how=False), partial(flag, how=True, may_change=True)
+what, setting = partial(option, how=False), partial(option, how=True, resume="free")
 # Those that a first run needs.
 basic, basic_setting = partial(what, basic=True), partial(setting, basic=True)
 
@@ -40,25 +40,27 @@ class DeviceArguments:
     """Devices"""
 
     devices: Union[int, Literal["auto"]] = basic_setting(
-        "auto", above=0, also="nproc_per_node gpus num_gpus world_size"
+        "auto", above=0, aliases="nproc_per_node gpus num_gpus world_size"
     )
     """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun
     started"""
-    num_nodes: int = basic_setting(1, above=0, also="num_machines")
+    num_nodes: int = basic_setting(1, above=0, aliases="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
     context_parallel: int = setting(
         1,
         above=0,
         needs="tpu false",
-        also="context_parallel_size cp cp_size sequence_parallel_size",
+        aliases="context_parallel_size cp cp_size sequence_parallel_size",
     )
     """so many ranks side by side share each row, of which each holds a part
     (docs/long_context.md)"""
-    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting("auto", also="device device_type")
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting(
+        "auto", aliases="device device_type"
+    )
     """auto: cuda where there is a GPU, else cpu"""
-    oversubscribe: bool = flag(False, kept=False, how=True)
+    oversubscribe: bool = option(False, kept=False, how=True)
     """start more processes on CPUs than four for each core"""
-    hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
+    hang_timeout: float = setting(1800.0, above=0, aliases="ddp_timeout nccl_timeout")
     """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then
     the run ends with code 71"""
     join_timeout: float = setting(300.0, above=0)
@@ -77,7 +79,7 @@ class DataArguments:
         None,
         path=True,
         how=False,
-        also="data_dir data_path dataset dataset_name train_file datasets dataset_path",
+        aliases="data_dir data_path dataset dataset_name train_file datasets dataset_path",
     )
     """dataset folder that prepare_data.py wrote; any with input_ids will do"""
     data_mix: Optional[str] = basic(
@@ -87,7 +89,7 @@ class DataArguments:
             "a YAML file, or name=folder:weight, comma-separated, such as "
             "new=data/new:0.75,old=data/old:0.25"
         ),
-        also="data_blend dataset_weights mixture",
+        aliases="data_blend dataset_weights mixture",
     )
     """datasets and their shares of the tokens; instead of --train_data_dir; a YAML file
     (docs/mixture.md), or name=folder:weight[:max_epochs],... such as
@@ -99,7 +101,7 @@ class DataArguments:
     replay_fraction: Optional[float] = setting(None, how=False)
     """share of the tokens that --replay gives, F (default: 0.2)"""
     context_length: Optional[int] = basic_setting(
-        None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len", how=False
+        None, above=0, aliases="block_size cutoff_len max_seq_len seq_len sequence_len", how=False
     )
     """tokens per sequence; must be what the dataset holds (default: that)"""
     verify_data: Literal["auto", "full", "size"] = setting("auto")
@@ -109,7 +111,7 @@ class DataArguments:
     """packed documents don't see each other: attention and positions restart (needs
     prepare_data.py's manifest); auto: where the model can, which is measured; a resumed run keeps
     what it had"""
-    num_workers: int = setting(1, at_least=0, also="dataloader_num_workers dataset_num_proc")
+    num_workers: int = setting(1, at_least=0, aliases="dataloader_num_workers dataset_num_proc")
     """threads that prepare the batches of the next steps, on the GPU if there is one; 0: within the
     step"""
 
@@ -123,36 +125,36 @@ class ModelArguments:
         None,
         path=True,
         how=False,
-        also=(
+        aliases=(
             "base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir "
             "hf_assets_path"
         ),
     )
     """hub name or local directory of a causal LM; config.json alone: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
-        "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
+        "bf16-true", resume="never", aliases="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
     """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in
     that dtype"""
     bf16_updates: Literal["stochastic", "nearest", "master"] = what(
-        "stochastic", fixed=True, needs="precision bf16-true"
+        "stochastic", resume="never", needs="precision bf16-true"
     )
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6
     (they don't), 14"""
     float8: Literal["none", "tensorwise", "rowwise"] = what(
-        "none", also="fp8 enable_fp8 float8_recipe"
+        "none", aliases="fp8 enable_fp8 float8_recipe"
     )
     """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a
     scale for each tensor or row; needs torchao, and on a CPU it is emulated, which is slow"""
     rope: Optional[str] = what(
         None,
-        fixed=True,
+        resume="never",
         takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4",
     )
     """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that
     it saves: theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = (
-        setting("auto", also="attn_implementation attn_impl flash_attn sdp_attention")
+        setting("auto", aliases="attn_implementation attn_impl flash_attn sdp_attention")
     )
     """attention implementation; packed: of each packed document by itself, without a mask; auto:
     packed where documents are kept apart and the model can, else sdpa, else eager; flash needs its
@@ -160,7 +162,7 @@ class ModelArguments:
     loss: Literal["auto", "full", "chunked"] = setting("auto")
     """chunked: the loss and its gradients in chunks of tokens, without the logits of the whole
     batch; auto: where the model's head can, which is measured"""
-    compile: Union[bool, Literal["auto"]] = setting("auto", also="torch_compile use_compile")
+    compile: Union[bool, Literal["auto"]] = setting("auto", aliases="torch_compile use_compile")
     """compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to
     pay for it"""
     verify_start: bool = setting(True)
@@ -175,13 +177,13 @@ class FSDPArguments:
     strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = basic_setting(
         "auto",
         needs="tpu false",
-        also="ddp deepspeed fsdp distributed_backend parallelism fsdp_version",
+        aliases="ddp deepspeed fsdp distributed_backend parallelism fsdp_version",
     )
     """how devices share the model; auto: fsdp for several devices, none for one"""
     auto_wrap_policy: str = setting(
         "auto",
         needs="strategy fsdp fsdp2",
-        also=(
+        aliases=(
             "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap"
         ),
     )
@@ -189,37 +191,37 @@ class FSDPArguments:
     comma-separated; auto: ask the model; size:N: modules of N parameters and more; none: the whole
     model"""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = setting(
-        "FULL_SHARD", needs="strategy fsdp fsdp2", also="fsdp_sharding_strategy sharding"
+        "FULL_SHARD", needs="strategy fsdp fsdp2", aliases="fsdp_sharding_strategy sharding"
     )
     """what each rank holds a part of; fsdp2 takes all but NO_SHARD"""
-    state_dict_type: Literal["full", "sharded"] = setting("full", also="fsdp_state_dict_type")
+    state_dict_type: Literal["full", "sharded"] = setting("full", aliases="fsdp_state_dict_type")
     """full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"""
     limit_all_gathers: bool = setting(True, needs="strategy fsdp")
     """fsdp: let at most two gathers be in flight"""
     cpu_offload: bool = setting(
-        False, needs="tpu false", also="fsdp_offload_params enable_cpu_offload"
+        False, needs="tpu false", aliases="fsdp_offload_params enable_cpu_offload"
     )
     """fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory"""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = setting(
-        "BACKWARD_PRE", needs="strategy fsdp", also="fsdp_backward_prefetch"
+        "BACKWARD_PRE", needs="strategy fsdp", aliases="fsdp_backward_prefetch"
     )
     """fsdp: gather the next layer before, after, or not ahead of, the current gradient"""
     reduce_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed",
-        also="mixed_precision_reduce",
+        aliases="mixed_precision_reduce",
     )
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is
     32-true"""
     activation_checkpointing: Union[bool, str] = basic_setting(
         False,
         takes="none, full, every:N (such as every:2), selective or offload",
-        also="gradient_checkpointing recompute_activations",
+        aliases="gradient_checkpointing recompute_activations",
     )
     """recompute layers to save memory (plan.py --auto says what fits); none, full (each layer),
     every:N (one layer of N), selective (layers, but for their matrix products and attention),
     offload (each layer, whose input waits in the host's memory)"""
-    tiled_mlp: bool = setting(False, also="tiled_mlp_num_shards tiled_mlp_compute")
+    tiled_mlp: bool = setting(False, aliases="tiled_mlp_num_shards tiled_mlp_compute")
     """MLPs and norms take as many tokens at once as a hidden state has elements, so that they need
     no more memory in longer rows (docs/long_context.md); they are computed once more, and layers
     aren't compiled"""
@@ -230,26 +232,26 @@ class CheckpointArguments:
     """Checkpoint"""
 
     output_dir: str = basic_setting(
-        "checkpoints", path=True, also="save_dir save_folder dump_folder default_root_dir"
+        "checkpoints", path=True, aliases="save_dir save_folder dump_folder default_root_dir"
     )
     """folder of run directories"""
     run_name: Optional[str] = basic(
-        None, kept=False, how=True, also="wandb_name exp_name experiment_name"
+        None, kept=False, how=True, aliases="wandb_name exp_name experiment_name"
     )
     """name of the run directory (default: model and data, numbered)"""
     resume: Union[bool, Literal["auto"]] = basic(
-        False, kept=False, how=True, also="auto_resume auto_resume_from_checkpoints"
+        False, kept=False, how=True, aliases="auto_resume auto_resume_from_checkpoints"
     )
     """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else
     start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
-    checkpoint: Optional[str] = flag(
+    checkpoint: Optional[str] = option(
         None,
         kept=False,
         path=True,
         how=True,
-        also="ckpt_path resume_from_checkpoint load_checkpoint",
+        aliases="ckpt_path resume_from_checkpoint load_checkpoint",
     )
     """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a
     branch"""
@@ -263,33 +265,33 @@ class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
     number_epochs: int = basic(
-        1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs"
+        1, above=0, needs="max_step none", aliases="epochs max_epochs num_train_epochs"
     )
     """passes over the training split; of a mixture: until one source has had them; not used where
     max_step is given"""
     max_step: Optional[int] = basic(
-        None, above=0, also="max_iters num_training_steps steps total_steps train_steps"
+        None, above=0, aliases="max_iters num_training_steps steps total_steps train_steps"
     )
     """steps of the run (default: by epochs)"""
-    max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
+    max_hours: Optional[float] = setting(None, above=0, aliases="max_time max_duration time_limit")
     """hours after which this process stops by itself: it finishes the step, saves and ends with
     exit code 75; the limit of the job must leave time for that step and the save"""
     # These two may change. The global batch, which follows from them, belongs to the run.
     micro_batch_size: Optional[int] = basic_setting(
         None,
         above=0,
-        also=(
+        aliases=(
             "batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
         ),
     )
     """sequences per device at once (default: 1); in one forward pass; follows from the next two
     where both are given"""
     gradient_accumulation_steps: Optional[int] = basic_setting(
-        None, above=0, also="accumulate_grad_batches grad_acc_steps"
+        None, above=0, aliases="accumulate_grad_batches grad_acc_steps"
     )
     """micro-batches per step (default: 1); follows from --global_batch_size where that is given"""
     global_batch_size: Optional[int] = basic(
-        None, above=0, also="total_batch_size effective_batch_size"
+        None, above=0, aliases="total_batch_size effective_batch_size"
     )
     """sequences per step, over all devices; sets the accumulation: micro_batch_size x
     gradient_accumulation_steps x devices x nodes"""
@@ -297,22 +299,24 @@ class TrainingArguments:
     """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same:
     that of the weights"""
     grad_clip: float = what(
-        1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm"
+        1.0, at_least=0, aliases="clip_grad gradient_clipping max_grad_norm max_norm"
     )
     """largest L2 norm of the gradient; 0: no clipping"""
-    lr: float = basic(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
+    lr: float = basic(2e-5, above=0, aliases="learning_rate max_lr peak_lr base_lr")
     """peak learning rate"""
-    min_lr: float = what(0.0, at_least=0, needs="lr_decay", also="eta_min lr_min min_learning_rate")
+    min_lr: float = what(
+        0.0, at_least=0, needs="lr_decay", aliases="eta_min lr_min min_learning_rate"
+    )
     """learning rate at the last step"""
-    lr_decay: bool = what(True, also="decay_lr")
+    lr_decay: bool = what(True, aliases="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
     lr_schedule: Literal[tuple(SCHEDULES)] = basic(
-        "cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler"
+        "cosine", needs="lr_decay", aliases="lr_scheduler_type decay_type scheduler"
     )
     """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to
     constant_lr, stable, decay"""
     warmup_steps: int = basic(
-        0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio"
+        0, at_least=0, aliases="lr_warmup_steps num_warmup_steps warmup warmup_ratio"
     )
     """steps of linear warm-up"""
     decay_steps: Optional[int] = what(None, above=0, needs="lr_schedule wsd infinite")
@@ -324,30 +328,30 @@ class TrainingArguments:
     quarter of the run)"""
     constant_lr: Optional[float] = what(None, above=0, needs="lr_schedule infinite")
     """infinite: rate of the stable phase (default: the mean of lr and min_lr)"""
-    weight_decay: float = what(0.1, at_least=0, also="wd adam_weight_decay")
+    weight_decay: float = what(0.1, at_least=0, aliases="wd adam_weight_decay")
     """decoupled weight decay, on matrices only"""
-    beta1: float = what(0.9, at_least=0, below=1, also="adam_beta1")
+    beta1: float = what(0.9, at_least=0, below=1, aliases="adam_beta1")
     """AdamW, decay of the first moment"""
-    beta2: float = what(0.95, at_least=0, below=1, also="adam_beta2")
+    beta2: float = what(0.95, at_least=0, below=1, aliases="adam_beta2")
     """AdamW, decay of the second moment"""
-    ema_decay: Optional[float] = flag(None, at_least=0, below=1, how=True)
+    ema_decay: Optional[float] = option(None, at_least=0, below=1, how=True)
     """decay a step of an exponential moving average of the weights, such as 0.999, which
     export_hf.py --ema true exports (default: none is kept)"""
-    ema_device: Literal["host", "same"] = flag("host", needs="ema_decay", how=True)
+    ema_device: Literal["host", "same"] = option("host", needs="ema_decay", how=True)
     """host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded
     stochastically"""
-    ema_every: int = flag(1, above=0, needs="ema_decay", how=True)
+    ema_every: int = option(1, above=0, needs="ema_decay", how=True)
     """steps between updates of the average, each with ema_decay to the power of so many"""
     router_aux_loss_coef: Optional[float] = what(None, at_least=0)
     """mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't
     trained (default: as the model's configuration says, 0 unless that sets output_router_logits)"""
-    freeze: Optional[str] = what(None, also="freeze_layers freeze_parameters")
+    freeze: Optional[str] = what(None, aliases="freeze_layers freeze_parameters")
     """parameters that keep their values: patterns of their Hugging Face names, comma-separated,
     such as model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head"""
-    train_only: Optional[str] = what(None, also="unfrozen_parameters trainable_parameters")
+    train_only: Optional[str] = what(None, aliases="unfrozen_parameters trainable_parameters")
     """the only parameters that train, in the words of --freeze, such as embeddings
     (docs/new_words.md)"""
-    seed: int = what(1234, at_least=0, fixed=True, also="random_seed manual_seed data_seed")
+    seed: int = what(1234, at_least=0, resume="never", aliases="random_seed manual_seed data_seed")
     """seed of data order, dropout and random weights"""
 
 
@@ -374,17 +378,17 @@ class EvaluationArguments:
     source, and at the last step)"""
 
     eval_batch_size: int = setting(
-        8, above=0, needs="eval_iters", also="per_device_eval_batch_size val_batch_size"
+        8, above=0, needs="eval_iters", aliases="per_device_eval_batch_size val_batch_size"
     )
     """sequences per device in one forward pass"""
-    eval_iters: int = setting(50, at_least=0, also="limit_val_batches max_eval_steps val_iters")
+    eval_iters: int = setting(50, at_least=0, aliases="limit_val_batches max_eval_steps val_iters")
     """batches per evaluation, over all devices together, of rows spread evenly over the split; 0:
     no evaluation"""
     eval_step_interval: Optional[int] = basic_setting(
         None,
         above=0,
         needs="eval_iters",
-        also="eval_every eval_freq eval_steps val_interval validation_interval",
+        aliases="eval_every eval_freq eval_steps val_interval validation_interval",
     )
     """steps between evaluations (default: none)"""
     eval_data: Optional[str] = basic_setting(
@@ -415,10 +419,10 @@ class SaveArguments:
     save_step_interval: Optional[int] = basic_setting(
         None,
         above=0,
-        also="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps",
+        aliases="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps",
     )
     """steps between checkpoints (default: at end)"""
-    keep_last: Optional[int] = basic_setting(None, above=0, also="save_total_limit save_top_k")
+    keep_last: Optional[int] = basic_setting(None, above=0, aliases="save_total_limit save_top_k")
     """newest checkpoints to keep (default: all); pinned ones always stay, and with
     --forgetting_action rewind one to go back to"""
     keep_every: Optional[int] = setting(None, above=0, needs="keep_last")
@@ -429,7 +433,7 @@ class SaveArguments:
     """validation set whose loss that is (default: the training data's; of a mixture their mean,
     weighted by the shares)"""
     async_save: bool = setting(
-        False, needs="save_step_interval", also="async_checkpoint async_mode"
+        False, needs="save_step_interval", aliases="async_checkpoint async_mode"
     )
     """write checkpoints while training goes on; costs their size in host memory (not the last
     one)"""
@@ -445,21 +449,21 @@ class LoggingArguments:
             f"where metrics go besides metrics.jsonl; {', '.join(metrics.TRACKERS)}; several with "
             "commas between, such as wandb,csv"
         ),
-        also="report_to log_with tracker use_wandb wandb wandb_mode",
+        aliases="report_to log_with tracker use_wandb wandb wandb_mode",
     )
     log_step_interval: int = setting(
-        10, above=0, also="log_every log_every_n_steps log_freq logging_steps"
+        10, above=0, aliases="log_every log_every_n_steps log_freq logging_steps"
     )
     """steps between logged lines; 1: each step"""
-    profile: Optional[str] = flag(None, kept=False, how=True)
+    profile: Optional[str] = option(None, kept=False, how=True)
     """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's
     profiler, into the folder profile of the run directory; prints the five largest costs"""
-    entity: Optional[str] = setting(None, needs="logger wandb", also="wandb_entity")
+    entity: Optional[str] = setting(None, needs="logger wandb", aliases="wandb_entity")
     """Weights & Biases entity"""
-    project: Optional[str] = setting(None, needs="logger wandb", also="wandb_project")
+    project: Optional[str] = setting(None, needs="logger wandb", aliases="wandb_project")
     """Weights & Biases project (default: fabric_llm)"""
     log_model: Union[bool, Literal["last", "all"]] = setting(
-        False, takes="false, last or all", needs="logger wandb", also="wandb_log_model"
+        False, takes="false, last or all", needs="logger wandb", aliases="wandb_log_model"
     )
     """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it
     is saved"""
@@ -521,61 +525,61 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: Optional[list[str]] = flag(None, path=True)
+    input: Optional[list[str]] = option(None, path=True)
     """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz,
     .zst, .bz2, .xz; dataset folders; names of datasets on the hub"""
-    output: str = flag(None, path=True)
+    output: str = option(None, path=True)
     """dataset folder to write, such as data/mine"""
-    tasks: Optional[str] = flag(
+    tasks: Optional[str] = option(
         None,
         path=True,
         takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy",
     )
     """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its
     YAML, comma-separated, as a validation set for --eval_data (docs/forgetting.md)"""
-    tokenizer: Optional[str] = flag(
-        None, path=True, also="tokenizer_name tokenizer_path tokenizer_name_or_path"
+    tokenizer: Optional[str] = option(
+        None, path=True, aliases="tokenizer_name tokenizer_path tokenizer_name_or_path"
     )
     """hub name or local directory of the tokenizer (that of your model)"""
-    train_tokenizer: Optional[int] = flag(None, at_least=257)
+    train_tokenizer: Optional[int] = option(None, at_least=257)
     """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text,
     and more"""
-    context_length: int = flag(2048, at_least=2)
+    context_length: int = option(2048, at_least=2)
     """tokens per sequence"""
-    validation_fraction: float = flag(
+    validation_fraction: float = option(
         0.01,
         at_least=0,
         below=1,
-        also="val_set_size val_split_fraction validation_split_percentage",
+        aliases="val_set_size val_split_fraction validation_split_percentage",
     )
     """part of the documents that goes to validation, with at most about twice that part of the
     tokens; none of a dataset with a validation split of its own"""
-    text_field: str = flag("text", also="text_column dataset_text_field text_key")
+    text_field: str = option("text", aliases="text_column dataset_text_field text_key")
     """field of .jsonl, .json, .csv, .parquet and datasets that holds the text"""
-    document_separator: Optional[str] = flag(None)
+    document_separator: Optional[str] = option(None)
     r"""string between the documents of a text file, such as '\n---\n'; none: each file is one
     document (default: blank lines in a single text file and in those over 16 MiB, else none)"""
-    packing: Literal["concat", "best_fit"] = flag(
-        "concat", also="sample_packing pack_sequences packed"
+    packing: Literal["concat", "best_fit"] = option(
+        "concat", aliases="sample_packing pack_sequences packed"
     )
     """concat: documents are cut where a row ends; best_fit: only those longer than a row, with
     padding"""
-    deduplicate: Literal["none", "exact"] = flag("none")
+    deduplicate: Literal["none", "exact"] = option("none")
     """exact: drop documents whose text has come before"""
-    min_document_tokens: int = flag(0, at_least=0)
+    min_document_tokens: int = option(0, at_least=0)
     """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are
     counted"""
-    on_error: Literal["skip", "stop"] = flag("skip")
+    on_error: Literal["skip", "stop"] = option("skip")
     """bad records (broken JSON, not UTF-8, no field): skip and count, or stop"""
-    pattern: Optional[list[str]] = flag(None)
+    pattern: Optional[list[str]] = option(None)
     """file name patterns to take from folders, such as '*.py'"""
-    exclude: Optional[list[str]] = flag(None)
+    exclude: Optional[list[str]] = option(None)
     """names of folders to leave out"""
-    seed: int = flag(1234)
+    seed: int = option(1234)
     """of the split"""
-    num_workers: Optional[int] = flag(None, above=0)
+    num_workers: Optional[int] = option(None, above=0)
     """processes that tokenize (default: one a core)"""
-    overwrite: bool = flag(False)
+    overwrite: bool = option(False)
     """replace an existing output folder"""
 
 
@@ -583,21 +587,21 @@ class PrepareArguments:
 class ExportArguments:
     """Options"""
 
-    checkpoint: str = flag(None, path=True)
+    checkpoint: str = option(None, path=True)
     """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
-    output: str = flag(None, path=True)
+    output: str = option(None, path=True)
     """Hugging Face directory to write, such as hf/mine"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto")
     """dtype of the weights; auto: as trained"""
-    ema: bool = flag(False)
+    ema: bool = option(False)
     """export the moving average of the weights that --ema_decay has kept, instead of the weights"""
-    max_shard_size: str = flag("5GB")
+    max_shard_size: str = option("5GB")
     """largest weight file"""
-    push_to_hub: Optional[str] = flag(None, also="hub_model_id push_to_hub_model_id")
+    push_to_hub: Optional[str] = option(None, aliases="hub_model_id push_to_hub_model_id")
     """upload to this repository, org/name, once it is verified"""
-    private: bool = flag(True, also="hub_private_repo")
+    private: bool = option(True, aliases="hub_private_repo")
     """make the repository private, where it is new"""
-    overwrite: bool = flag(False)
+    overwrite: bool = option(False)
     """replace an existing output folder"""
 
 
@@ -605,33 +609,33 @@ class ExportArguments:
 class PlanArguments:
     """Plan (plan.py alone has these; the others are those of train.py)"""
 
-    accelerator_name: str = flag(
+    accelerator_name: str = option(
         "H100", takes="the name of an accelerator, such as H100", basic=True
     )
     """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or
     CPU"""
-    device_memory: Optional[float] = flag(None, above=0)
+    device_memory: Optional[float] = option(None, above=0)
     """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""
-    mfu: Optional[float] = flag(None, above=0, below=1)
+    mfu: Optional[float] = option(None, above=0, below=1)
     """part of the accelerator's peak that the model's operations reach, such as 0.4 (default:
     assumed, and printed)"""
-    like: Optional[str] = flag(None, path=True)
+    like: Optional[str] = option(None, path=True)
     """directory of a run on this accelerator, whose speed is taken in place of --mfu"""
-    network: float = flag(400.0, above=0)
+    network: float = option(400.0, above=0)
     """Gbit/s between nodes, of each node"""
-    price_per_hour: Optional[float] = flag(None, at_least=0, basic=True)
+    price_per_hour: Optional[float] = option(None, at_least=0, basic=True)
     """price of one device, in any currency"""
-    tokens: Optional[float] = flag(None, above=0, basic=True)
+    tokens: Optional[float] = option(None, above=0, basic=True)
     """tokens of the whole run, such as 1e9; instead of --max_step"""
-    auto: bool = flag(False, basic=True)
+    auto: bool = option(False, basic=True)
     """find the fastest flags that fit; of micro-batch sizes, activation checkpointing and sharding,
     below 80 % of the memory"""
-    sweep: Optional[str] = flag(None, takes="numbers of devices, such as devices=8..4096")
+    sweep: Optional[str] = option(None, takes="numbers of devices, such as devices=8..4096")
     """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two
     ways (docs/planning.md)"""
-    json: bool = flag(False)
+    json: bool = option(False)
     """print all numbers as JSON"""
-    html: Optional[str] = flag(None, path=True)
+    html: Optional[str] = option(None, path=True)
     """draw the memory into this file and, where there is a dataset, learning rate, sources and what
     is due (docs/report.md)"""
 
@@ -684,7 +688,7 @@ def not_here() -> dict[str, str]:
     }
     for script, group in scripts.items():
         for name, one in declared(group).items():
-            found |= dict.fromkeys((name, *one.also.split()), f"it is --{name} of {script}")
+            found |= dict.fromkeys((name, *one.aliases.split()), f"it is --{name} of {script}")
     return found
 
 

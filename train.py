@@ -12,7 +12,7 @@ from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.program import outlast_readers, plain_output, without_collection
 from fabric_llm.plan import checks
-from fabric_llm.plan.start import leave_at_once, start, told_in_one_sentence
+from fabric_llm.plan.start import leave_at_once, report_errors, start
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.training.schedule import arguments_of, lr_at
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal(leave_at_once)
     try:
-        with told_in_one_sentence():
+        with report_errors():
             launch.adopt_launcher()
             arguments = parse_train(argv)
             checks.check_training(arguments)

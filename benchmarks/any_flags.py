@@ -26,7 +26,7 @@ import law_16  # noqa: E402
 
 from benchmarks import page  # noqa: E402
 
-MOST_SHOWN = 8  # differences of a row
+MAX_SHOWN = 8  # differences of a row
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         state = ", ".join(f"{count} {name}" for name, count in counts.items())
         page.progress(f"row {number}: {state}; {len(array.covered):,} of {len(array.all):,} pairs")
         if outcome.differences:
-            shown = outcome.differences[:MOST_SHOWN]
+            shown = outcome.differences[:MAX_SHOWN]
             page.progress(
                 f"DIFFERENT, in {len(outcome.differences)} ways:\n  " + "\n  ".join(shown)
             )

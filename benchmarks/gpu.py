@@ -60,7 +60,7 @@ DATA, TOY_DATA = (
     (VOCABULARY, 4096, 64, 1000),
     (256, 64, 64, 16),
 )
-TIMED_SECONDS, CASE_SECONDS, LEAST_SECONDS = 4.0, 75.0, 15.0
+TIMED_SECONDS, CASE_SECONDS, MIN_SECONDS = 4.0, 75.0, 15.0
 # flags of all cases that don't say otherwise
 USUAL = {
     "compile": "true",
@@ -157,7 +157,7 @@ def try_case(
     case: str, dtype: str, folder: Path, options: argparse.Namespace, deadline: float
 ) -> page.Row:
     row: page.Row = {"name": case, "dtype": dtype, "error": None, "seconds": []}
-    if time.monotonic() > deadline - LEAST_SECONDS:
+    if time.monotonic() > deadline - MIN_SECONDS:
         return {**row, "error": "not run: the minutes are over"}
     ends = min(deadline, time.monotonic() + CASE_SECONDS)
     shape, *more = case.split()

@@ -399,7 +399,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank hangs", "heartbeats are listened to", "processes.watch:hanging", ROWS, "hangs_or_is_frozen and hang"),
     ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
      ROWS, "hangs_or_is_frozen and hang", without_counts),
-    ("a rank hangs", "work that goes on is no hang", "processes.watch:MOST_SECONDS_BETWEEN_LOOKS", WATCH, "suspended",
+    ("a rank hangs", "work that goes on is no hang", "processes.watch:MAX_SECONDS_BETWEEN_LOOKS", WATCH, "suspended",
      is_now(float("inf"))),
     ("a rank hangs", "a silent rank is told from a busy one", "processes.watch:Watch._silence",
      ROWS, "hangs_or_is_frozen and stop", gives(0.0)),

@@ -37,7 +37,7 @@ COLUMNS = {
     "bytes a parameter, at least": lambda row: str(row["bytes"]),
     **{"GB/s": page.number("rate", ".1f", 1e9), "of a copy's": page.number("of_copy", ".0%")},
 }
-MOST_COPIED = 2**28  # float32 numbers, far more than a cache holds
+MAX_COPIED = 2**28  # float32 numbers, far more than a cache holds
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -137,11 +137,11 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     for row in ROWS:
         optimizer = row.make(params[row.dtype])
         if row.kernel == "kernel":
-            optimizer.elements = max(optimizer.elements, adamw.LEAST_ELEMENTS)
+            optimizer.elements = max(optimizer.elements, adamw.MIN_ELEMENTS)
         elif row.kernel == "plain":
             optimizer.elements = 0
         steps[row.name] = optimizer.step
-    source = torch.randn(min(count, MOST_COPIED), device=device)
+    source = torch.randn(min(count, MAX_COPIED), device=device)
     steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
     times = seconds_in_turns(steps, rounds, device.type)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])

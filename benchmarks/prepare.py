@@ -34,7 +34,7 @@ from benchmarks.turns import alternate
 SUFFIXES = (".py", ".md", ".rst", ".txt", ".pyi", ".html", ".h")
 SAMPLE_SECONDS = 0.05
 VOCABULARY, CONTEXT = 32_000, 2048
-MOST_CHARACTERS = 2_000_000  # of a file
+MAX_CHARACTERS = 2_000_000  # of a file
 COLUMNS = {
     "seconds": lambda row: f"{page.median(row):.1f}",
     "MB/s of text": lambda row: f"{row['text_bytes'] / page.median(row) / 1e6:.2f}",
@@ -116,7 +116,7 @@ def library_texts(most_bytes: int) -> list[str]:
             break
         with suppress(OSError, UnicodeDecodeError):
             text = path.read_bytes().decode()
-            if text.strip() and text not in texts and len(text) <= MOST_CHARACTERS:
+            if text.strip() and text not in texts and len(text) <= MAX_CHARACTERS:
                 texts[text] = None
                 total += len(text.encode())
     return list(texts)

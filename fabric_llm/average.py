@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command, nearest_of
@@ -40,7 +40,7 @@ class AverageArguments:
     """Options"""
 
     # May be given without its flag, before all others.
-    parts: list[str] = flag(
+    parts: list[str] = option(
         None,
         (
             "runs (their latest checkpoint, or --last), checkpoints, Hugging Face directories and "
@@ -48,35 +48,35 @@ class AverageArguments:
         ),
         path=True,
     )
-    output: Optional[str] = flag(
+    output: Optional[str] = option(
         None,
         "Hugging Face directory to write (default: hf/NAME-average, of the last part)",
         path=True,
     )
-    last: Optional[int] = flag(
+    last: Optional[int] = option(
         None, "take so many of the newest checkpoints of each run (default: 1)", above=0
     )
-    weights: str = flag(
+    weights: str = option(
         "equal",
         "equal, which imitates a linear decay of the learning rate, a number for each part, made "
         "to add up to 1, or knee, of a "
         "base model and a run: where it has learned much and forgotten little",
         takes="equal, knee or a number for each part, comma-separated, such as 0.7,0.3",
     )
-    forgetting_budget: Optional[str] = flag(
+    forgetting_budget: Optional[str] = option(
         None,
         "of a base model and a run, the weights that learned most while the losses of validation "
         "sets rise by no more than these nats above the base model's",
         takes="name:nats, comma-separated, such as general:0.05,copy:0.2",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "auto: the widest of the parts"
     )
-    max_shard_size: str = flag("5GB", "largest weight file")
-    evaluate: bool = flag(
+    max_shard_size: str = option("5GB", "largest weight file")
+    evaluate: bool = option(
         True, "print the validation loss of each part and of the average, as the run was evaluated"
     )
-    overwrite: bool = flag(False, "replace an existing output folder")
+    overwrite: bool = option(False, "replace an existing output folder")
 
 
 def named(given: Sequence[str], last: Optional[int]) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.model.folders import check_model_folder
@@ -30,23 +30,23 @@ ABOUT = (
 class ExtendArguments:
     """Options"""
 
-    model_name: str = flag(
+    model_name: str = option(
         None, "hub name or directory of a causal LM; may be given without its flag", path=True
     )
-    input: list[str] = flag(None, "the corpus: what prepare_data.py --input takes", path=True)
-    tokens: int = flag(None, "tokens to add at most: fewer if no more come twice", above=0)
-    output: str = flag(None, "Hugging Face directory to write, such as hf/extended", path=True)
-    text_field: str = flag(
+    input: list[str] = option(None, "the corpus: what prepare_data.py --input takes", path=True)
+    tokens: int = option(None, "tokens to add at most: fewer if no more come twice", above=0)
+    output: str = option(None, "Hugging Face directory to write, such as hf/extended", path=True)
+    text_field: str = option(
         "text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text"
     )
-    document_separator: Optional[str] = flag(
+    document_separator: Optional[str] = option(
         None, "string between the documents of a text file, as in prepare_data.py"
     )
-    pattern: Optional[list[str]] = flag(
+    pattern: Optional[list[str]] = option(
         None, "file name patterns to take from folders, such as '*.py'"
     )
-    exclude: Optional[list[str]] = flag(None, "names of folders to leave out")
-    overwrite: bool = flag(False, "replace an existing output folder")
+    exclude: Optional[list[str]] = option(None, "names of folders to leave out")
+    overwrite: bool = option(False, "replace an existing output folder")
 
 
 def main(argv: Optional[list[str]] = None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint import keep
@@ -22,7 +22,7 @@ DESCRIPTION = (
 class GenerateArguments:
     """Options"""
 
-    model: str = flag(
+    model: str = option(
         None,
         (
             "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be "
@@ -30,16 +30,16 @@ class GenerateArguments:
         ),
         path=True,
     )
-    prompt: Optional[str] = flag(None, "the text to go on from (default: all of standard input)")
-    max_new_tokens: int = flag(128, "tokens at most; the model may end its text before", above=0)
-    temperature: float = flag(
+    prompt: Optional[str] = option(None, "the text to go on from (default: all of standard input)")
+    max_new_tokens: int = option(128, "tokens at most; the model may end its text before", above=0)
+    temperature: float = option(
         0.8, "what the logits are divided by; 0: always the most likely token", at_least=0
     )
-    top_p: float = flag(
+    top_p: float = option(
         1.0, "draw from the most likely tokens that have this probability together", above=0
     )
-    seed: int = flag(1234, "the same seed gives the same text", at_least=0)
-    device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU where there is one")
+    seed: int = option(1234, "the same seed gives the same text", at_least=0)
+    device: Literal["auto", "cpu"] = option("auto", "auto: a GPU where there is one")
 
 
 def write(folder: str, text: str, given: GenerateArguments) -> None:

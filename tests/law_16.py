@@ -730,7 +730,7 @@ def run_row(
                 if outcome.pieces:
                     return outcome  # killed before it was refused
                 what = what_of(row["model"], row["data"], folder, seed)
-            if len(outcome.refused) > MOST_REFUSED:
+            if len(outcome.refused) > MAX_REFUSED:
                 outcome.differences.append("refused again and again: " + piece.said[-300:])
                 return outcome
             continue
@@ -772,7 +772,7 @@ def what_is_trained(row: Row) -> tuple[str, str]:
 
 
 KEPT = ("model", "data", "ema_decay", "ema_every", "ema_device")  # belong to the run
-MOST_REFUSED = 20  # for one row
+MAX_REFUSED = 20  # for one row
 _references: dict[str, plain_trainer.Found] = {}
 
 

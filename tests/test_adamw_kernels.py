@@ -156,7 +156,7 @@ def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, mon
     monkeypatch.setattr(adamw_rounded, "PIECE_ELEMENTS", {"cpu": 999})
     expected = train(5000, threads)
     assert adamw.fastest.cache_info().misses == 0  # toy models don't wait for a compiler
-    monkeypatch.setattr(adamw, "LEAST_ELEMENTS", 5000)
+    monkeypatch.setattr(adamw, "MIN_ELEMENTS", 5000)
     assert torch.equal(train(5000, threads), expected)
     assert adamw.fastest(CPU) is not adamw_rounded.plain_update
 
@@ -173,7 +173,7 @@ def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(
 ):
     monkeypatch.setenv("CXX", compiler)
     expected = train(5000, 1)
-    monkeypatch.setattr(adamw, "LEAST_ELEMENTS", 5000)
+    monkeypatch.setattr(adamw, "MIN_ELEMENTS", 5000)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert torch.equal(train(5000, 1), expected)

@@ -168,7 +168,7 @@ def test_help_of_any_flag_shows_it(capsys):
             name,
             f"--{name}",
             f"--{name}=1",
-            *(f"--{other}" for other in one.also.split()),
+            *(f"--{other}" for other in one.aliases.split()),
         ):
             with pytest.raises(SystemExit) as exit:
                 parse_train(["--help", word])
@@ -185,12 +185,13 @@ def test_help_of_a_flag_says_all_that_is_declared(capsys):
         assert one.default is None or f"; default: {str(one.default).lower()})" in entry.lower(), (
             entry
         )
-        assert not one.also or entry.endswith(f"In other trainers: {one.also.replace(' ', ', ')}.")
+        names = one.aliases.replace(" ", ", ")
+        assert not names or entry.endswith(f"In other trainers: {names}.")
         assert all(f"--{need.split()[0]} is " in entry for need in one.needs.split(",") if need)
         resumed = {
             "changes it only by --resume_override": one.belongs_to_run,
-            "may change it": one.may_change,
-            "keeps it": one.fixed,
+            "may change it": one.resume == "free",
+            "keeps it": one.resume == "never",
         }
         said = [words for words in resumed if f"A resumed run {words}." in entry]
         assert said == [words for words, holds in resumed.items() if holds], entry
@@ -250,7 +251,7 @@ def test_help_outlasts_its_reader(script):
 
 def test_names_of_other_trainers_lead_to_flags():
     flags = parse_train(MODEL_AND_DATA).declared()
-    names = [*flags, *(word for one in flags.values() for word in one.also.split())]
+    names = [*flags, *(word for one in flags.values() for word in one.aliases.split())]
     assert len(names) == len(set(names)), "each leads to one thing"
 
 
@@ -544,9 +545,10 @@ def test_a_flag_belongs_to_the_run_unless_it_says_otherwise(finished):
     assert set(document["schedule"]) | unused == {
         name for name, one in flags.items() if one.belongs_to_run
     }
-    assert {name for name, one in flags.items() if one.fixed} <= document["fixed"].keys()
+    never = {name for name, one in flags.items() if one.resume == "never"}
+    assert never <= document["fixed"].keys()
     assert not [
-        name for name, one in flags.items() if one.may_change + one.fixed + (not one.kept) > 1
+        name for name, one in flags.items() if one.resume != "override" and not one.kept
     ], "one of them"
 
 

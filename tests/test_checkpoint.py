@@ -434,8 +434,8 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
 def test_ranks_share_the_memory_of_their_host():
     free = {"a": 100, "b": 40, "c": None}
     sizes = [(host, size, free[host]) for host, size in (("a", 60), ("a", 50), ("b", 30), ("c", 5))]
-    assert writing.of_fullest_host(sizes) == (110, 100)
-    assert writing.of_fullest_host(sizes[1:]) == (30, 40)
+    assert writing.tightest_host(sizes) == (110, 100)
+    assert writing.tightest_host(sizes[1:]) == (30, 40)
 
 
 # -------------------------------------------------------------------------- latest, prune, rollback

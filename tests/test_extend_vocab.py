@@ -542,7 +542,7 @@ def test_of_more_text_than_is_held_some_is_taken_from_all_of_it(tmp_path, monkey
                 file.write(
                     json.dumps({"text": text}) + "\n" if "jsonl" in ending else f"{text}\n\n"
                 )
-    monkeypatch.setattr(corpus, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(corpus, "MAX_BYTES", 20_000)
     found = inputs.find_sources([str(tmp_path)], pattern=["*"], exclude=[], output=tmp_path / "out")
     read = corpus.read(found, "text", "\n\n")
     texts = [*read.learned, *read.held_out]

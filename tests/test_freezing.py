@@ -218,7 +218,7 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
         model = LanguageModel(causal_lm, chunked=True)
         units = strategy.modules_to_wrap(model, "auto")
         names = {module: name for name, module in model.named_modules()}
-        apart = strategy._unlike_the_outermost(model, units) - model.together
+        apart = strategy._unlike_the_outermost(model, units) - model.keep_in_root
         assert {names[module] for module in apart} == expected, words
 
 

@@ -35,7 +35,7 @@ from fabric_llm.data.mixture_text import (
     read_before,
 )
 from fabric_llm.data.order import RowsRead, claimed_by
-from fabric_llm.plan.mixture import Here, lay_out
+from fabric_llm.plan.mixture import Cursor, lay_out
 from fabric_llm.plan.plan import DataPlan, Plan, Schedule
 from fabric_llm.verify import __main__ as verify
 
@@ -114,7 +114,7 @@ def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, e
 def test_weights_changed_on_purpose_change_only_what_comes_after(data):
     count = data.draw(st.integers(1, 4))
     rows = data.draw(st.lists(st.integers(3, 30), min_size=count, max_size=count))
-    here, step, batch, before = Here(), 0, data.draw(st.integers(1, 8)), None
+    here, step, batch, before = Cursor(), 0, data.draw(st.integers(1, 8)), None
     for _ in range(3):
         of_stage = (
             st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
@@ -131,7 +131,7 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
             assert (mixture.rows_at(behind) == before.rows_at(behind)).all()
         taken = data.draw(st.integers(1, 9))
         step, before = step + taken, mixture
-        here = Here(step, here.position + taken * batch, laid_out)
+        here = Cursor(step, here.position + taken * batch, laid_out)
         test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments.hypothesis.inner_test(
             mixture, here.position
         )

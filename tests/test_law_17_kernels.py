@@ -87,7 +87,7 @@ def trains_as_chosen(model, capability, precision, monkeypatch):
     called = []
     monkeypatch.setattr(fast_paths, "varlen_attn", varlen(capability, called))
     monkeypatch.setattr(
-        fast_paths, "_has_kernel", lambda query, size: size <= fast_paths.MOST_HEAD_SIZE
+        fast_paths, "_has_kernel", lambda query, size: size <= fast_paths.MAX_HEAD_SIZE
     )
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24).expand(2, -1) % 7}

@@ -19,7 +19,7 @@ from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
 from fabric_llm.training.guard import Guard
 from fabric_llm.weights import average
-from fabric_llm.weights.line import MOST_POINTS, SHARES, search, worth_of
+from fabric_llm.weights.line import MAX_POINTS, SHARES, search, worth_of
 
 SIZES = (
     "--eval_batch_size",
@@ -119,7 +119,7 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     output = tmp_path / "hf" / "run-average"
     note = json.loads((output / "average.json").read_text())
     curve = {point["weight_of_run"]: point["eval_loss"] for point in note["line"]}
-    assert list(curve) == sorted(curve) and len(curve) <= MOST_POINTS
+    assert list(curve) == sorted(curve) and len(curve) <= MAX_POINTS
     assert f"Chosen of {len(curve)} points" in out and out.count("forgotten: replay") >= 1
     # The ends are those of the run, the probe included.
     for share, index in ((0.0, 0), (1.0, -1)):
@@ -345,14 +345,14 @@ def test_a_few_evaluations_come_near_the_best_inside_a_budget(forgotten, part):
     ):
         budget = part * CURVES[forgotten](1.0)
         share, points, worth = along(learned, CURVES[forgotten], {"old": budget})
-        assert len(points) <= MOST_POINTS and CURVES[forgotten](share) <= budget
+        assert len(points) <= MAX_POINTS and CURVES[forgotten](share) <= budget
         assert learned(share) >= 0.96 * worth.max()
 
 
 @pytest.mark.parametrize("forgotten", CURVES)
 def test_the_knee_is_farthest_from_the_chord(forgotten):
     share, points, worth = along(lambda a: 2 * a - a * a, CURVES[forgotten], {})
-    assert len(points) <= MOST_POINTS and worth[round(1000 * share)] >= 0.98 * worth.max()
+    assert len(points) <= MAX_POINTS and worth[round(1000 * share)] >= 0.98 * worth.max()
 
 
 def test_nothing_learned_is_the_base_itself():

@@ -222,7 +222,7 @@ def test_auto_finds_the_shortest_step_below_four_fifths(toys):
 
 @pytest.mark.longer
 def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
-    monkeypatch.setattr("fabric_llm.forecast.changes.MOST_TRIES", 3)
+    monkeypatch.setattr("fabric_llm.forecast.changes.MAX_TRIES", 3)
     words = [
         "--model_name",
         str(toys / "llama"),

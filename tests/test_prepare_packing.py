@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fabric_llm.data.batches import Batches
-from fabric_llm.data.dataset import open_dataset, together
+from fabric_llm.data.dataset import concatenate, open_dataset
 from fabric_llm.plan.make_plan import require_alike
 from fabric_llm.prepare import rows as packing
 from fabric_llm.prepare.prepare import prepare, summary
@@ -239,7 +239,7 @@ def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
     require_alike(padded, plain, masks_documents=True)
     for sources in ((padded, plain), (plain, padded)):
         rows, numbers = (
-            together(sources).train,
+            concatenate(sources).train,
             np.arange(sum(len(source.train) for source in sources)),
         )
         eos = padded.manifest["eos_token_id"]

@@ -528,7 +528,7 @@ def test_a_page_of_half_a_million_lines_stays_small(tmp_path):
         not raw["is_trend"]
         and max(raw["y"]) > 90
         and 314_159 in raw["x"]
-        and len(raw["x"]) <= figures.MOST_POINTS
+        and len(raw["x"]) <= figures.MAX_POINTS
     )
     assert max(trend["y"]) < 10 and trend["x"][-1] == 500_000
 

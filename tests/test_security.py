@@ -1592,7 +1592,7 @@ def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, 
 
 def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
     """No key says that it counts something."""
-    monkeypatch.setattr(folders, "MOST_CPU_SECONDS", 1)
+    monkeypatch.setattr(folders, "MAX_CPU_SECONDS", 1)
     scene = copy_of(base, tmp_path)
     changes = {"layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 10**9}
     command = model_that_declares(scene, "cohere2_moe", **changes)
@@ -1603,7 +1603,7 @@ def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
 
 def test_what_takes_too_much_is_interrupted(monkeypatch):
     """Also where whoever builds it swallows exceptions; and the process is as before."""
-    monkeypatch.setattr(folders, "MOST_CPU_SECONDS", 0.2)
+    monkeypatch.setattr(folders, "MAX_CPU_SECONDS", 0.2)
 
     def swallow():
         while True:

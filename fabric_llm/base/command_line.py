@@ -36,8 +36,8 @@ except ModuleNotFoundError as error:  # here, since no command has begun that co
 Flags = Any
 LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mistake
-MOST_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
-MOST_DIGITS = 1000
+MAX_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
+MAX_DIGITS = 1000
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Flag:
     derived.
 
     A flag belongs to the run: checkpoints hold its value, and a run that resumes with another value
-    is refused unless --resume_override names the flag. `may_change`, `fixed` and `kept=False` are
-    exceptions.
+    is refused unless --resume_override names the flag. `resume` and `kept=False` are exceptions.
     """
 
     default: Any
@@ -58,15 +57,17 @@ class Flag:
     at_least: Optional[float] = None
     below: Optional[float] = None
     how: Optional[bool] = None  # of train.py: whether it says how is trained, or what
-    may_change: bool = False  # a resumed run may have another value
-    fixed: bool = False  # a resumed run has the same value, whatever --resume_override says
+    # Of a resumed run: whether it may have another value never, by --resume_override, or freely.
+    resume: Literal["never", "override", "free"] = "override"
     kept: bool = (
         True  # in arguments.yaml; False if it names the run, or concerns a single start of it
     )
     needs: str = (
         ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
     )
-    also: str = ""  # its names in other trainers, without those that are recognised as typos anyway
+    aliases: str = (
+        ""  # its names in other trainers, without those that are recognised as typos anyway
+    )
     basic: bool = False  # a first run needs it: it is in the short --help
     # it names a file or a folder, or several with commas, in which `~` is the home folder
     path: bool = False
@@ -74,7 +75,7 @@ class Flag:
     @property
     def belongs_to_run(self) -> bool:
         """Whether a resumed run changes it only by --resume_override."""
-        return self.kept and not self.may_change and not self.fixed
+        return self.kept and self.resume == "override"
 
     @property
     def kinds(self) -> list[Any]:
@@ -126,10 +127,10 @@ CONFIG = Flag(
 )
 
 
-def flag(default: Any, help: str = "", **said: Any) -> Any:
-    """A field that declares a flag. help: default is the string below the field. said: fields of
-    `Flag`."""
-    return field(default=default, metadata={"flag": Flag(default, help, **said)})
+def option(default: Any, help: str = "", **declaration: Any) -> Any:
+    """A field that declares a flag. help: default is the string below the field. declaration:
+    fields of `Flag`."""
+    return field(default=default, metadata={"flag": Flag(default, help, **declaration)})
 
 
 def groups(arguments_class: type) -> dict[str, type]:
@@ -409,7 +410,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(
                 f"{event.anchor[:60]!r} in line {line} is an alias, or what one stands for"
             )
-        if len(value) > MOST_DIGITS and re.fullmatch("[-+0-9a-fA-Fxo_:]*", value):
+        if len(value) > MAX_DIGITS and re.fullmatch("[-+0-9a-fA-Fxo_:]*", value):
             raise yaml.YAMLError(f"line {line} has a number of {len(value):,} characters")
         return super().compose_node(parent, index)
 
@@ -452,8 +453,8 @@ def _text_of(path: Path) -> str:
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
         raise ValueError(f"{str(path)!r} isn't a file")
     with path.open("rb") as file:
-        content = file.read(MOST_YAML_BYTES + 1)
-    if len(content) > MOST_YAML_BYTES:
+        content = file.read(MAX_YAML_BYTES + 1)
+    if len(content) > MAX_YAML_BYTES:
         return content.decode("latin-1")  # as many characters as bytes, which are too many
     try:
         return content.decode()
@@ -472,9 +473,9 @@ def _load_value(text: str) -> Any:
 def load_yaml(text: str, subject: str = "it") -> Any:
     """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full
     stop."""
-    if len(text) > MOST_YAML_BYTES:
+    if len(text) > MAX_YAML_BYTES:
         raise ValueError(
-            f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML"
+            f"{subject} has more than {MAX_YAML_BYTES // 2**10} KiB, the most that is read as YAML"
         )
     try:
         return yaml.load(text, Loader=_Loader)

@@ -18,7 +18,7 @@ OUT_OF_MEMORY = 79  # of the device
 CODES = {UNEXPECTED, BAD_INPUT, NO_CHECKPOINT, PEER_LOST, UNWRITABLE, SAVE_FAILED}
 CODES |= {STOPPED, NON_FINITE, REFUSED, OUT_OF_MEMORY}
 RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may succeed
-MOST_CHARACTERS = 4000  # of a sentence
+MAX_CHARACTERS = 4000  # of a sentence
 # Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain
 # RuntimeError.
 _PEER_WORDS = (
@@ -69,10 +69,9 @@ def printable(text: str) -> str:
     """`text` in one line of bounded length, with control characters, such as those in a file's
     name, made visible."""
     shown = "".join(
-        c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1]
-        for c in text[:MOST_CHARACTERS]
+        c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text[:MAX_CHARACTERS]
     )
-    return shown + " ..." * (len(text) > MOST_CHARACTERS)
+    return shown + " ..." * (len(text) > MAX_CHARACTERS)
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

@@ -36,7 +36,7 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
             part for word in named or ["all"] for part in _meant(word, groups).items()
         ):
             # no other program has such flags
-            of_run = any(one.may_change for one in groups[title].values())
+            of_run = any(one.resume == "free" for one in groups[title].values())
             lines += ["", title] * bool(title)
             lines += [
                 line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)
@@ -57,7 +57,7 @@ def _meant(word: str, groups: Groups) -> Groups:
     titles = {title.split(" (")[0].lower(): title for title in groups}
     close = [title for title in titles if title.startswith(name)] or nearest(name, titles)
     flags = {flag: one for group in groups.values() for flag, one in group.items()}
-    flag = next((flag for flag, one in flags.items() if name in (flag, *one.also.split())), None)
+    flag = next((flag for flag, one in flags.items() if name in (flag, *one.aliases.split())), None)
     if flag is not None and (word.startswith("-") or not close):
         return {title: {flag: flags[flag]} for title, group in groups.items() if flag in group}
     if not close:
@@ -100,15 +100,15 @@ def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
     unless = " and ".join(f"--{flag} is {' or '.join(values) or 'on'}" for flag, *values in needs)
     may = (
         "may change it"
-        if one.may_change
+        if one.resume == "free"
         else "keeps it"
-        if one.fixed
+        if one.resume == "never"
         else "changes it only by --resume_override"
     )
     said = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (
         of_run and one.kept
     )
-    said += [f"In other trainers: {', '.join(one.also.split())}."] * bool(one.also)
+    said += [f"In other trainers: {', '.join(one.aliases.split())}."] * bool(one.aliases)
     default, indent = f"; default: {_default(one)}" * (one.default is not None), " " * 6
     parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(said)
     folded = TextWrapper(columns, subsequent_indent=indent, break_on_hyphens=False)

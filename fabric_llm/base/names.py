@@ -17,17 +17,17 @@ from urllib.request import getproxies, proxy_bypass
 
 from fabric_llm.base.faults import printable
 
-MOST_CHARACTERS = 300  # of a path
+MAX_CHARACTERS = 300  # of a path
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
 # difflib's ratios: a wrong suggestion is worse than none
-LEAST_LIKENESS_OF_SHORT, LEAST_LIKENESS = (
+MIN_LIKENESS_OF_SHORT, MIN_LIKENESS = (
     0.65,
     0.8,
 )
 
 
-def shown(name: object, most: int = MOST_CHARACTERS) -> str:
+def shown(name: object, most: int = MAX_CHARACTERS) -> str:
     """A name from outside, such as that of a file or a field, for a message: in one line, and cut
     in the middle if it is long."""
     text = str(name)
@@ -36,7 +36,7 @@ def shown(name: object, most: int = MOST_CHARACTERS) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """[the known name that `name` is most likely a typo of], [] if none is near."""
-    cutoff = LEAST_LIKENESS_OF_SHORT if len(name) <= SHORT else LEAST_LIKENESS
+    cutoff = MIN_LIKENESS_OF_SHORT if len(name) <= SHORT else MIN_LIKENESS
     return get_close_matches(name, list(known), n=1, cutoff=cutoff)
 
 
@@ -46,7 +46,9 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
 
     elsewhere: what is said of names that are no flags here.
     """
-    flag_of = {word: known for known, one in flags.items() for word in (known, *one.also.split())}
+    flag_of = {
+        word: known for known, one in flags.items() for word in (known, *one.aliases.split())
+    }
     name = name.replace("-", "_").lower()
     exact = [name, *reversed(name.split("."))]
     if name in elsewhere and name not in flag_of:

@@ -25,7 +25,7 @@ from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_
 from fabric_llm.base.names import nearest_of
 
 METRICS = "metrics.jsonl"
-MOST_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
+MAX_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_progress(path: Path) -> dict[str, Any]:
         numbers = document["progress"]
         fits = numbers.keys() == asdict(Progress()).keys()
         fits = fits and all(
-            type(number) is int and 0 <= number < MOST_COUNTED for number in numbers.values()
+            type(number) is int and 0 <= number < MAX_COUNTED for number in numbers.values()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, "trainer/progress.json can't be read.") from error

@@ -135,7 +135,7 @@ def begin(
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
     sizes = gather((gethostname(), sum(tensor.nbytes for _, tensor in own), free_memory_bytes()))
     needed_bytes = sum(size for _, size, _ in sizes)
-    copies = of_fullest_host(sizes) if copy else None
+    copies = tightest_host(sizes) if copy else None
     temporary = Path(
         from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")))
     )
@@ -173,7 +173,7 @@ def begin(
     return pending
 
 
-def of_fullest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, float]:
+def tightest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, float]:
     """`Pending.copies`. sizes: of each rank its host, the bytes of its copies, and the host's free
     memory, None where unknown."""
     hosts: dict[str, tuple[int, float]] = {}

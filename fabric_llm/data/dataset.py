@@ -64,7 +64,7 @@ def fingerprint(split: Any) -> str:
     ).hexdigest()
 
 
-def together(sources: Sequence[TokenDataset]) -> TokenDataset:
+def concatenate(sources: Sequence[TokenDataset]) -> TokenDataset:
     """Several datasets as one: their training splits one behind the other, and the validation split
     of the first."""
     splits = [source.train for source in sources]

@@ -25,9 +25,9 @@ from fabric_llm.base import command_line
 from fabric_llm.base.names import at_home, command, nearest, shown
 from fabric_llm.data.sources import NAME
 
-MOST_SLOTS = 10_000  # of a period: finer shares are rounded
-MOST_CHARACTERS = 60  # of a value in a message
-MOST_BYTES = command_line.MOST_YAML_BYTES // 2
+MAX_SLOTS = 10_000  # of a period: finer shares are rounded
+MAX_CHARACTERS = 60  # of a value in a message
+MAX_BYTES = command_line.MAX_YAML_BYTES // 2
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0{0,8}[1-9]\d{0,8}"
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
@@ -85,10 +85,9 @@ def text_of(given: str) -> str:
             raise ValueError(f"--data_mix {given!r} can't be read: {error.strerror}.") from error
         except ValueError as error:
             raise ValueError(f"--data_mix: {error}.") from error
-    if len(text) > MOST_BYTES:  # arguments.yaml holds it, among others
+    if len(text) > MAX_BYTES:  # arguments.yaml holds it, among others
         raise ValueError(
-            f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are "
-            "read."
+            f"--data_mix: the mixture has {len(text):,} characters; at most {MAX_BYTES:,} are read."
         )
     return text
 
@@ -233,29 +232,27 @@ def _number(value: Any, what: str) -> Fraction:
 
 
 def _shown(value: Any) -> str:
-    return shown(repr(value), MOST_CHARACTERS)
+    return shown(repr(value), MAX_CHARACTERS)
 
 
 def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> tuple[int, ...]:
-    """Whole weights without a common divisor, at most MOST_SLOTS together: finer ones by the
+    """Whole weights without a common divisor, at most MAX_SLOTS together: finer ones by the
     largest remainders."""
     total = sum(given.values())
     if total == 0:
         raise ValueError(f"the weights of {where} add up to 0")
     shares = [given.get(name, Fraction(0)) / total for name in names]
     period = math.lcm(*(share.denominator for share in shares))
-    if period <= MOST_SLOTS:
+    if period <= MAX_SLOTS:
         return tuple(int(share * period) for share in shares)
-    counts = [int(share * MOST_SLOTS) for share in shares]
-    rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MOST_SLOTS)
-    for i in rest[: MOST_SLOTS - sum(counts)]:
+    counts = [int(share * MAX_SLOTS) for share in shares]
+    rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MAX_SLOTS)
+    for i in rest[: MAX_SLOTS - sum(counts)]:
         counts[i] += 1
     for name, share, count in zip(names, shares, counts):
         if share > 0 and count == 0:
             tiny = f"the share of source {name!r} in {where}, {float(share):.2g}"
-            raise ValueError(
-                f"{tiny}, is less than one row in {MOST_SLOTS:,}, which rounds to none"
-            )
+            raise ValueError(f"{tiny}, is less than one row in {MAX_SLOTS:,}, which rounds to none")
     divisor = math.gcd(*counts)
     return tuple(count // divisor for count in counts)
 

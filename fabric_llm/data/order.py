@@ -11,7 +11,7 @@ import numpy as np
 
 ROW_ORDER = "feistel"  # the name of this order in progress.json
 POSITIONS_AT_ONCE = 2**18
-ROUNDS, LEAST_BITS = 8, 6  # with fewer, small permutations aren't uniform
+ROUNDS, MIN_BITS = 8, 6  # with fewer, small permutations aren't uniform
 
 
 def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     et al. 2014), and not with a library's generator, so that no release of a library can change the
     order of a run.
     """
-    bits = max((row_count - 1).bit_length(), LEAST_BITS)
+    bits = max((row_count - 1).bit_length(), MIN_BITS)
     half = np.uint64(bits // 2)
     # the halves differ if bits is odd
     masks = [np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)]

@@ -26,7 +26,7 @@ COPY, RETRIEVAL = PROBES = (
     "copy",
     "retrieval",
 )
-MOST_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
+MAX_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
 
@@ -146,7 +146,7 @@ def read_prompts(path: str) -> list[str]:
         if file.stat().st_size > LARGEST_PROMPTS:
             raise ValueError(
                 f"{where} is larger than 1 MiB: it holds prompts, one a line, at most "
-                f"{MOST_PROMPTS}."
+                f"{MAX_PROMPTS}."
             )
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -170,6 +170,6 @@ def read_prompts(path: str) -> list[str]:
                     f'{where} line {number} isn\'t a JSON object with "prompt", a text.'
                 )
         prompts[prompt] = None
-    if not 1 <= len(prompts) <= MOST_PROMPTS:
-        raise ValueError(f"{where} holds {len(prompts)} prompts; it takes 1 to {MOST_PROMPTS}.")
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ValueError(f"{where} holds {len(prompts)} prompts; it takes 1 to {MAX_PROMPTS}.")
     return list(prompts)

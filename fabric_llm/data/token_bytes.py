@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 # of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another
 # text
-MOST_LOST = 0.01
+MAX_LOST = 0.01
 COUNTED = ("tokens", "unknown", "bytes", "bytes_of_tokens")  # `text` of a manifest
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
 
@@ -75,7 +75,7 @@ def bytes_are_lost(manifest: Mapping[str, Any]) -> bool:
     if not isinstance(text, dict) or any(type(text.get(name)) is not int for name in COUNTED):
         return False
     tokens, unknown, all_bytes, of_tokens = (text[name] for name in COUNTED)
-    return of_tokens < (1 - MOST_LOST) * all_bytes or unknown > MOST_LOST * tokens
+    return of_tokens < (1 - MAX_LOST) * all_bytes or unknown > MAX_LOST * tokens
 
 
 def is_byte_level(backend: Tokenizer) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.forecast.outlook import CLOSE, Outlook, look
+from fabric_llm.forecast.outlook import CLOSE, Prediction, look
 from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
@@ -20,7 +20,7 @@ LESS_AND_LESS = (
     "full",
     "offload",
 )
-MOST_TRIES = 32  # of `fastest`, each of which takes seconds
+MAX_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
 def changed(flags: Flags, change: Change) -> Flags:
@@ -40,14 +40,14 @@ def words_of(change: Change) -> list[str]:
     return [word for name, value in change.items() for word in (f"--{name}", str(value))]
 
 
-def until_it_fits(own: Flags, flags: Flags, outlook: Outlook) -> list[tuple[Change, Outlook]]:
+def until_it_fits(own: Flags, flags: Flags, outlook: Prediction) -> list[tuple[Change, Prediction]]:
     """[(change, the outlook with it and those before)], the cheapest first, each with less memory
     than the one before.
 
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
     that fits. None may fit.
     """
-    found: list[tuple[Change, Outlook]] = []
+    found: list[tuple[Change, Prediction]] = []
     for change in _cheapest_first(lambda: (flags, outlook)):
         tried = _attempt(own, changed(flags, change))
         if tried is None or tried.memory.peak >= outlook.memory.peak:
@@ -61,23 +61,23 @@ def until_it_fits(own: Flags, flags: Flags, outlook: Outlook) -> list[tuple[Chan
 
 
 def fastest(
-    own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]
-) -> Optional[tuple[Change, Outlook]]:
+    own: Flags, flags: Flags, tell: Callable[[Change, Prediction], None]
+) -> Optional[tuple[Change, Prediction]]:
     """(change, the outlook with it) of the shortest step that takes less than `CLOSE` of a device;
     None if none does.
 
     Checkpointing that recomputes more comes later, and of each kind micro-batches are doubled while
     they fit, up to the whole batch of a device. Of equally fast steps the first kind wins, with its
-    largest micro-batch. At most `MOST_TRIES` are looked at, of each of which `tell` is told.
+    largest micro-batch. At most `MAX_TRIES` are looked at, of each of which `tell` is told.
     """
-    best: Optional[tuple[Change, Outlook]] = None
+    best: Optional[tuple[Change, Prediction]] = None
     tries = 0
     for checkpointing in LESS_AND_LESS:
         for sharding in _shardings(flags):
-            fits: Optional[tuple[Change, Outlook]] = None
+            fits: Optional[tuple[Change, Prediction]] = None
             for batch in _double_batches(flags):
                 change = {"activation_checkpointing": checkpointing, **sharding, **batch}
-                if tries == MOST_TRIES or (tried := _attempt(own, changed(flags, change))) is None:
+                if tries == MAX_TRIES or (tried := _attempt(own, changed(flags, change))) is None:
                     break
                 tries += 1
                 tell(change, tried)
@@ -116,7 +116,7 @@ def _double_batches(flags: Flags) -> Iterator[Change]:
         size *= 2
 
 
-def _attempt(own: Flags, flags: Flags) -> Optional[Outlook]:
+def _attempt(own: Flags, flags: Flags) -> Optional[Prediction]:
     """None for flags that don't go together."""
     try:
         return look(own, flags)
@@ -168,7 +168,7 @@ def _on_more(flags: Flags, world_size: int) -> Change:
     return next(filter(None, (_of_the_same_batch(flags, part, world_size) for part in parts)), {})
 
 
-def _cheapest_first(now: Callable[[], tuple[Flags, Outlook]]) -> Iterator[Change]:
+def _cheapest_first(now: Callable[[], tuple[Flags, Prediction]]) -> Iterator[Change]:
     """Changes that may need less memory. now: the flags with those that were taken, and their
     outlook.
 

@@ -50,7 +50,7 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 CONTEXT_BYTES = 2**30  # assumed: a CUDA context with NCCL's and cuBLAS's buffers
 SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of its blocks
 LONG = 2**16  # tokens of a row: from here on each one more adds the same
-MOST_MASKED = 2**20  # where that isn't so
+MAX_MASKED = 2**20  # where that isn't so
 OPERATIONS = "operations"  # in place of bytes: how many a micro-batch takes
 UPDATE = "the update"  # the last moment of a step
 ELSEWHERE = "elsewhere"  # beside the moments of a step: the most that the host has in any of them
@@ -118,12 +118,12 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     if (context := work.context_length) > shortest:
         if (
             _traced(work.model.config, context)._attn_implementation != UNMASKED
-            and context > MOST_MASKED
+            and context > MAX_MASKED
         ):
             raise ValueError(
                 f"{work.model.name!r} can't be planned with --context_length {context}: its "
                 "attention here makes a "
-                f"mask of each row, which is planned up to {MOST_MASKED:,} tokens."
+                f"mask of each row, which is planned up to {MAX_MASKED:,} tokens."
             )
         half, whole = (
             _moments(replace(work, context_length=length)) for length in (shortest // 2, shortest)

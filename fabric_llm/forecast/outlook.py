@@ -46,7 +46,7 @@ OFFLOADED = frozenset({trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Prediction:
     """What a run needs. Bytes are of one device, of one node or of the disk, as their names say."""
 
     model: str
@@ -94,7 +94,7 @@ class Outlook:
         return None if self.steps is None else self.steps * self.seconds.step / 3600
 
 
-def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Outlook:
+def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Prediction:
     """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what
     can't be planned."""
     device = accelerators.accelerator(
@@ -141,7 +141,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
     hours = None if steps is None else world * steps * seconds.step / 3600
-    return Outlook(
+    return Prediction(
         model=type(skeleton).__name__,
         parameters=sum(p.numel() for p in parameters),
         trained=trained,

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.forecast.outlook import CLOSE, GIB, NO, Outlook
+from fabric_llm.forecast.outlook import CLOSE, GIB, NO, Prediction
 from fabric_llm.plan import checks, make_plan, run_directory, start
 from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.plan.plan import Plan
@@ -37,7 +37,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
     )
 
 
-def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
+def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Prediction) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
     plain: dict[str, Any] = {
         "title": outlook.model,

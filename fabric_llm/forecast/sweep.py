@@ -10,7 +10,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.forecast.changes import changed
 from fabric_llm.forecast.memory import Memory, Work, predict
-from fabric_llm.forecast.outlook import GIB, Outlook, look
+from fabric_llm.forecast.outlook import GIB, Prediction, look
 from fabric_llm.plan.start import batch_sizes
 
 OF_A_NODE = 8  # devices, where --devices doesn't say it
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
     devices: int
     sharding: str
-    outlook: Outlook
+    outlook: Prediction
     efficiency: float  # tokens per second and device, as a part of the most on the fewest devices
     none_hidden: float  # the same where messages are sent while nothing is computed
 
@@ -94,7 +94,7 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
     ]
 
 
-def seconds_of(outlook: Outlook) -> tuple[float, float]:
+def seconds_of(outlook: Prediction) -> tuple[float, float]:
     """(of a step, of one that hides no messages)"""
     return outlook.seconds.step, outlook.seconds.busy + outlook.seconds.messages
 

@@ -34,7 +34,7 @@ PACKED = "packed"
 # What varlen_attn, PyTorch's kernel for packed documents on GPUs, takes: heads of one size, a
 # multiple of the one number and up to the other, and GPUs of this compute capability. See
 # pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
-HEAD_SIZES, MOST_HEAD_SIZE, LEAST_CAPABILITY = 8, 256, (8, 0)
+HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 # of some models' attention: what isn't computed here
 NOT_HERE = (
@@ -62,7 +62,7 @@ class Head:
             if module not in inside and module is not causal_lm
         ]
         # Not to be sharded each by itself: they are called once for each chunk.
-        self.together = {causal_lm, self.base, *outside}
+        self.keep_in_root = {causal_lm, self.base, *outside}
         # By name: FSDP puts other tensors in the place of a module's parameters while it runs.
         # Those that train: FSDP's tensors would all have gradients where one parameter of their
         # unit has.
@@ -202,11 +202,11 @@ def no_kernel(
     """
     if precision == "32-true":
         return "it takes 16 bits"
-    if capability < LEAST_CAPABILITY:
-        needed, here = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+    if capability < MIN_CAPABILITY:
+        needed, here = (".".join(map(str, one)) for one in (MIN_CAPABILITY, capability))
         return f"it needs a GPU of compute capability {needed}, and this one has {here}"
-    if head_size > MOST_HEAD_SIZE:
-        return f"it takes heads of up to {MOST_HEAD_SIZE} dimensions, not of {head_size}"
+    if head_size > MAX_HEAD_SIZE:
+        return f"it takes heads of up to {MAX_HEAD_SIZE} dimensions, not of {head_size}"
     return "it has no dropout, and the model has" if dropout else None
 
 
@@ -281,7 +281,7 @@ def _has_kernel(query: Tensor, head_size: int) -> bool:
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
-        and head_size <= MOST_HEAD_SIZE
+        and head_size <= MAX_HEAD_SIZE
     )
 
 

@@ -32,22 +32,22 @@ NO_WEIGHTS = re.compile(
 )
 
 # of a file; configurations have a few thousand, of quantised models some hundred thousand
-MOST_BYTES = 4 * 2**20
-MOST_LAYERS = 4096
+MAX_BYTES = 4 * 2**20
+MAX_LAYERS = 4096
 # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
-MOST_ENTRIES = 2**15
-MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
+MAX_ENTRIES = 2**15
+MAX_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
 # How names end that say how many there are.
 COUNTS = re.compile(r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$")
 LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
-MOST_CPU_SECONDS = (
+MAX_CPU_SECONDS = (
     10  # to build the modules without memory, several times what the largest models take
 )
-MOST_MEMORY_BYTES = 2 * 2**30
+MAX_MEMORY_BYTES = 2 * 2**30
 
 
-MOST_TOKENIZER_BYTES = 128 * 2**20  # Gemma's has 33 million
-MOST_TOKENS = (
+MAX_TOKENIZER_BYTES = 128 * 2**20  # Gemma's has 33 million
+MAX_TOKENS = (
     2**24
     # the largest vocabularies have a million; tokenizers allocates as many as the largest number
     # says
@@ -124,8 +124,8 @@ def check_tokenizer_file(path: Path) -> None:
         return
     if (instead := files.instead_of_content(path)) is not None:
         raise ValueError(f"{str(path)!r} is {instead}.")
-    if (size := path.stat().st_size) > MOST_TOKENIZER_BYTES:
-        limit = MOST_TOKENIZER_BYTES // 2**20
+    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        limit = MAX_TOKENIZER_BYTES // 2**20
         raise ValueError(f"{str(path)!r} has {size / 2**20:.0f} MiB; at most {limit} MiB are read.")
     try:
         numbers = _token_numbers(json.loads(path.read_bytes()))
@@ -134,9 +134,9 @@ def check_tokenizer_file(path: Path) -> None:
     except RecursionError:
         raise ValueError(f"{str(path)!r} is nested too deeply to be read.") from None
     largest = max(numbers, default=0)
-    if largest >= MOST_TOKENS:
+    if largest >= MAX_TOKENS:
         raise ValueError(
-            f"{str(path)!r} has a token with the number {largest}; at most {MOST_TOKENS:,} tokens "
+            f"{str(path)!r} has a token with the number {largest}; at most {MAX_TOKENS:,} tokens "
             "are read."
         )
 
@@ -165,9 +165,9 @@ def weights_name(name: Any, where: Path) -> None:
 def read_json(path: Path) -> Any:
     """The JSON of a model's file. Raises TooMuch where it declares more than anybody could want to
     read, ValueError."""
-    if (size := path.stat().st_size) > MOST_BYTES:
+    if (size := path.stat().st_size) > MAX_BYTES:
         raise TooMuch(
-            f"{path.name} has {size / 2**20:.1f} MiB; at most {MOST_BYTES // 2**20} MiB are read"
+            f"{path.name} has {size / 2**20:.1f} MiB; at most {MAX_BYTES // 2**20} MiB are read"
         )
     try:
         document = json.loads(path.read_bytes())
@@ -177,9 +177,9 @@ def read_json(path: Path) -> Any:
     while left:
         where, value = left.pop()
         if isinstance(value, (list, dict)):
-            if len(value) > MOST_ENTRIES:
+            if len(value) > MAX_ENTRIES:
                 raise TooMuch(
-                    f"it declares {len(value)} entries ({where}); at most {MOST_ENTRIES} are read"
+                    f"it declares {len(value)} entries ({where}); at most {MAX_ENTRIES} are read"
                 )
             parts = value.items() if isinstance(value, dict) else (("", part) for part in value)
             left += [(".".join(filter(None, (where, key))), part) for key, part in parts]
@@ -193,18 +193,18 @@ def read_json(path: Path) -> Any:
             if LARGEST_NUMBER < abs(value) < math.inf:
                 raise TooMuch(f"it holds a number that float32 can't ({where}: {str(value)[:20]})")
             most = (
-                MOST_LAYERS
+                MAX_LAYERS
                 if (counted := COUNTS.search(where)) and counted[2] == "layer"
-                else MOST_ENTRIES
+                else MAX_ENTRIES
             )
             if counted and value > most:
                 raise TooMuch(
                     f"it declares {value} {counted[1]} ({where}); at most {most} are read"
                 )
     for largest in both:
-        if (count := largest["expert"] * largest["layer"]) > MOST_EXPERTS:
+        if (count := largest["expert"] * largest["layer"]) > MAX_EXPERTS:
             where = f"{largest['expert']} in each of {largest['layer']} layers"
-            raise TooMuch(f"it declares {count} experts ({where}); at most {MOST_EXPERTS} are read")
+            raise TooMuch(f"it declares {count} experts ({where}); at most {MAX_EXPERTS} are read")
     return document
 
 
@@ -219,19 +219,19 @@ def limited() -> Iterator[None]:
     problems: list[str] = []
 
     def interrupt(signal_number: int, frame: object) -> None:
-        problems[:] = [f"building it takes more than {MOST_CPU_SECONDS} s of processor time"]
+        problems[:] = [f"building it takes more than {MAX_CPU_SECONDS} s of processor time"]
         raise TooMuch(problems[0])
 
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = [
-        in_use + MOST_MEMORY_BYTES,
+        in_use + MAX_MEMORY_BYTES,
         *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY),
     ]
     before = signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
     # again and again, where an exception is swallowed
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS, 1)
     try:
         yield
     except Exception as error:
@@ -242,7 +242,7 @@ def limited() -> Iterator[None]:
             and "allocate" in str(error)
         ):
             problems.append(
-                f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory"
+                f"building it takes more than {MAX_MEMORY_BYTES / 2**30:.1f} GiB of memory"
             )
         if not problems:
             raise

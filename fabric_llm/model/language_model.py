@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
         self.head = fast_paths.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
-        self.together: set[nn.Module] = self.head.together if chunked else set()
+        self.keep_in_root: set[nn.Module] = self.head.keep_in_root if chunked else set()
         # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
         self.tiled: set[nn.Module] = set()
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.

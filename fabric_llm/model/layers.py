@@ -26,7 +26,7 @@ from fabric_llm.model.strategy import repeated_layers
 WORTH_COMPILING = 10**6
 # Of batches, that layers are compiled for: each context to train and to evaluate on, and its last
 # batch.
-MOST_SHAPES = 64
+MAX_SHAPES = 64
 KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -106,7 +106,7 @@ def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Around each torch.compile."""
-    torch._dynamo.config.recompile_limit = MOST_SHAPES
+    torch._dynamo.config.recompile_limit = MAX_SHAPES
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
         # the compiler imports parts of torch that go away

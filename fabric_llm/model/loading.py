@@ -37,7 +37,7 @@ from fabric_llm.model.strategy import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 
-MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
+MAX_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 # of torch.nn.init
 DRAWING = (
     "kaiming_uniform_",
@@ -142,7 +142,7 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
                 "offset",
             ):
                 if isinstance(count := document.get(name), int) and count > (
-                    most := folders.MOST_ENTRIES
+                    most := folders.MAX_ENTRIES
                 ):
                     raise folders.TooMuch(
                         f"it declares {count} tokens ({name}); at most {most} are read"
@@ -309,9 +309,9 @@ def checked_skeleton(
         with folders.limited():
             skeleton = build_skeleton(config, dtype)
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-        if parameters > MOST_PARAMETERS:
+        if parameters > MAX_PARAMETERS:
             raise folders.TooMuch(
-                f"it declares {parameters:.1e} parameters; at most {MOST_PARAMETERS:.0e} are read"
+                f"it declares {parameters:.1e} parameters; at most {MAX_PARAMETERS:.0e} are read"
             )
     except Exception as error:  # whatever sizes that nobody thought of lead to
         said = one_line(error)[:300].rstrip(".")

@@ -248,10 +248,10 @@ def wrap(
         units = {
             unit
             for unit in modules_to_wrap(model, how.auto_wrap_policy)
-            if unit not in model.together
+            if unit not in model.keep_in_root
         }
         if name == "fsdp":
-            units |= _unlike_the_outermost(model, units) - model.together
+            units |= _unlike_the_outermost(model, units) - model.keep_in_root
         for (
             module
         ) in model.tiled:  # its gradients are made at once, for which all of it must be there
@@ -331,7 +331,9 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
         for m in model.modules()
         if m not in inside and (own := list(m.parameters(recurse=False)))
     }
-    must_stay = [own for module, own in held.items() if module in model.together] or held.values()
+    must_stay = [
+        own for module, own in held.items() if module in model.keep_in_root
+    ] or held.values()
     counts = Counter(id(parameter) for own in held.values() for parameter in own)
     trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
     return {

@@ -20,7 +20,7 @@ from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
-from fabric_llm.data.dataset import TokenDataset, together
+from fabric_llm.data.dataset import TokenDataset, concatenate
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
@@ -29,9 +29,9 @@ from fabric_llm.model import fast_paths, freezing, language_model, layers, loadi
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
-from fabric_llm.plan.mixture import Here, last_step, lay_out
+from fabric_llm.plan.mixture import Cursor, last_step, lay_out
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
-from fabric_llm.plan.run_directory import MOST_DIFFERENCES
+from fabric_llm.plan.run_directory import MAX_DIFFERENCES
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
@@ -202,7 +202,7 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
                 f"{name} {list(there.get(name, ())) or 'missing'}, not "
                 f"{list(here.get(name, ())) or 'there'}"
             )
-            for name in differing[:MOST_DIFFERENCES]
+            for name in differing[:MAX_DIFFERENCES]
         )
         raise ValueError(
             f"{str(plan.resume_from)!r} belongs to another model than --model_name "
@@ -366,11 +366,11 @@ def _plan_mixture(
             ]
             last = min(step for step in steps if step is not None)
         else:  # changed on purpose: the stages before this step stay
-            here = Here(start.step, start.position, had.stages)
+            here = Cursor(start.step, start.position, had.stages)
             more = mixture_text.at_least(mix, raised, contexts)
             stages, end, last = lay_out(more, rows, batch, max_step, number_epochs, here)
     read = {
-        "dataset": together(list(sources.values())),
+        "dataset": concatenate(list(sources.values())),
         "sources": sources,
         "mix": mix,
         "raised": raised,
@@ -443,7 +443,7 @@ def differing_tokens(one: Any, other: Any) -> str:
     )
     words = ", ".join(
         f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
-        for token in differing[:MOST_DIFFERENCES]
+        for token in differing[:MAX_DIFFERENCES]
     )
     if differing:
         return f": {len(differing)} tokens differ: {words}"

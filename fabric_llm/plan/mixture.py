@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 from fabric_llm.data.mixture_text import DataMix, Stage, position_of, read_before
 
 
-class Here(NamedTuple):
+class Cursor(NamedTuple):
     """Where a run is, and its stages so far."""
 
     step: int = 0
@@ -28,7 +28,7 @@ def lay_out(
     batch: int,
     max_step: Optional[int],
     number_epochs: int,
-    here: Here = Here(),
+    here: Cursor = Cursor(),
     shortens: bool = False,
 ) -> tuple[tuple[Stage, ...], Optional[int], int]:
     """(the stages of a run, the position that it may not pass or None, its last step).
@@ -74,7 +74,7 @@ def lay_out(
     return stages, end, last
 
 
-def _stages(mix: DataMix, max_step: int, batch: int, here: Here) -> tuple[Stage, ...]:
+def _stages(mix: DataMix, max_step: int, batch: int, here: Cursor) -> tuple[Stage, ...]:
     """The stages so far, and those from here on. A stage with the weights of the one before it only
     continues it."""
     added = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
@@ -103,7 +103,7 @@ def _first_passed(
 
 
 def _until_read(
-    mix: DataMix, limits: Sequence[int], batch: int, here: Here
+    mix: DataMix, limits: Sequence[int], batch: int, here: Cursor
 ) -> tuple[tuple[Stage, ...], Optional[int], int]:
     """As `lay_out`, with as many steps as fit, and one more with the rest of a batch.
 

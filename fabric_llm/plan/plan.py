@@ -16,17 +16,17 @@ from fabric_llm.checkpoint.keep import Progress, is_evaluated
 from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
+from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least
 from fabric_llm.data.order import sample
 from fabric_llm.data.probes import Questions, copy_probe, drawn_from
 from fabric_llm.data.sources import COPY, ONE_SET, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
-from fabric_llm.plan.mixture import Here, last_step, lay_out
+from fabric_llm.plan.mixture import Cursor, last_step, lay_out
 
 # largest share after a rewind: for strong shifts, up to a half is advised
-MOST_REPLAY = Fraction(1, 2)
+MAX_REPLAY = Fraction(1, 2)
 PROBE_TOKENS = 128  # of the validation split, at most
 
 
@@ -292,7 +292,7 @@ class Plan:
         count = len(sample(split, self.data.evaluated_rows))
         return [count] + [len(split)] * (count < len(split))
 
-    def measured_otherwise(self) -> frozenset[str]:
+    def changed_eval_sets(self) -> frozenset[str]:
         """Sets whose losses before step 1 can't be compared, since they were of other rows."""
         then = self.resumed["measured_on"] if self.is_base_known else {}
         return frozenset(
@@ -363,20 +363,20 @@ class Plan:
 
     def with_more_replay(self, names: Sequence[str], there: Progress) -> Plan:
         """The plan with twice the share of the sources `names` from `there` on; all that are raised
-        have at most MOST_REPLAY.
+        have at most MAX_REPLAY.
 
         Raises ValueError if they have that share already, or would be read too often.
         """
         now = self.data.mixture.shares_at(max(there.position - 1, 0))
         shares = {
-            name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names
+            name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MAX_SLOTS) for name in names
         }
         kept = {name: share for name, share in self.data.raised.items() if name not in names}
-        room = MOST_REPLAY - sum(kept.values())
+        room = MAX_REPLAY - sum(kept.values())
         if sum(shares.values()) >= 2 * room or not all(shares.values()):
             words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in [*names, *kept])
             raise ValueError(
-                f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried"
+                f"the share of {words} already, and more than {float(MAX_REPLAY):g} isn't tried"
             )
         scale = min(Fraction(1), room / sum(shares.values()))
         return self._laid_out(
@@ -390,7 +390,7 @@ class Plan:
         schedule, mixture = self.schedule, self.data.mixture
         mix, here = (
             at_least(self.data.mix, raised, mixture.contexts),
-            Here(there.step, there.position, mixture.stages),
+            Cursor(there.step, there.position, mixture.stages),
         )
         steps = schedule.global_batch_size, schedule.asked_steps, schedule.number_epochs
         stages, end, last = lay_out(mix, mixture.rows, *steps, here, shortens)

@@ -33,8 +33,8 @@ ENDED = (
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
-MOST_DIFFERENCES = 10  # named in an error
-MOST_CHARACTERS = 80  # of a mixture's sources in a run's name
+MAX_DIFFERENCES = 10  # named in an error
+MAX_CHARACTERS = 80  # of a mixture's sources in a run's name
 LONGEST_NAME = 200  # characters of a run's name; file systems take 255 bytes
 _locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
 _made: set[Path] = set()  # locked directories that weren't there before
@@ -72,7 +72,7 @@ def directory(flags: Flags) -> Path:
             ]:
                 raise ValueError(
                     f"--resume true doesn't say which run of {str(parent)!r} goes on, "
-                    f"{', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: name it, such as "
+                    f"{', '.join(map(repr, runs[:MAX_DIFFERENCES]))}: name it, such as "
                     f"{command(run_name=others[0])}."
                 )
         numbered = [default, *(f"{default}-{k}" for k in range(2, 10_000))]
@@ -115,7 +115,7 @@ def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] =
     if data_mix:
         mix = mixture_text.parse(data_mix)
         replays = mix.names == (mixture_text.NEW, mixture_text.REPLAY)
-        data = mix.sources[0].path if replays else "-".join(mix.names)[:MOST_CHARACTERS]
+        data = mix.sources[0].path if replays else "-".join(mix.names)[:MAX_CHARACTERS]
     model, data = Path(model_name), Path(data).name
     name = model.parent.name if model.name.startswith("step-") else model.name
     return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"

@@ -15,7 +15,7 @@ from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.run_directory import MOST_DIFFERENCES, given_checkpoint
+from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
 from fabric_llm.training.schedule import arguments_of, lr_at
 
 
@@ -45,7 +45,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     schedule = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
     schedule |= {"global_batch_size": plan.schedule.global_batch_size, "document_masking": masking}
     schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
-    fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
+    fixed = {name: flat[name] for name, one in declared.items() if one.resume == "never"}
     of_data = {
         "context_length": plan.data.of_each(lambda dataset: dataset.context_length),
         "train_rows": plan.data.of_each(lambda dataset: len(dataset.train)),
@@ -115,7 +115,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         if differing:
             first = [
                 f"{name} {before}, not {value}" for name, (before, value) in differing.items()
-            ][:MOST_DIFFERENCES]
+            ][:MAX_DIFFERENCES]
             raise ValueError(
                 f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}"
             )
@@ -184,7 +184,7 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
         lines.append(f"{word}: {plan.schedule.max_step} steps instead of {then['end_step']}.")
     if lines:
         lines += _curves(plan, {**then["schedule"], "max_step": then["end_step"]}, now["schedule"])
-    if other := sorted(plan.measured_otherwise() & then["guard"]["before"].keys()):
+    if other := sorted(plan.changed_eval_sets() & then["guard"]["before"].keys()):
         names = " and ".join(map(repr, other))
         lines.append(
             f"Evaluations read other rows of {names} than before step 1: their losses from here "

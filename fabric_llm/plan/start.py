@@ -23,7 +23,7 @@ from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.processes import launch
 
 GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
-MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
+MAX_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
 # In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
@@ -139,12 +139,12 @@ def require_cores(flags: Flags, placement: Placement) -> None:
     count, here = placement.devices, cores()
     if (
         placement.kind == "cpu"
-        and count > MOST_RANKS_A_CORE * here
+        and count > MAX_RANKS_A_CORE * here
         and not flags.devices.oversubscribe
     ):
         raise ValueError(
             f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would only "
-            f"wait for each other: take --devices {here}, at most {MOST_RANKS_A_CORE * here}, or "
+            f"wait for each other: take --devices {here}, at most {MAX_RANKS_A_CORE * here}, or "
             "insist with --oversubscribe true."
         )
 
@@ -200,7 +200,7 @@ def start(flags: Flags) -> ThisRank:
 
 
 @contextmanager
-def told_in_one_sentence() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Around all of train.py: print a fault in one sentence and exit. run/supervision.py does so
     once there are ranks."""
     try:

@@ -22,7 +22,7 @@ LARGEST_LR = 0.02
 FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
 # Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models,
 # arXiv 2305.16264.
-MOST_EPOCHS = 4
+MAX_EPOCHS = 4
 MANY_STEPS = 200  # that nobody wants to lose
 
 
@@ -82,10 +82,10 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"{lr * last / warmup:g}."
         )
     if often := [
-        f"{name} {count:.1f} times" for name, count in plan.epochs().items() if count > MOST_EPOCHS
+        f"{name} {count:.1f} times" for name, count in plan.epochs().items() if count > MAX_EPOCHS
     ]:
         yield (
-            f"the run reads {', '.join(often)}: beyond {MOST_EPOCHS} epochs, text teaches less "
+            f"the run reads {', '.join(often)}: beyond {MAX_EPOCHS} epochs, text teaches less "
             "and less (arXiv 2305.16264)."
         )
     if (interval := flat["save_step_interval"]) is not None and interval >= last:

@@ -35,7 +35,7 @@ NOT_TRAINING = {
     *"test tests testset testing testmini devtest devset eval evals evaluation".split(),
 }
 NOT_TRAINING |= {"heldout", "holdout", "held", "validate"}
-MOST_BYTES = 2**26  # of text in memory; of more, texts are taken evenly over the inputs
+MAX_BYTES = 2**26  # of text in memory; of more, texts are taken evenly over the inputs
 ONE_OF = 20  # one of so many texts is held out
 
 
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
         ).hexdigest()[:32]
 
 
-def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
+def plan(found: inputs.InputFiles, separator: Optional[str]) -> list[Piece]:
     """The pieces of all sources. separator: see `inputs.separator`. Notes in `found` what should be
     said.
 
@@ -82,7 +82,7 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
     return [*pieces, Piece(size, parts)] if parts else pieces
 
 
-def _note_files_named_as_splits(found: inputs.Found) -> None:
+def _note_files_named_as_splits(found: inputs.InputFiles) -> None:
     """As of a dataset that was downloaded as files. They are read as any other: a name alone
     doesn't say what a file is for."""
     named = {}  # file of records -> the split that it, or its folder, is named as
@@ -103,7 +103,7 @@ def _note_files_named_as_splits(found: inputs.Found) -> None:
 
 
 def _parts_of(
-    source: inputs.Source, found: inputs.Found, separator: Optional[str], piece_bytes: int
+    source: inputs.Source, found: inputs.InputFiles, separator: Optional[str], piece_bytes: int
 ) -> Iterator[tuple[Part, int]]:
     """(part, its bytes on disk)"""
     part, size = Part(source.name, source.kind), source.bytes or 0
@@ -152,7 +152,7 @@ def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tup
 
 
 def _parts_of_dataset(
-    part: Part, size: int, found: inputs.Found, piece_bytes: int
+    part: Part, size: int, found: inputs.InputFiles, piece_bytes: int
 ) -> Iterator[tuple[Part, int]]:
     splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
@@ -207,7 +207,7 @@ class Corpus(NamedTuple):
     every: int  # one of so many texts of the inputs was taken
 
 
-def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corpus:
+def read(found: inputs.InputFiles, text_field: str, separator: Optional[str]) -> Corpus:
     """The documents of all sources, long ones in sections; of too many every second, fourth, and so
     on.
 
@@ -222,9 +222,9 @@ def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corp
         if number % every == 0:
             taken.append(text)
             size += len(text.encode())
-        if is_stream and size >= MOST_BYTES:
+        if is_stream and size >= MAX_BYTES:
             break
-        while size > MOST_BYTES and len(taken) > 1:
+        while size > MAX_BYTES and len(taken) > 1:
             taken, every = taken[::2], 2 * every
             size = sum(len(text.encode()) for text in taken)
     return Corpus(*hold_out(taken), every)

@@ -1,7 +1,8 @@
 """Read the documents of one part of the inputs, in order: a file or a range of it, rows of a
 dataset, a stream of the hub.
 
-A reader yields (number, text) for each document, and `Bad` in place of a record that can't be read.
+A reader yields (number, text) for each document, and `BadRecord` in place of a record that can't be
+read.
 It holds at most a block in memory, or one document of at most RECORD_BYTES.
 """
 
@@ -66,14 +67,14 @@ class Part(NamedTuple):
         return self.kind == "text" and self.separator is None
 
 
-class Bad(NamedTuple):
+class BadRecord(NamedTuple):
     """A record that can't be read."""
 
     number: Optional[int]
     message: str  # after the words of `where`
 
 
-Record = Union[tuple[int, str], Bad]
+Record = Union[tuple[int, str], BadRecord]
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Record]:
@@ -91,7 +92,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
         if not is_damage(error):
             raise
         kind = compression_of(part.path) or "compressed"
-        yield Bad(None, f"is not a complete {kind} file: {error or 'it ends too early'}")
+        yield BadRecord(None, f"is not a complete {kind} file: {error or 'it ends too early'}")
 
 
 def where(part: Part, number: Optional[int]) -> str:
@@ -115,7 +116,7 @@ def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:
     """All text that can be read, in sections, for training a tokenizer."""
     for part in parts:
         for record in read_part(part, text_field):
-            if not isinstance(record, Bad):
+            if not isinstance(record, BadRecord):
                 yield from filter(str.strip, sections(record[1]))
 
 
@@ -133,7 +134,7 @@ def sections(text: str) -> Iterator[str]:
 def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     for number, content in cut_text(file, part):
         if content is None or len(content) > RECORD_BYTES:
-            yield Bad(
+            yield BadRecord(
                 number,
                 f"is longer than {RECORD_BYTES >> 20} MiB: divide it with --document_separator",
             )
@@ -192,11 +193,11 @@ def read_block(file: BinaryIO, size: int) -> tuple[bytes, Optional[Exception]]:
 
 def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Record:
     if not isinstance(record, dict):
-        return Bad(number, f"is not a JSON object but {type(record).__name__}")
+        return BadRecord(number, f"is not a JSON object but {type(record).__name__}")
     if text_field not in record:
-        return Bad(number, _no_field(text_field, record))
+        return BadRecord(number, _no_field(text_field, record))
     if not isinstance(text := record[text_field], str):
-        return Bad(
+        return BadRecord(
             number, f'holds {type(text).__name__}, not a string, in its {place} "{text_field}"'
         )
     return _document(number, text)
@@ -206,12 +207,12 @@ def _document(number: int, content: str | bytes) -> Record:
     """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such
     as "\\ud800"."""
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
-        return Bad(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
+        return BadRecord(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
     try:
         text = content.decode() if isinstance(content, bytes) else content
     except UnicodeError:
-        return Bad(number, NOT_UTF8)
-    return (number, text) if _is_utf8(text) else Bad(number, NOT_UTF8)
+        return BadRecord(number, NOT_UTF8)
+    return (number, text) if _is_utf8(text) else BadRecord(number, NOT_UTF8)
 
 
 def _is_utf8(text: str) -> bool:
@@ -238,14 +239,14 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
         if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
             while line and not line.endswith(b"\n"):
                 line = file.readline(BLOCK_BYTES)
-            yield Bad(number, f"is longer than {RECORD_BYTES >> 20} MiB")
+            yield BadRecord(number, f"is longer than {RECORD_BYTES >> 20} MiB")
         elif line.strip():
             try:
                 record = JSON.decode(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                yield Bad(number, NOT_UTF8)
+                yield BadRecord(number, NOT_UTF8)
             except (ValueError, RecursionError) as error:
-                yield Bad(number, f"is not valid JSON: {one_line(error)}")
+                yield BadRecord(number, f"is not valid JSON: {one_line(error)}")
             else:
                 yield _text_of(record, text_field, number)
         if part.end is not None and file.tell() >= part.end:
@@ -260,7 +261,7 @@ def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
         return
     for number, element in enumerate(_array(file), 1):
         if isinstance(element, str):
-            yield Bad(number, element)
+            yield BadRecord(number, element)
         else:
             yield _text_of(*element, text_field, number)
 
@@ -389,9 +390,9 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
                 if has_tabs:
                     row, said = lines.taken[0].rstrip("\r\n").split("\t"), ""
             if said:
-                yield Bad(number, said)
+                yield BadRecord(number, said)
             elif row and len(row) != len(names):
-                yield Bad(number, f"has {len(row)} fields, and the first line {len(names)}")
+                yield BadRecord(number, f"has {len(row)} fields, and the first line {len(names)}")
             elif row:
                 yield _document(number, row[column])
 
@@ -440,7 +441,7 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
                         number += 1
             except (pa.ArrowException, OSError) as error:
                 while number < end:  # the rest of its row group
-                    yield Bad(number, f"can't be read: {one_line(error)}")
+                    yield BadRecord(number, f"can't be read: {one_line(error)}")
                     number += 1
 
 

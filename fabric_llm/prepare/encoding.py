@@ -38,7 +38,7 @@ from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
-from fabric_llm.prepare.documents import Bad, Record, read_part, sections, where
+from fabric_llm.prepare.documents import BadRecord, Record, read_part, sections, where
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120
 # bytes a character.
@@ -81,7 +81,7 @@ class Mark:
     bytes: int = 0  # of the documents' text
     bytes_of_tokens: int = 0  # that the tokens stand for, see data/token_bytes.py
     # (number of the part, one of the first of them)
-    named: list[tuple[int, Bad]] = field(default_factory=list)
+    named: list[tuple[int, BadRecord]] = field(default_factory=list)
 
 
 def read_mark(path: Path) -> Optional[Mark]:
@@ -225,11 +225,11 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
     for batch in _batches(piece, job):
         out.mark.records += len(batch)
         encoded = _encoded(
-            ["" if isinstance(record, Bad) else record[1] for _, record in batch], backend
+            ["" if isinstance(record, BadRecord) else record[1] for _, record in batch], backend
         )
         is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
-            if isinstance(record, Bad):
+            if isinstance(record, BadRecord):
                 # it may quote what the file holds
                 record = record._replace(message=shown(record.message, MAX_MESSAGE))
                 bad.setdefault(number, [0, record])[0] += 1
@@ -243,9 +243,11 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
                 if special:
                     said = f"turns into its special token {shown(special[0])}: take it out"
                     said = f"holds text that this tokenizer {said}, or choose a byte-level one"
-                    record = Bad(record[0], said)
+                    record = BadRecord(record[0], said)
                 elif record[1].strip() and not len(ids):
-                    record = Bad(record[0], "holds text of which this tokenizer makes no token")
+                    record = BadRecord(
+                        record[0], "holds text of which this tokenizer makes no token"
+                    )
                 else:
                     out.add(ids, record[1], piece.parts[number].goes)
                     continue
@@ -309,7 +311,7 @@ def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:
     for number, part in enumerate(piece.parts):
         for record in read_part(part, job.text_field):
             failpoint("prepare.documents")
-            size = 0 if isinstance(record, Bad) else len(record[1])
+            size = 0 if isinstance(record, BadRecord) else len(record[1])
             if batch and (len(batch) == BATCH_DOCUMENTS or characters + size > BATCH_CHARACTERS):
                 yield batch
                 batch, characters = [], 0
@@ -319,14 +321,14 @@ def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:
         yield batch
 
 
-def _sentence(piece: Piece, number: int, record: Bad) -> str:
+def _sentence(piece: Piece, number: int, record: BadRecord) -> str:
     return f"{where(piece.parts[number], record.number)} {record.message}"
 
 
 def bad_records(pieces: Iterable[Piece], marks: Sequence[Mark]) -> list[str]:
     """Sentences on the first ones of all pieces."""
     named = [
-        (piece, number, Bad(*bad))
+        (piece, number, BadRecord(*bad))
         for piece, mark in zip(pieces, marks)
         for number, bad in mark.named
     ]

@@ -121,7 +121,7 @@ class Source(NamedTuple):
 
 
 @dataclass
-class Found:
+class InputFiles:
     """Everything that is read, and what is said of it."""
 
     sources: list[Source] = field(default_factory=list)
@@ -138,7 +138,7 @@ def find_sources(
     pattern: Sequence[str],
     exclude: Sequence[str] = (),
     output: Path,
-) -> Found:
+) -> InputFiles:
     """The sources that `inputs` name, in order. No text is read yet.
 
     output: a resolved path, which is left out where it lies inside an input folder. A file that is
@@ -147,7 +147,7 @@ def find_sources(
     Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a
     matching file, and a file that two inputs name.
     """
-    found, origin, read = Found(), {}, set()
+    found, origin, read = InputFiles(), {}, set()
     for given in _expanded(inputs):
         for source in _sources_of(given, pattern, exclude, output, found):
             path, identity = os.path.abspath(source.name), identity_of(source.name)
@@ -186,7 +186,7 @@ def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
 
 
 def _sources_of(
-    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found
+    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: InputFiles
 ) -> list[Source]:
     if os.path.lexists(given) and not os.path.isfile(given) and not os.path.isdir(given):
         # To open a pipe would wait for whoever writes into it.
@@ -234,7 +234,7 @@ def _sources_of(
 
 
 def _files_of(
-    folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found
+    folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: InputFiles
 ) -> Iterator[str]:
     """The matching files below `folder`, in order. `output`, a resolved path, and its work folder
     are left out.

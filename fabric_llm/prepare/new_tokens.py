@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from fabric_llm.data.token_bytes import is_byte_level
 
 LONGEST_TOKEN = 64  # characters; of bytes in byte-level BPE
-LEAST_COUNT = 2  # a pair that comes once is no word
+MIN_COUNT = 2  # a pair that comes once is no word
 MARGIN = 1e-3  # nats, of a new piece above what it replaces
 # SentencePiece learns from words with the space before them, of one kind of letters, and from
 # single digits; the tokenizers that it makes don't split texts at all.
@@ -103,7 +103,7 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
         is_known = text in tokens or text in added
         if -number != saved[candidate] or length == 2 and (is_known or len(text) > LONGEST_TOKEN):
             continue  # it was counted again since, or can't be a token
-        if -number < LEAST_COUNT:
+        if -number < MIN_COUNT:
             break
         learned.append(NewToken(text, candidate if length == 2 else None, -number / total))
         after = {index: joined(words[index], candidate) for index in places.pop(candidate)}

@@ -303,7 +303,7 @@ def _encode(pieces: dict[str, Piece], job: Job, options: Options) -> list[Option
 def _make_dataset(
     folder: Path,
     options: Options,
-    found: inputs.Found,
+    found: inputs.InputFiles,
     pieces: dict[str, Piece],
     marks: list[Mark],
     dtype: str,
@@ -381,7 +381,7 @@ def _make_dataset(
     }
 
 
-def _origin(options: Options, found: inputs.Found) -> dict[str, Any]:
+def _origin(options: Options, found: inputs.InputFiles) -> dict[str, Any]:
     """What the manifest says of flags, inputs and versions."""
     sources = found.sources
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on

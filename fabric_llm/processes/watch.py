@@ -33,9 +33,9 @@ from fabric_llm.base.ranks import waiting
 from fabric_llm.processes.launch import SECONDS_TO_END, Children
 from fabric_llm.processes.stop import at_start
 
-MOST_SECONDS_BETWEEN_BEATS = 0.5
+MAX_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
-MOST_SECONDS_BETWEEN_LOOKS = (
+MAX_SECONDS_BETWEEN_LOOKS = (
     5.0  # after a longer time the job was suspended, which isn't held against any rank
 )
 SECONDS_TO_MEET = (
@@ -43,7 +43,7 @@ SECONDS_TO_MEET = (
 )
 SECONDS_TO_FIRST_WORDS = 0.1  # between beats until all ranks have been heard of
 SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends gives it up
-MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that lives, but is short of processor time
+MAX_SECONDS_OF_SILENCE = 10.0  # of a rank that lives, but is short of processor time
 SECONDS_TO_TELL = (
     1.25  # after a connection broke: to hear of the fault that broke it, or see who is silent
 )
@@ -88,7 +88,7 @@ class Watch:
         self.begun = self.done = 0  # number of exchanges with the store
         # the silence of a rank never heard of counts from `since`
         self.begun_at = self.since = self.marked
-        self.interval = MOST_SECONDS_BETWEEN_BEATS
+        self.interval = MAX_SECONDS_BETWEEN_BEATS
         self.woken = threading.Event()
 
     def join(self, timeout_seconds: float) -> None:
@@ -172,8 +172,8 @@ class Watch:
     def _start(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         # seconds of silence of a rank that lives
-        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)
-        self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
+        self.patience = min(MAX_SECONDS_OF_SILENCE, timeout_seconds / 3)
+        self.interval = min(MAX_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
         if not self.thread.is_alive():
             self.since = time.monotonic()
             # If this process holds the door, the store must take it over before the process group
@@ -270,7 +270,7 @@ class Watch:
     def _run(self) -> None:
         looked_at = time.monotonic()
         while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
-            asleep = time.monotonic() - looked_at - MOST_SECONDS_BETWEEN_LOOKS
+            asleep = time.monotonic() - looked_at - MAX_SECONDS_BETWEEN_LOOKS
             if asleep > 0:
                 self.marked, self.since, self.begun_at = (
                     t + asleep for t in (self.marked, self.since, self.begun_at)

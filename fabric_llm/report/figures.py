@@ -15,10 +15,10 @@ from plotly import graph_objects as go
 
 from fabric_llm.report.reading import UNMARKED, Event, Run, Series
 
-MOST_POINTS = 1000  # of a line
+MAX_POINTS = 1000  # of a line
 FEW_POINTS = 60  # are shown each
 TREND_FROM_POINTS = 100  # shorter lines have no trend
-MOST_MARKED = 40  # events of a run, by upright lines, and parts of it that were undone
+MAX_MARKED = 40  # events of a run, by upright lines, and parts of it that were undone
 
 
 class Figure(NamedTuple):
@@ -182,7 +182,7 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
         for i, (name, style, series) in [(i, line) for each, i, line in lines if each is figure]:
             number = sets.index(name) if name else 0
             label = html.escape(" · ".join([runs[i].name] * (len(runs) > 1) + [name] * bool(name)))
-            steps, values = thinned(series, MOST_POINTS)
+            steps, values = thinned(series, MAX_POINTS)
             trace = go.Scatter(
                 STYLES[style],
                 x=_places(runs, i, steps),
@@ -218,7 +218,7 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
         yield name, "raw" if has_trend else figure.style, series
         if has_trend:
             yield name, "trend", trend(series)
-    for part in run.undone[-MOST_MARKED:]:
+    for part in run.undone[-MAX_MARKED:]:
         yield from (
             (name, "undone", series) for name, series in part.numbers.get(figure.name, {}).items()
         )
@@ -260,7 +260,7 @@ def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[s
     found = []
     for i, of_run in enumerate(events):
         color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
-        steps = [event.step for event in of_run if event.kind not in UNMARKED][:MOST_MARKED]
+        steps = [event.step for event in of_run if event.kind not in UNMARKED][:MAX_MARKED]
         found += [
             upright(place, color) for place in _places(runs, i, np.array(steps, dtype=np.int64))
         ]

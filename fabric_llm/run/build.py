@@ -82,7 +82,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     )
     if plan.resumed:
         restore(run, plan.resumed)
-        run.guard.changed = plan.measured_otherwise()
+        run.guard.changed = plan.changed_eval_sets()
         run.losses = plan.resumed.get("eval_losses")
         if run.losses is not None:
             run.guard.accept_evaluation(plan.start.step, run.losses)

@@ -20,7 +20,7 @@ from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers, flat
-from fabric_llm.training.evaluation import Found
+from fabric_llm.training.evaluation import EvalResult
 from fabric_llm.training.guard import Guard
 
 # part of the weights that changes in a step; logged steps in a row
@@ -158,10 +158,10 @@ class Log:
                 few = f"Warning: only {update[0]:.1%} of the weights change in a step"
                 self.line(f"{few}; {advice} (docs/numerics.md).")
 
-    def evaluation(self, found: Found, guard: Guard) -> None:
+    def evaluation(self, found: EvalResult, guard: Guard) -> None:
         """Write and print what an evaluation after the last step has found. The losses of sources
         are averaged by their shares."""
-        rises, self.eval_loss = guard.rises(found.losses), self.together(found.losses)
+        rises, self.eval_loss = guard.rises(found.losses), self.overall(found.losses)
         record: Record = {"eval_loss": self.eval_loss, "eval": {}}
         if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
             record["shares"] = self.plan.shares_at(self.progress.position)
@@ -181,7 +181,7 @@ class Log:
             said += [" ".join(words)] if words else []
         line = f"validation loss {self.eval_loss:.4f}" + (f" ({', '.join(said)})" if said else "")
         if found.of_average is not None:
-            record["eval_loss_ema"] = self.together(found.of_average)
+            record["eval_loss_ema"] = self.overall(found.of_average)
             line += f"  of the moving average {record['eval_loss_ema']:.4f}"
         self._write(record)
         self.said(line)
@@ -191,7 +191,7 @@ class Log:
             )
             self.said(f"Warning: {guard.forgotten}")
 
-    def together(self, losses: Mapping[str, float]) -> float:
+    def overall(self, losses: Mapping[str, float]) -> float:
         """The losses of sources, averaged by their shares here."""
         shares = self.plan.shares_at(self.progress.position)
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())

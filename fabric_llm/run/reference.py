@@ -159,7 +159,7 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
     sharing = plan.placement.context_parallel
     if sharing > 1:
         if (why := no_kernel(reference, plan)) is not None:
-            if fast_paths.LEAST_CAPABILITY > torch.cuda.get_device_capability():
+            if fast_paths.MIN_CAPABILITY > torch.cuda.get_device_capability():
                 raise ValueError(
                     f"--context_parallel {sharing}: attention has no kernel here: {why}."
                 )

@@ -28,7 +28,7 @@ from fabric_llm.run.metrics import MetricsFile
 
 SAMPLES = "samples.jsonl"
 # of a prompt and its continuation, and of a forward pass, which bounds the memory of the logits
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 
 
 class Samples:
@@ -52,7 +52,7 @@ class Samples:
                 "--sample_prompts needs a tokenizer, and there is none beside the model or the "
                 "data."
             )
-        most = min(MOST_TOKENS, *plan.contexts)
+        most = min(MAX_TOKENS, *plan.contexts)
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
             tokens = prompt_tokens(self.tokenizer, text)
             if not 0 < len(tokens) <= most - self.count:
@@ -62,7 +62,7 @@ class Samples:
                 )
                 raise Fault(
                     f"{many}, and with --sample_tokens {self.count} no more than {most}: those of "
-                    f"a sequence of the run, and {MOST_TOKENS:,} at most."
+                    f"a sequence of the run, and {MAX_TOKENS:,} at most."
                 )
             self.prompts.append((text, tokens))
         self.file = None
@@ -84,7 +84,7 @@ class Samples:
         # Rows are padded on the right, which a causal model doesn't see, and all have one length,
         # for which layers are compiled once.
         length = max(len(prompt) for _, prompt in self.prompts) + self.count
-        size = max(1, MOST_TOKENS // length)
+        size = max(1, MAX_TOKENS // length)
         with self.log.untimed:
             model.eval()
             for start in range(0, len(self.prompts), size):

@@ -88,7 +88,7 @@ def save(run: Run, *, stops: bool) -> None:
         followed = run.flags.save.keep_best_of
         loss = math.nan
         if losses is not None:
-            loss = log.together(losses) if followed is None else losses.get(followed, math.nan)
+            loss = log.overall(losses) if followed is None else losses.get(followed, math.nan)
         # The rows that all ranks have read since `from_position`, which `fabric_llm.verify`
         # compares with the data.
         before = plan.resumed.get(

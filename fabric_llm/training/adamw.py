@@ -38,7 +38,7 @@ from fabric_llm.training.adamw_rounded import (
 )
 
 # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
-LEAST_ELEMENTS = 2**20
+MIN_ELEMENTS = 2**20
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
 # of master: on a CPU they fit its cache, on a GPU they hide launches
@@ -236,7 +236,7 @@ class AdamW(torch.optim.Optimizer):
                     alike.setdefault(key, []).append((tensors, self.origins[param]))
             for (device, dtype, _, step), some in alike.items():
                 if dtype == torch.bfloat16 and self.updates == "stochastic":
-                    update = fastest(device) if self.elements >= LEAST_ELEMENTS else plain_update
+                    update = fastest(device) if self.elements >= MIN_ELEMENTS else plain_update
                     adamw_rounded.rounded_step(some, group, int(step), self.seed, update)
                 elif dtype == torch.bfloat16 and self.updates == "master":
                     for tensors, _ in some:

@@ -21,7 +21,7 @@ FIRST_PLACE = 256  # tokens
 EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
 
 
-class Found(NamedTuple):
+class EvalResult(NamedTuple):
     """What an evaluation has found."""
 
     sets: dict[str, dict[str, float]]  # by name, see `evaluate`
@@ -52,7 +52,7 @@ class Evaluation:
         """False if there is nothing to evaluate."""
         return any(batches.micro_batches > 0 for batches in self.batches.values())
 
-    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[Found]:
+    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[EvalResult]:
         """Evaluate the model and its moving average; the loss of a set without batches is 0. None
         if asked to stop before the end."""
         self.was_stopped, of_average = False, None
@@ -60,7 +60,7 @@ class Evaluation:
         if average is not None and not self.was_stopped:
             with average.in_place():
                 of_average = {name: one["loss"] for name, one in self._sets(model).items()}
-        return None if self.was_stopped else Found(sets, of_average)
+        return None if self.was_stopped else EvalResult(sets, of_average)
 
     def _sets(self, model: nn.Module) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}

@@ -38,8 +38,8 @@ from fabric_llm.model.loading import (
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import VerificationError, export, read_proof
 
-MOST_NAMED = 10  # names of one kind in a sentence
-MOST_ROWS = 2**28  # that are compared: a minute
+MAX_NAMED = 10  # names of one kind in a sentence
+MAX_ROWS = 2**28  # that are compared: a minute
 say = partial(print, flush=True)
 
 
@@ -96,8 +96,8 @@ class Report:
 def listed(names: Iterable[Any]) -> str:
     """The first of many names, and how many more there are."""
     words = [str(name) for name in names]
-    more = len(words) - MOST_NAMED
-    return ", ".join(words[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(words) - MAX_NAMED
+    return ", ".join(words[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def verify_run(run: Path, exports: bool) -> Report:
@@ -288,7 +288,7 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
         report.find(
             f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}."
         )
-    elif rows <= 0 or end - first > MOST_ROWS:
+    elif rows <= 0 or end - first > MAX_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
     elif read != (
         claimed_by(mixture.rows_at, first, end)

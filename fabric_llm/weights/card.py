@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import MOST_YAML_BYTES, load_yaml
+from fabric_llm.base.command_line import MAX_YAML_BYTES, load_yaml
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.model import loading
@@ -214,7 +214,7 @@ def licence(card: Path) -> dict[str, Any]:
         suppress(OSError, ValueError, TypeError, AttributeError),
         card.open(encoding="utf-8-sig", errors="replace") as text,
     ):
-        said = load_yaml(REGEX_YAML_BLOCK.search(text.read(MOST_YAML_BYTES))[2])
+        said = load_yaml(REGEX_YAML_BLOCK.search(text.read(MAX_YAML_BYTES))[2])
         return {
             key: value
             for key, value in said.items()

@@ -41,7 +41,7 @@ PROBE_TOKENS = 64
 # kernel explains.
 ROUNDING = 1e-5
 MULTIPLE = 128  # of rows: a vocabulary that is padded to a divisor of it, at least 8, stays so
-LEAST_MULTIPLE = 8
+MIN_MULTIPLE = 8
 
 
 def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[str]:
@@ -139,7 +139,7 @@ def rows_for(tokens: int, rows: int) -> int:
     if tokens <= rows:
         return rows
     multiple = math.gcd(rows, MULTIPLE)
-    return tokens if multiple < LEAST_MULTIPLE else -(-tokens // multiple) * multiple
+    return tokens if multiple < MIN_MULTIPLE else -(-tokens // multiple) * multiple
 
 
 def tables_of(model: PreTrainedModel) -> set[str]:

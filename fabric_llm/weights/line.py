@@ -23,7 +23,7 @@ from fabric_llm.training.guard import Guard
 from fabric_llm.weights import average
 from fabric_llm.weights.average import Part
 
-MOST_POINTS = 8  # that are evaluated
+MAX_POINTS = 8  # that are evaluated
 FIRST, FIRST_OF_KNEE = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)  # whatever their losses
 SHARES = [thousandth / 1000 for thousandth in range(1001)]
 NEAREST = 4  # points that a polynomial goes through
@@ -79,7 +79,7 @@ def search(
     worth, room = worth_of(guard, points[1.0], of_training), ROOM
     while True:
         best = max(points, key=lambda share: (worth(points[share]), share))
-        following = best if len(points) == MOST_POINTS else next_share(points, best, worth, room)
+        following = best if len(points) == MAX_POINTS else next_share(points, best, worth, room)
         if following in points:
             return {best: points.pop(best), **points}
         points[following] = evaluate(following)
