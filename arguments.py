@@ -9,16 +9,20 @@ import argparse
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
-from fabric_llm.base.command_line import Flag, declared, fail, groups, option, parse
+from fabric_llm.base import register
+from fabric_llm.base.command_line import Flag, declared, fail, groups, option, parse, read_yaml
 from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
+from fabric_llm.data.sources import SOURCES
 from fabric_llm.run import metrics
 from fabric_llm.training.guard import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
@@ -311,7 +315,10 @@ class TrainingArguments:
     lr_decay: bool = what(True, aliases="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
     lr_schedule: Literal[tuple(SCHEDULES)] = basic(
-        "cosine", needs="lr_decay", aliases="lr_scheduler_type decay_type scheduler"
+        "cosine",
+        names=register.SCHEDULES,
+        needs="lr_decay",
+        aliases="lr_scheduler_type decay_type scheduler",
     )
     """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to
     constant_lr, stable, decay"""
@@ -353,6 +360,12 @@ class TrainingArguments:
     (docs/new_words.md)"""
     seed: int = what(1234, at_least=0, resume="never", aliases="random_seed manual_seed data_seed")
     """seed of data order, dropout and random weights"""
+    # The file may be moved. The hash of its content belongs to the run.
+    code: Optional[str] = what(
+        None, path=True, takes="a Python file, or the name of a module, such as my_module.py"
+    )
+    """module of your own that registers a schedule, loss, optimizer, data source, metric or flags
+    (docs/make_it_yours.md); all processes load it first, and a resumed run requires its content"""
 
 
 @dataclass
@@ -490,6 +503,8 @@ class Arguments:
     evaluation: EvaluationArguments
     save: SaveArguments
     logging: LoggingArguments
+    # values of the flags that --code registers
+    own: SimpleNamespace = field(default_factory=SimpleNamespace)
     demo: bool = False  # configs/demo.yaml applies; not a flag
     # names of the flags that don't come from a file; not a flag
     on_command_line: frozenset[str] = frozenset()
@@ -498,24 +513,28 @@ class Arguments:
     def declared() -> dict[str, Flag]:
         """Flag name -> what is said of it, in the order of --help."""
         return {
-            name: one
-            for group in groups(Arguments).values()
-            for name, one in declared(group).items()
+            name: one for group in groups_of_run().values() for name, one in declared(group).items()
         }
 
     def flat(self) -> dict[str, Any]:
         """Flag name -> value, in the order of --help."""
-        return {
+        found = {
             name: value
             for group in groups(Arguments)
             for name, value in asdict(getattr(self, group)).items()
         }
+        return found | vars(self.own)
 
     def kept(self) -> dict[str, Any]:
         """`flat` without what says which run it is: what arguments.yaml repeats under a new
         name."""
         flags = self.declared()
         return {name: value for name, value in self.flat().items() if flags[name].kept}
+
+
+def groups_of_run() -> dict[str, type]:
+    """The flag groups of a run, those that --code registers last."""
+    return {**groups(Arguments), **register.FLAGS}
 
 
 # ---------------------------------------------------------- prepare_data.py, export_hf.py
@@ -654,7 +673,7 @@ UNITS = {
 # What people paste from other trainers and train.py has no flag for: names -> what is said of them.
 NOT_A_FLAG = {
     "optim optimizer optimizer_name optim_type": (
-        "the optimizer is AdamW; docs/make_it_yours.md says how to take another"
+        "the optimizer is AdamW; --code registers another (docs/make_it_yours.md)"
     ),
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft "
     "adapter load_in_4bit load_in_8bit quantize": (
@@ -758,7 +777,11 @@ def _parse_run(
         # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
-    flag_groups = [*more, *groups(Arguments).values()]
+    try:
+        _load_code(argv, more)
+    except ValueError as error:
+        fail(program, str(error), getattr(error, "code", BAD_INPUT))
+    flag_groups = [*more, *groups_of_run().values()]
     flat = parse(
         program,
         about,
@@ -792,7 +815,59 @@ def _parse_run(
         name: group(**{f.name: flat[f.name] for f in fields(group)})
         for name, group in groups(Arguments).items()
     }
-    return Arguments(**by_group, demo=demo, on_command_line=on_command_line), flat
+    own = {name: flat[name] for group in register.FLAGS.values() for name in declared(group)}
+    arguments = Arguments(
+        **by_group, own=SimpleNamespace(**own), demo=demo, on_command_line=on_command_line
+    )
+    if register.LOADED:
+        register.LOADED["flags"] = arguments
+    return arguments, flat
+
+
+def _load_code(argv: list[str], more: list[type]) -> None:
+    """Load the module of --code, whose flags are parsed next. Raises ValueError.
+
+    more: as of `_parse_run`.
+    """
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names.add_argument("--code", nargs="?")
+    names.add_argument("--config", nargs="?")
+    # what comes behind --help are names of flags
+    before_help = takewhile(lambda word: word.partition("=")[0] not in ("--help", "-h"), argv)
+    given = names.parse_known_args(list(before_help))[0]
+    code, config, run = given.code, None, None
+    if code is None and given.config is not None:
+        config = Path(at_home(given.config))
+        try:
+            values = read_yaml(config)
+        except (OSError, ValueError):
+            return  # parse() says what is wrong with it
+        code = values.get("code") if isinstance(values, dict) else None
+        run = config.resolve().parent if config.name == "arguments.yaml" else None
+    if not isinstance(code, str) or code.lower() in ("none", "null"):
+        code = None
+    register.load(code and at_home(code), run)
+    if code is not None:
+        _refuse_taken_names([*more, *groups_of_run().values()])
+
+
+def _refuse_taken_names(flag_groups: list[type]) -> None:
+    """Raises ValueError where --code registers a name that there is already."""
+    tables = {
+        "schedule": (register.SCHEDULES, SCHEDULES),
+        "source": (register.SOURCES, SOURCES),
+        "metric": (register.METRICS, metrics.STEP_NUMBERS),
+        "number of the log": (register.added_by_loss(), {*metrics.STEP_NUMBERS, *register.METRICS}),
+        "tracker": (register.TRACKERS, metrics.TRACKERS),
+    }
+    for what, (own, ours) in tables.items():
+        for name in own:
+            if name in ours:
+                raise ValueError(f"--code: there is a {what} {name!r} already; take another name.")
+    count = Counter(["config", "help", *(name for one in flag_groups for name in declared(one))])
+    for name in count:
+        if count[name] > 1:
+            raise ValueError(f"--code: there is a flag --{name} already; take another name.")
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:

@@ -5,6 +5,7 @@ hf/mine`."""
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.base import register
 from fabric_llm.base.command_line import fail
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.program import in_one_sentence, plain_output
@@ -20,16 +21,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
         checks.check(arguments)
-        # imports torch, which --help and mistakes don't wait for
-        from fabric_llm.weights import (
-            card,
-            export,
-        )
+        source = checkpoint_at(arguments.checkpoint)
+        is_there = output.exists() and not arguments.overwrite
+        register.load_of_run(source)
+        # These import torch, for which --help and mistakes don't wait.
+        from fabric_llm.weights import card, export
 
-        source, is_there = (
-            checkpoint_at(arguments.checkpoint),
-            output.exists() and not arguments.overwrite,
-        )
         compared = ", which is there: comparing them" * is_there
         print(
             f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}{compared}",

@@ -54,11 +54,11 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     """The run, from its first step or where it resumes to the last. True if asked to stop before.
     All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
-    from fabric_llm.run import build, save, verdicts
+    from fabric_llm.run import build, metrics, save, verdicts
     from fabric_llm.training import adamw, ema, step
 
     run = build.build(fabric, flags, plan, signals, watch)
-    guard, log, shape = run.guard, run.log, arguments_of(vars(flags.training))
+    guard, log, shape = run.guard, run.log, arguments_of(flags.flat())
     stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
     if guard.verdict == "rewind":  # by what a process before this one would have done now
         verdicts.rewind(run)
@@ -83,7 +83,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         targets, total = step.count_targets(fabric, micro_batches), 0.0
         how = run.plan.syncs_every_micro_batch, run.plan.model.sums_in_float32
         for batch in step.accumulate(fabric, run.model, micro_batches, *how):
-            # Of this micro-batch: the loss, and the auxiliary loss of routers where it is trained.
+            # Of this micro-batch: the loss, and behind it `other_losses` where there are any.
             losses = run.model(**batch) / targets
             step.backward(fabric, trained_loss(losses, run.plan.model.router_aux_loss_coef))
             total = total + losses.detach()
@@ -91,7 +91,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         with log.waits:  # here the host waits for the device, and for the other ranks
             grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
             asked = [*run.requests.ask(), save.has_written(run)]
-            (loss, *aux_loss), (stop, save_now, written) = step.share(fabric, total, asked)
+            (loss, *others), (stop, save_now, written) = step.share(fabric, total, asked)
 
         # From here on all ranks decide alike, by numbers that they share. A NaN must not come into
         # the weights.
@@ -112,7 +112,9 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         verdicts.report(run, before)  # ends the run after too many steps that weren't taken
         save.publish(run, written)
         if logs or stop or save_now or guard.verdict == "rewind":
-            log.step(loss, lr, grad_norm, aux_loss, update)
+            at = metrics.AfterStep(number, loss, lr, grad_norm, batch, run.model, fabric, flags)
+            more = dict(zip(run.model.module.other_losses, others)) | metrics.of_code(at)
+            log.step(loss, lr, grad_norm, update, more)
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
         # The loss of the step asks for it, or what the evaluation says of forgetting. A request to

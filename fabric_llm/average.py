@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from fabric_llm.base import files
+from fabric_llm.base import files, register
 from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
@@ -164,6 +164,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
         exported_output(output, given.overwrite)
         files.writable(output)
+        for folder in folders:
+            register.load_of_run(folder)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.weights import average, card, line
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
+from fabric_llm.base import register
 from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
@@ -100,6 +101,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
             folder = keep.checkpoint_at(folder)
             keep.verified(folder)
+            register.load_of_run(folder)
         if (folder / "weights").is_dir():
             exporting = command("python", "export_hf.py", folder, output="hf/NAME")
             raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")

@@ -13,4 +13,6 @@ failpoints    `failpoint`: named places where tests make a run fail
 help          `answer_help`: what --help prints, from the declarations of flags
 command_line  `parse`, `Flags`, `read_yaml`: flags from dataclasses, one sentence for each mistake,
               plain YAML
+register      `schedule`, `loss`, `optimizer`, `source`, `metric`, `flags`: your code beside ours;
+              `load`
 """

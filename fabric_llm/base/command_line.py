@@ -52,6 +52,8 @@ class Flag:
     default: Any
     help: str
     type: Any = None
+    # a table whose keys it takes as well, such as those that --code registers
+    names: Mapping[str, Any] = field(default_factory=dict)
     takes: str = ""  # its values in words, if the type doesn't say them
     above: Optional[float] = None  # the range of a number
     at_least: Optional[float] = None
@@ -145,15 +147,17 @@ def declared(group: type) -> dict[str, Flag]:
     types, found = get_type_hints(group), {}
     for f in fields(group):
         help = (
-            f.metadata["flag"].help
-            or _strings_below(inspect.getfile(group))[group.__name__, f.name]
+            f.metadata["flag"].help or strings_below(inspect.getfile(group))[group.__name__, f.name]
         )
-        found[f.name] = replace(f.metadata["flag"], help=help, type=types[f.name])
+        flag, kind = f.metadata["flag"], types[f.name]
+        if flag.names:
+            kind = Literal[(*get_args(kind), *flag.names)]
+        found[f.name] = replace(flag, help=help, type=kind)
     return found
 
 
 @cache
-def _strings_below(file: str) -> dict[tuple[str, str], str]:
+def strings_below(file: str) -> dict[tuple[str, str], str]:
     """(class name, field name) -> the string below the field. Python drops it, so the source is
     read, as Sphinx does."""
     found = {}

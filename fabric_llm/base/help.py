@@ -55,9 +55,11 @@ def _meant(word: str, groups: Groups) -> Groups:
     if name == "all":
         return groups
     titles = {title.split(" (")[0].lower(): title for title in groups}
-    close = [title for title in titles if title.startswith(name)] or nearest(name, titles)
     flags = {flag: one for group in groups.values() for flag, one in group.items()}
     flag = next((flag for flag, one in flags.items() if name in (flag, *one.aliases.split())), None)
+    close = [title for title in titles if title.startswith(name)]
+    if flag is None and not close:
+        close = nearest(name, titles)
     if flag is not None and (word.startswith("-") or not close):
         return {title: {flag: flags[flag]} for title, group in groups.items() if flag in group}
     if not close:

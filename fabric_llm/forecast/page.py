@@ -93,11 +93,10 @@ def course(
     has_sets = flags.evaluation.eval_iters > 0
     if has_sets and save.evaluates_first(plan, flags):
         happens.append((progress.step, "evaluated"))
+    shape = arguments_of(flags.flat())
     while not plan.is_over(progress):
         before, progress = progress, plan.after(progress)
-        lr = lr_at(
-            before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training))
-        )
+        lr = lr_at(before.step, max_step=plan.schedule.max_step, **shape)
         line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
         lines.append(line)
         if plan.data.mixture is not None:

@@ -134,9 +134,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 # PyTorch's compiler warns of any other
                 leaf = logits.detach().requires_grad_(logits.requires_grad)
                 loss = token_loss(leaf, chunk_targets)
+                trained = loss if loss.ndim == 0 else loss[0]
             total = total + loss.detach()
             if loss.requires_grad:
-                loss.backward()
+                trained.backward()
                 wanted = [chunk, *tensors] if needs_hidden else tensors
                 gradients = list(torch.autograd.grad(logits, wanted, leaf.grad, allow_unused=True))
                 of_hidden += [gradients.pop(0)] if needs_hidden else []
@@ -154,6 +155,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Optional[Tensor], ...]:
         gradients, ctx.gradients = ctx.gradients, ()
+        factor = factor if factor.ndim == 0 else factor[0]
         scaled = [
             None if g is None else g.mul_(factor).to(dtype)
             for g, dtype in zip(gradients, ctx.dtypes)

@@ -1,8 +1,5 @@
-"""A causal language model that returns its loss. Another loss to train with goes into `token_loss`.
-
-Model classes that transformers doesn't have are registered at the end. docs/make_it_yours.md says
-what a class needs.
-"""
+"""A causal language model that returns its loss: `token_loss`, which is the one that --code
+registers, or cross-entropy."""
 
 import inspect
 import sys
@@ -16,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from fabric_llm.base import register
+from fabric_llm.base.faults import Fault
 from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model import fast_paths
@@ -27,7 +26,22 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """What is trained: a sum over all targets, float32 scalar. Arguments as of `cross_entropy`."""
+    if "loss" in register.ONLY:
+        return losses_to_log(logits, targets)[0]
     return cross_entropy(logits, targets)
+
+
+def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
+    """float32 [1 + k] of the loss of --code: what is trained, and the sums that it adds to the log.
+    Only the first has a gradient."""
+    loss, adds = register.ONLY["loss"]
+    with register.of_user("loss"):
+        result = loss(logits, targets, register.LOADED["flags"])
+        trained, *added = result if adds else (result,)
+    if trained.shape != () or len(added) != len(adds):
+        numbers = f"{1 + len(adds)} scalars" if adds else "a scalar"
+        raise Fault(f"--code: the loss must return {numbers}, summed over targets.")
+    return torch.stack([trained.float(), *(one.detach().float() for one in added)])
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -78,12 +92,19 @@ class LanguageModel(nn.Module):
     copy them)."""
 
     def __init__(
-        self, causal_lm: PreTrainedModel, with_router_loss: bool = False, chunked: bool = False
+        self,
+        causal_lm: PreTrainedModel,
+        with_router_loss: bool = False,
+        chunked: bool = False,
+        adds: Sequence[str] = (),
     ) -> None:
-        """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see
-        fast_paths.py."""
+        """with_router_loss, adds: see `forward`. chunked: without the logits of the whole batch,
+        see fast_paths.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
+        # names of the numbers behind the loss in the vector of `forward`
+        self.other_losses = [*adds, *["aux_loss"] * with_router_loss]
+        self.with_added = bool(adds)
         self.head = fast_paths.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.keep_in_root: set[nn.Module] = self.head.keep_in_root if chunked else set()
@@ -113,8 +134,8 @@ class LanguageModel(nn.Module):
         """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the
         logits.
 
-        with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each
-        times the row's targets.
+        In training, with `adds` or with_router_loss, a vector: what is trained, what a loss of
+        --code adds to the log, and the rows' auxiliary losses, each times the row's targets.
 
         input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are
         unshifted: position t is predicted from the positions before it, -100 is no target. Labels
@@ -148,6 +169,8 @@ class LanguageModel(nn.Module):
         # position t is predicted from those before it
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
+        if self.with_added and self.training and torch.is_grad_enabled():
+            loss_of = losses_to_log
         targets_of = targets.flatten()
         if places is not None:
             loss_of, targets_of = (
@@ -175,13 +198,18 @@ class LanguageModel(nn.Module):
             of_rows = load_balancing_loss(
                 outputs.router_logits, len(targets), top_k, attention_mask, group
             )
-        return torch.stack([loss, (of_rows * (targets != IGNORED).sum(dim=1)).sum()])
+        aux_loss = (of_rows * (targets != IGNORED).sum(dim=1)).sum()
+        return torch.cat([loss.flatten(), aux_loss[None]])
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
-    """What is trained, scalar: of the two losses of a model with `with_router_loss` the weighted
-    sum."""
-    return losses if losses.ndim == 0 else losses[0] + router_aux_loss_coef * losses[1]
+    """What is trained, scalar: the first of a vector, and of a model with `with_router_loss` its
+    weighted sum with the last."""
+    if losses.ndim == 0:
+        return losses
+    if not router_aux_loss_coef:
+        return losses[0]
+    return losses[0] + router_aux_loss_coef * losses[-1]
 
 
 def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> float:

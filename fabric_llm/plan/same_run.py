@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base import files
+from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.base.names import command
@@ -44,6 +44,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
     schedule = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
     schedule |= {"global_batch_size": plan.schedule.global_batch_size, "document_masking": masking}
+    schedule["code"] = register.fact()  # its file may be moved
     schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
     fixed = {name: flat[name] for name, one in declared.items() if one.resume == "never"}
     of_data = {
@@ -75,6 +76,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         "evaluated_on": plan.measured_on(),
         "end_step": plan.schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
+        "code": register.LOADED.get("code"),
         "model_name": plan.model.name,
         "config_file": plan.model.config_file,
         "rolled_back_to": None if given is None else given.name,

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fabric_llm.base import ranks
+from fabric_llm.base import ranks, register
 from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
@@ -151,7 +151,10 @@ def build_model(run: Run, source: str) -> None:
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(
-        _skeleton(plan), with_router_loss=has_router_loss, chunked=chunked
+        _skeleton(plan),
+        with_router_loss=has_router_loss,
+        chunked=chunked,
+        adds=register.added_by_loss(),
     )
     model.idle = idle
     model.context_group = strategy.context_group(plan.placement.context_parallel)

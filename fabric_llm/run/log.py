@@ -95,13 +95,13 @@ class Log:
         loss: float,
         lr: float,
         grad_norm: float,
-        aux: list[float],
         update: Optional[tuple[float, float]],
+        more: Record,
     ) -> None:
-        """Write and print a line about the step that is done. aux: the auxiliary loss of a mixture
-        of experts, if it is trained.
+        """Write and print a line about the step that is done.
 
-        update: see `training.step.update_size`; None if it wasn't measured.
+        update: see `training.step.update_size`; None if it wasn't measured. more: numbers of
+        certain runs alone, such as the auxiliary loss of a mixture of experts.
         """
         self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
         self.last_loss = loss
@@ -116,9 +116,8 @@ class Log:
         record |= self.speed.lap()
         record["peak_memory_gib"] = peak_memory_gib(self.device)
         words = [f"loss {loss:.4f}", f"lr {lr:.2e}", f"grad norm {grad_norm:.3f}"]
-        if aux:
-            record["aux_loss"] = aux[0]
-            words.append(f"aux loss {aux[0]:.4f}")
+        record |= more
+        words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in more.items()]
         if update is not None:
             record["updated_fraction"], record["update_ratio"] = update
             words.append(f"{update[0]:.1%} of weights changed")
@@ -140,7 +139,7 @@ class Log:
                 for name, one in read.items()
             )
             words.append(", ".join(sources))
-        self._write({**record, **more_numbers(record)})
+        self._write(record)
         self.said("  ".join(words))
         # Whether training in bfloat16 has any effect.
         if update is not None:
@@ -273,12 +272,6 @@ class Log:
         elif self.metrics is not None:
             self.metrics.write(self.progress.step, record)
             self.trackers.log(self.progress.step, flat(record))
-
-
-def more_numbers(record: dict[str, float]) -> dict[str, float]:
-    """Metrics of a step that are computed from its others, for metrics.jsonl and the trackers.
-    Yours go here."""
-    return {}
 
 
 class Stopwatch:

@@ -13,19 +13,58 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
+from fabric_llm.base import register
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, json_lines, write_atomically
 from fabric_llm.base.names import command, nearest
 from fabric_llm.checkpoint.keep import METRICS, Progress, is_before
 
 Record = dict[str, Any]
+# What a line of a step may hold: a metric of --code needs another name.
+STEP_NUMBERS = frozenset(
+    "step position loss lr grad_norm tokens tokens_per_second tokens_per_second_per_device "
+    "model_tflops_per_device mfu data_seconds wait_seconds peak_memory_gib aux_loss "
+    "updated_fraction update_ratio sources verdict eval eval_loss eval_loss_ema shares".split()
+)
 MANY_LINES = 100  # waiting for the trackers
 METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
 Cut = Callable[[Progress], None]
+
+
+class AfterStep(NamedTuple):
+    """What a metric of --code gets, on each rank, after a step that is logged."""
+
+    step: int  # that is done
+    loss: float  # of the global batch, nats per target
+    lr: float
+    grad_norm: float  # before clipping
+    batch: Mapping[str, Any]  # this rank's last micro-batch, int64 tensors [rows, context]
+    model: Any  # the wrapped model, after the update, without gradients
+    fabric: Any  # its all_reduce is how ranks combine their numbers
+    flags: Any
+
+
+def of_code(at: AfterStep) -> dict[str, float]:
+    """The metrics that --code registers, after a step. All ranks call it, since those that use the
+    model need all ranks."""
+    numbers: dict[str, float] = {}
+    if not register.METRICS:
+        return numbers
+    import torch
+
+    from fabric_llm.model.strategy import reshard
+
+    for name, metric in register.METRICS.items():
+        with register.of_user(f"metric {name!r}"), torch.no_grad():
+            numbers[name] = float(metric(at))
+    reshard(at.model)  # one may have called it
+    return numbers
+
+
 # log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
 # cut(the progress after it).
 Tracker = Sequence[Callable[..., None]]
@@ -110,9 +149,10 @@ class Trackers:
         self.opened: dict[str, Tracker] = {}
         self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
         self.warned: set[str] = set()
+        known = TRACKERS | register.TRACKERS
         for name in named(names):
             opened = self._try(
-                f"--logger {name}", partial(TRACKERS[name], folder, config, entity, project)
+                f"--logger {name}", partial(known[name], folder, config, entity, project)
             )
             self.opened |= {} if opened is None else {name: opened}
         self.thread = Thread(target=self._work, name="trackers", daemon=True)
@@ -173,11 +213,12 @@ class Trackers:
 def named(given: str) -> list[str]:
     """The names in --logger. Raises ValueError."""
     names = list(dict.fromkeys(name.strip() for name in given.split(",")))
+    known = TRACKERS | register.TRACKERS
     for name in names:
-        if name not in TRACKERS:
-            instead = "".join(f": take {close}" for close in nearest(name.lower(), TRACKERS))
+        if name not in known:
+            instead = "".join(f": take {close}" for close in nearest(name.lower(), known))
             raise ValueError(
-                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not "
+                f"--logger takes {', '.join(known)}, or several of them with commas, not "
                 f"{name[:60]!r}{instead}."
             )
     if "none" in names and len(names) > 1:

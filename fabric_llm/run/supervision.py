@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from fabric_llm.base import faults, ranks
+from fabric_llm.base import faults, ranks, register
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.fabric import SLURMEnvironment
 from fabric_llm.base.failpoints import failpoint
@@ -109,7 +109,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
         if problem is not None:
             raise problem
-        given = ranks.gather(flags.flat())
+        given = ranks.gather({**flags.flat(), "code": register.fact()})
         for rank, own in enumerate(given):  # ranks of two jobs may have met at one address
             for name in (name for name, value in given[0].items() if own[name] != value):
                 ours, others = (

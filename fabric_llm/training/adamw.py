@@ -22,6 +22,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
+from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
@@ -51,8 +52,8 @@ BLOCK_ELEMENTS = {
 def make_optimizer(
     wrapped: nn.Module, decayed: set[str], training: Flags, updates: str
 ) -> torch.optim.Optimizer:
-    """The optimizer for a wrapped model. Its state must be tensors, so that checkpoints can hold
-    it.
+    """The optimizer for a wrapped model: AdamW, or that of --code. Its state must be tensors, so
+    that checkpoints can hold it.
 
     decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates:
     see above.
@@ -60,6 +61,11 @@ def make_optimizer(
     shards = strategy.shards(wrapped)
     named = [(name, shard.parameter) for name, shard in shards.items()]
     groups = parameter_groups(named, decayed, training.weight_decay)
+    if "optimizer" in register.ONLY:
+        names = {parameter: name.removeprefix(strategy.PREFIX) for name, parameter in named}
+        store = rounding(wrapped, training.seed)
+        with register.of_user("optimizer"):
+            return register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
     origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     betas = (training.beta1, training.beta2)
     return AdamW(
@@ -68,7 +74,7 @@ def make_optimizer(
 
 
 def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, float], None]:
-    """For an optimizer of your own: `store(parameter, values, step)` writes float32 values into a
+    """For an optimizer of --code: `store(parameter, values, step)` writes float32 values into a
     parameter of `wrapped`.
 
     A bfloat16 parameter is rounded stochastically, as AdamW's are: small updates aren't lost, and

@@ -1,10 +1,14 @@
-"""The learning rate as a function of the step. A schedule is one entry of SCHEDULES;
-`--lr_schedule` takes its name."""
+"""The learning rate as a function of the step. A schedule is one entry of SCHEDULES, or one that
+--code registers; `--lr_schedule` takes its name."""
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
+
+from fabric_llm.base import register
+from fabric_llm.base.command_line import declared
 
 # Name -> shape of a decay: a function from the part of it that is done, 0 to 1, to the part of the
 # rate that is left.
@@ -27,6 +31,8 @@ class AfterWarmup(NamedTuple):
     # the factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate
     cooldown: float
     warmup_steps: int
+    max_step: int  # of the run
+    own: SimpleNamespace  # the flags that --code registers
 
 
 # Name -> schedule: a function from the place after the warm-up to x in lr(x) = min_lr + x (lr -
@@ -59,6 +65,7 @@ def lr_at(
     decay_shape: str = "sqrt",
     cooldown_steps: Optional[int] = None,
     constant_lr: Optional[float] = None,
+    own: Mapping[str, Any] = {},
 ) -> float:
     """Learning rate of the step that follows `step` finished ones.
 
@@ -67,6 +74,7 @@ def lr_at(
     decay_steps: the last steps, over which wsd and infinite decay in a shape of DECAYS (default: a
     tenth of the run). cooldown_steps: steps after the warm-up over which infinite falls to
     constant_lr (defaults: a quarter of the run, and the mean of lr and min_lr, as in the paper).
+    own: the flags that --code registers, for its schedules.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -85,16 +93,20 @@ def lr_at(
         cooldown=constant
         + (1 - constant) * DECAYS["cosine"](min(1.0, step / max(1, cooldown_steps))),
         warmup_steps=warmup_steps,
+        max_step=max_step,
+        own=SimpleNamespace(**own),
     )
-    left = SCHEDULES[lr_schedule](at)
+    left = (SCHEDULES | register.SCHEDULES)[lr_schedule](at)
     return lr if left == 1 else min_lr + (lr - min_lr) * left
 
 
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of a run that are arguments of `lr_at`, except `max_step`, since a run may be
     extended."""
-    return {
+    found = {
         name: flags[name]
         for name in inspect.signature(lr_at).parameters
-        if name not in ("step", "max_step")
+        if name not in ("step", "max_step", "own")
     }
+    own = {name for group in register.FLAGS.values() for name in declared(group)}
+    return {**found, "own": {name: flags[name] for name in own & flags.keys()}}

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from fabric_llm.base import files
+from fabric_llm.base import files, register
 from fabric_llm.base.faults import DONE, REFUSED, Fault
 from fabric_llm.base.names import at_home, nearest_of
 from fabric_llm.base.program import in_one_sentence, plain_output
@@ -140,6 +140,8 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
         raise Fault(
             f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}."
         )
+    if (newest := files.latest(run)) is not None:
+        register.load_of_run(newest)
     from transformers.utils.logging import set_verbosity_error
 
     # imports torch, for which --help and bad arguments don't wait

@@ -285,7 +285,7 @@ def as_in_run(
     if flat["eval_iters"] == 0:
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
     every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
-    flags = SimpleNamespace(data=every, training=every, evaluation=every)
+    flags = SimpleNamespace(data=every, training=every, evaluation=every, own=every)
     sources = open_sources(flags, mixture_text.parse(flat["data_mix"])) if flat["data_mix"] else {}
     dataset = next(iter(sources.values())) if sources else open_here(flat["train_data_dir"], flags)
     masks = bool(newest.progress["schedule"]["document_masking"])

@@ -1,0 +1,249 @@
+"""Your code beside ours: what the module of `--code` registers, which every process loads first.
+
+Each function below registers one thing. The tables are read at the place where the built-in choice
+is made, so that a run without `--code` imports and calls nothing of it. docs/make_it_yours.md has
+an example of each. Nothing here imports torch.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base.command_line import declared, option, strings_below
+from fabric_llm.base.faults import REFUSED, UNEXPECTED, Fault, as_fault, one_line
+from fabric_llm.base.names import nearest_of
+
+__all__ = ["flags", "loss", "metric", "optimizer", "option", "schedule", "source", "tracker"]
+
+MODULE = "fabric_llm_code"  # the name of a file of --code in sys.modules
+Table = dict[str, Any]
+Register = Callable[[Any], Any]  # a decorator
+
+SCHEDULES: Table = {}  # --lr_schedule NAME -> f(at)
+SOURCES: Table = {}  # file that tells the source of a folder -> f(folder, flags)
+METRICS: Table = {}  # name in metrics.jsonl -> f(at)
+TRACKERS: Table = {}  # --logger NAME -> f(folder, config, entity, project)
+FLAGS: Table = {}  # name of a class -> the class, a group of flags
+# "loss" -> (f(logits, targets, flags), names of what it adds to the log); "optimizer" ->
+# f(groups, names, store, flags).
+ONLY: Table = {}
+# What is loaded: `code` as it was given, its `file`, `sha256`, and `flags`, which functions get.
+LOADED: Table = {}
+TABLES = (SCHEDULES, SOURCES, METRICS, TRACKERS, FLAGS, ONLY, LOADED)
+
+
+def schedule(name: str) -> Register:
+    """Register a learning-rate schedule for `--lr_schedule NAME`: f(at) -> x in lr = min_lr + x (lr
+    - min_lr).
+
+    at: training.schedule.AfterWarmup.
+    """
+    return _into(SCHEDULES, name, f"the schedule {name!r}")
+
+
+def loss(adds: Iterable[str] = ()) -> Register:
+    """Register the loss that is trained: f(logits, targets, flags) -> its sum over targets, float32
+    scalar.
+
+    adds: names of what it adds to the log. Then f returns a tuple: the loss, and for each name a
+    sum over targets, of which the log gets the mean.
+    """
+
+    def register(function: Any) -> Any:
+        _into(ONLY, "loss", "a loss")((function, tuple(adds)))
+        return function
+
+    return register
+
+
+def optimizer(function: Any) -> Any:
+    """Register the optimizer: f(groups, names, store, flags) -> a torch.optim.Optimizer, see
+    training/adamw.py."""
+    return _into(ONLY, "optimizer", "an optimizer")(function)
+
+
+def source(file: str) -> Register:
+    """Register a data source, of folders that hold `file`: f(folder, flags) -> what
+    data/own.py reads."""
+    return _into(SOURCES, file, f"the source {file!r}")
+
+
+def metric(name: str) -> Register:
+    """Register a metric of logged steps: f(at) -> a number. All ranks call it.
+
+    at: run.metrics.AfterStep.
+    """
+    return _into(METRICS, name, f"the metric {name!r}")
+
+
+def tracker(name: str) -> Register:
+    """Register a tracker for `--logger NAME`: f(folder, config, entity, project) -> (log,
+    close)."""
+    return _into(TRACKERS, name, f"the tracker {name!r}")
+
+
+def flags(group: type) -> type:
+    """Register flags: a class whose fields are declared by `option`, each with its text below it.
+
+    Its docstring is the title of the group in `--help`. The values are in `flags.own`.
+    """
+    title = group.__doc__ or group.__name__
+    group = _into(FLAGS, group.__name__, f"the flags {group.__name__!r}")(dataclass(group))
+    group.__doc__ = title
+    for field in fields(group):
+        if "flag" not in field.metadata:
+            raise Fault(f"{field.name} isn't declared by option(DEFAULT).")
+    try:
+        declared(group)
+    except KeyError as error:
+        raise Fault(f"{error.args[0][-1]} has no text, a string below it, for --help.") from None
+    return group
+
+
+def _into(table: Table, name: str, words: str) -> Register:
+    def register(entry: Any) -> Any:
+        if name in table:
+            raise Fault(f"it registers {words} twice.")
+        table[name] = entry
+        return entry
+
+    return register
+
+
+def load(code: Optional[str], run: Optional[Path] = None) -> None:
+    """Load the module `code`, a file or an importable name, in place of what was loaded. None: load
+    nothing. Raises Fault.
+
+    run: the run that names it, if the user doesn't. What lies in its folder came with it, and is
+    never run.
+    """
+    if code is None:
+        if LOADED:
+            _forget()
+        return
+    try:
+        spec = _spec(code, run)
+        file = Path(spec.origin)
+        content = file.read_bytes()
+    except OSError as error:
+        raise Fault(f"--code {code!r} can't be read: {error.strerror}.") from None
+    loaded = {"code": code, "file": str(file), "sha256": _sha256(file, content)}
+    if loaded.items() <= LOADED.items():
+        return  # a module can't register its model classes in transformers twice
+    _forget()
+    module = importlib.util.module_from_spec(spec)
+    # where dataclasses, pickle and transformers look for it
+    sys.modules[spec.name] = module
+    try:
+        # the bytes that were hashed, and not what Python may have compiled before
+        exec(compile(content, str(file), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        _forget()
+        del sys.modules[spec.name]
+        raise Fault(f"--code {code!r}, {_words(error, str(file))}") from error
+    LOADED.update(loaded)
+
+
+def load_of_run(checkpoint: Path) -> None:
+    """Load the code of the run that wrote a checkpoint, if it had any. Raises Fault.
+
+    For commands that open its model, or its data.
+    """
+    try:
+        code = json.loads((checkpoint / "trainer" / "progress.json").read_bytes()).get("code")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # whoever reads the checkpoint says what is wrong with it
+    load(code if isinstance(code, str) else None, checkpoint.resolve().parent)
+
+
+def added_by_loss() -> tuple[str, ...]:
+    """Names of what the registered loss adds to the log."""
+    return ONLY["loss"][1] if "loss" in ONLY else ()
+
+
+def fact() -> Optional[str]:
+    """What a checkpoint says of the code of its run, and a resumed run must have in common with it;
+    None without code."""
+    return f"sha256 {LOADED['sha256'][:16]}" if LOADED else None
+
+
+@contextmanager
+def of_user(what: str) -> Iterator[None]:
+    """Around a call of what is registered: an error in it is a mistake, told with its line. Raises
+    Fault."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Fault) or as_fault(error).code != UNEXPECTED:
+            raise
+        where = f"--code {LOADED['code']!r}, {what}, {_words(error, LOADED['file'])}"
+        raise Fault(where) from error
+
+
+def _forget() -> None:
+    for table in TABLES:
+        table.clear()
+    declared.cache_clear()
+    strings_below.cache_clear()
+
+
+def _spec(code: str, run: Optional[Path]) -> Any:
+    """Where the module `code` is, for importlib. Raises Fault."""
+    is_file = code.endswith(".py") or os.sep in code or Path(code).is_file()
+    if not is_file and not re.fullmatch(r"\w+(\.\w+)*", code):
+        raise Fault(f"--code takes a Python file or the name of a module, not {code!r}.")
+    places = [Path(code)]
+    if not is_file:
+        # of the outermost package, which is found without running anything
+        outermost = importlib.util.find_spec(code.partition(".")[0])
+        if outermost is None:
+            raise Fault(f"--code {code!r} is neither a file nor a module that Python finds.")
+        places = list(map(Path, outermost.submodule_search_locations or [outermost.origin]))
+    if run is not None:
+        for place in (place.resolve() for place in places):
+            if run in place.parents or place in (run, *run.parents):
+                raise Fault(
+                    f"{str(run)!r} names its code {code!r}, which may have come with it and isn't "
+                    "run: name it yourself by --code, or keep it elsewhere.",
+                    REFUSED,
+                )
+    if is_file:
+        if not Path(code).is_file():
+            raise Fault(f"--code {code!r} isn't a file.{nearest_of(Path(code), files=True)}")
+        return importlib.util.spec_from_file_location(MODULE, os.path.abspath(code))
+    try:
+        spec = importlib.util.find_spec(code)
+    except (Exception, SystemExit) as error:  # of the packages around it, which are run
+        raise Fault(f"--code {code!r}: {type(error).__name__}: {one_line(error)}") from error
+    if spec is None or not str(spec.origin).endswith(".py"):
+        raise Fault(f"--code {code!r} isn't a module with a Python file.")
+    return spec
+
+
+def _sha256(file: Path, content: bytes) -> str:
+    """Hash of a module, or of all modules of a package."""
+    hashed = hashlib.sha256(content)
+    if file.name == "__init__.py":
+        for other in sorted(file.parent.rglob("*.py")):
+            hashed.update(other.read_bytes())
+    return hashed.hexdigest()
+
+
+def _words(error: BaseException, file: str) -> str:
+    """What went wrong in the module, with its line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
+    words = one_line(error).rstrip(".")
+    if not isinstance(error, Fault):
+        words = f"{type(error).__name__}: {words}"
+    return f"line {line}: {words}."
