@@ -7,6 +7,7 @@ columns      `Rows`: columns as numpy sees them, without a copy, and which of th
 probes       `copy_probe`, `Questions`: rows that ask whether a model uses its context
 tasks        `Tasks`, `open_tasks`: tasks of lm-evaluation-harness as a validation set
 dataset      `open_dataset`: a checked `TokenDataset`
+own          `open_own`, `Stream`: rows and streams of sources that --code registers
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position
 mixture_text `parse`: what --data_mix says; `period_of`, `read_before`: which source of a mixture
 stands at which position

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.columns import IGNORED, is_padded, is_target, masked_labels
+from fabric_llm.data.columns import IGNORED, is_padded, is_stream, is_target, masked_labels
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
@@ -63,6 +63,8 @@ class Batches:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
+        if is_stream(self.rows):
+            return positions
         if self.mixture is not None:
             return self.mixture.rows_at(positions)
         if self.picked is not None:
@@ -82,6 +84,8 @@ class Batches:
     def read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
         """The micro-batches of `at`, and a record of the rows in them."""
         positions = self.positions(position)
+        if is_stream(self.rows):
+            self.rows.mark(position)
         rows = self.indices(positions)  # of all at once: the order costs most for a few rows
         counted = positions < (math.inf if self.end is None else self.end)
         # rows count once

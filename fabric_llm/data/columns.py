@@ -9,6 +9,7 @@ COLUMNS = ("input_ids", "attention_mask", "labels")
 # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
 IGNORED = -100
 NO_PADDING = -1  # in place of a token id
+ENDLESS = 2**62  # rows of a stream, see own.py
 
 
 def masked_labels(columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -85,12 +86,22 @@ def pads_before_text(rows: Any) -> bool:
     return any(bool((mask[:, :-1] < mask[:, 1:]).any()) for mask in masks)
 
 
+def is_stream(rows: Any) -> bool:
+    """Whether rows are those of a stream (own.Stream), which are read one after the other."""
+    return len(rows) == ENDLESS
+
+
+def some_of(rows: Any) -> dict[str, np.ndarray]:
+    """64 evenly spaced rows, or the first ones of a stream."""
+    if is_stream(rows):
+        return rows.head
+    return rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})]
+
+
 def shifts_labels(rows: Any) -> bool:
     """Whether labels stand at the place before their tokens, in 64 rows: a model, which shifts them
     itself, would learn the token after next."""
-    columns = (
-        rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})] if len(rows) else {}
-    )
+    columns = some_of(rows) if len(rows) else {}
     if "labels" not in columns:
         return False
     ids, labels = columns["input_ids"], columns["labels"][:, :-1]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 ROW_ORDER = "feistel"  # the name of this order in progress.json
+STREAM_ORDER = "stream"  # that of a stream, whose rows come as they are
 POSITIONS_AT_ONCE = 2**18
 ROUNDS, MIN_BITS = 8, 6  # with fewer, small permutations aren't uniform
 

@@ -1,7 +1,8 @@
 """Where rows of tokens come from: dataset folders, what is said of them before they are opened, and
 other files of flags.
 
-A kind of folder is one entry of SOURCES. Nothing here imports torch, datasets or numpy.
+A kind of folder is one entry of SOURCES, or one that --code registers. Nothing here imports torch,
+datasets or numpy.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
+from fabric_llm.base import register
 from fabric_llm.base.names import at_home, command, nearest_of
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
@@ -45,13 +47,22 @@ SOURCES: dict[str, Callable[[Path, str], TokenDataset]] = {"dataset_dict.json": 
 
 
 def source_of(folder: Path) -> str:
-    """The file of SOURCES that is in `folder`, "" if there is none."""
-    return next((name for name in SOURCES if (folder / name).is_file()), "")
+    """The file that tells the source of `folder`, "" if there is none."""
+    known = (*SOURCES, *register.SOURCES)
+    return next((name for name in known if (folder / name).is_file()), "")
 
 
-def open_source(folder: Path, verify: str = "auto") -> TokenDataset:
-    """Open and check the dataset in `folder`. Raises ValueError as its source does."""
-    return SOURCES[source_of(folder) or "dataset_dict.json"](folder, verify)
+def open_source(folder: Path, verify: str = "auto", flags: Any = None) -> TokenDataset:
+    """Open and check the dataset in `folder`. Raises ValueError as its source does.
+
+    flags: what sources that --code registers may read.
+    """
+    name = source_of(folder)
+    if name in register.SOURCES:
+        from fabric_llm.data.own import open_own
+
+        return open_own(folder, register.SOURCES[name], flags)
+    return SOURCES[name or "dataset_dict.json"](folder, verify)
 
 
 def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> None:
@@ -95,7 +106,10 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
 
 def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
     """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
-    without a manifest."""
+    without a manifest. Sources of --code are opened."""
+    if source_of(folder) in register.SOURCES:
+        opened = open_source(folder, "size", register.LOADED["flags"])
+        return len(opened.train), opened.context_length
     try:
         said = json.loads((folder / "manifest.json").read_bytes())
         numbers = said["splits"]["train"]["rows"], said["context_length"]

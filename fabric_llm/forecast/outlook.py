@@ -12,6 +12,7 @@ from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
 from fabric_llm.data import mixture_text
+from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict
@@ -308,6 +309,8 @@ def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
         return lay_out(
             mixture_text.parse(flags.data.data_mix), rows, batch, None, training.number_epochs
         )[2]
+    if rows[0] == ENDLESS:
+        return None
     return ceil(rows[0] / batch * training.number_epochs)
 
 

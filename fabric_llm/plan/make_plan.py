@@ -19,7 +19,7 @@ from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
-from fabric_llm.data.columns import is_padded
+from fabric_llm.data.columns import is_padded, is_stream
 from fabric_llm.data.dataset import TokenDataset, concatenate
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
@@ -280,6 +280,10 @@ def _plan_data(
                 f"{rows}."
             )
         read, end, max_step = {"dataset": dataset}, None, training.max_step
+        if max_step is None and is_stream(dataset.train):
+            raise ValueError(
+                f"{str(dataset.folder)!r} is a stream, which has no end: give --max_step."
+            )
         if max_step is None:
             end = training.number_epochs * len(dataset.train)
             max_step = last_step(start.step, start.position, end, batches[2])
@@ -304,8 +308,8 @@ def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
 
 def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
     """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
-    opened = open_source if is_text else open_tasks
-    return opened(Path(folder), flags.data.verify_data if is_first_of_machine() else "size")
+    verify = flags.data.verify_data if is_first_of_machine() else "size"
+    return open_source(Path(folder), verify, flags) if is_text else open_tasks(Path(folder), verify)
 
 
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
@@ -384,6 +388,11 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
     sources = {source.name: open_here(source.path, flags) for source in mix.sources}
     for source in sources.values():
         _require_row_length(source, flags)
+        if is_stream(source.train):
+            raise ValueError(
+                f"--data_mix: {str(source.folder)!r} is a stream, which isn't mixed: give it by "
+                "--train_data_dir."
+            )
     first, *others = sources.values()
     if is_rank_zero():
         for other in others:

@@ -11,7 +11,8 @@ from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.base.names import command
 from fabric_llm.checkpoint.keep import is_evaluated
 from fabric_llm.data import mixture_text
-from fabric_llm.data.order import ROW_ORDER
+from fabric_llm.data.columns import is_stream
+from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
@@ -68,8 +69,9 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         }
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
+    order = STREAM_ORDER if is_stream(plan.data.dataset.train) else ROW_ORDER
     return {
-        "fixed": {**of_data, "row_order": ROW_ORDER, **fixed},
+        "fixed": {**of_data, "row_order": order, **fixed},
         "schedule": schedule,
         **found,
         "measured_on": plan.resumed["measured_on"] if plan.is_base_known else plan.measured_on(),

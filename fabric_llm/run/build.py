@@ -22,6 +22,7 @@ from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
 from fabric_llm.checkpoint.keep import METRICS
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
+from fabric_llm.data.columns import is_stream
 from fabric_llm.data.order import sample
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import (
@@ -230,9 +231,14 @@ def make_batches(run: Run) -> Prefetch:
         run.plan.placement.rows_of(fabric.global_rank),
     )
     how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
-    batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
+    rows, threads = data.dataset.train, run.flags.data.num_workers
+    if is_stream(rows):
+        threads = min(threads, 1)  # several would read back and forth
+        if run.plan.resumed:
+            rows.restore(run.plan.start.position, run.plan.resumed["stream"])
+    batches = Batches(rows, run.flags.training.seed, *sizes, **how)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
-    return Prefetch(batches, run.flags.data.num_workers, copies)
+    return Prefetch(batches, threads, copies)
 
 
 def make_evaluation(run: Run) -> Evaluation:

@@ -11,6 +11,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ranks import gather
 from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
+from fabric_llm.data.columns import is_stream
 from fabric_llm.data.mixture_text import read_before
 from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import run_directory, same_run
@@ -95,6 +96,8 @@ def save(run: Run, *, stops: bool) -> None:
             "rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
         )
         read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
+        rows = plan.data.dataset.train
+        stream = {"stream": rows.state_at(run.progress.position)} if is_stream(rows) else {}
         pending = writing.begin(
             step_directory(plan.run_directory, step),
             run.fabric,
@@ -105,6 +108,7 @@ def save(run: Run, *, stops: bool) -> None:
             progress=run.progress,
             facts={
                 **same_run.facts(plan, run.flags),
+                **stream,
                 "guard": run.guard.state(),
                 "scaler": run.fabric.strategy.precision.state_dict(),
                 "eval_loss": loss if math.isfinite(loss) else None,

@@ -25,7 +25,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.reading import optimizer_state
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
+from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import (
@@ -284,22 +284,28 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
         )
     elif read.count == 0:
         return "no row was read yet"
-    elif order != ROW_ORDER:
+    elif order not in (ROW_ORDER, STREAM_ORDER):
         report.find(
             f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}."
         )
     elif rows <= 0 or end - first > MAX_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != (
-        claimed_by(mixture.rows_at, first, end)
-        if mixture
-        else claimed_rows(rows, fixed["seed"], first, end)
-    ):
+    elif read != _claimed(progress, mixture, first, end):
         report.find(
             f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, "
             "others never."
         )
     return f"{span} were each read by one rank"
+
+
+def _claimed(progress: dict[str, Any], mixture: Any, first: int, end: int) -> RowsRead:
+    """The record of the rows that belong to the positions `first` to `end` - 1."""
+    fixed = progress["fixed"]
+    if mixture is not None:
+        return claimed_by(mixture.rows_at, first, end)
+    if fixed["row_order"] == STREAM_ORDER:
+        return claimed_by(lambda positions: positions, first, end)
+    return claimed_rows(fixed["train_rows"], fixed["seed"], first, end)
 
 
 def check_export(newest: Path, report: Report) -> str:

@@ -1,0 +1,242 @@
+"""Data sources that --code registers, of rows by their number or of a stream of rows.
+
+A source is f(folder, flags), which returns a dictionary:
+
+train         rows, or a stream
+validation    rows
+max_token_id  the largest token id in them; without it every row is read once, which a stream can't
+document_end  the token that ends each document, if rows are packed documents to be kept apart; may
+              be left out
+
+Rows are an array [rows, context], or any object with a length whose [number] is one row. A row is
+an array of token ids, or {"input_ids": ..., "labels": ...} with -100 in labels where there is no
+target. Threads may ask for rows at the same time.
+
+A stream is a function of a state, None for its beginning. It returns an iterator over rows that has
+a method `state()`: plain data, as JSON has it, from which the function goes on with the row that
+comes next. Every rank passes over all rows and takes its own, so that a run goes on with other
+devices.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any, Optional
+
+import numpy as np
+
+from fabric_llm.base import register
+from fabric_llm.base.faults import Fault
+from fabric_llm.data.columns import ENDLESS, Rows
+from fabric_llm.data.dataset import TokenDataset
+
+COLUMNS = ("input_ids", "labels")
+HEAD = 8  # rows of a stream that say which one it is, and that it resumes exactly
+MAX_STATES = 16  # of a stream, at the beginning of steps, that are kept
+ROWS_AT_ONCE = 256
+Columns = dict[str, np.ndarray]
+
+
+def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDataset:
+    """The dataset in `folder`, by a source that --code registers. Raises ValueError."""
+    name = f"the source of {str(folder)!r}"
+    with register.of_user(name):
+        made = source(folder, flags)
+        train, validation = made["train"], _rows(made["validation"], f"validation of {name}")
+        context = validation[0]["input_ids"].shape[0]
+        if callable(train):
+            train = Stream(train, context, name)
+            train.require_exact_resume()
+        else:
+            train = _rows(train, f"train of {name}")
+        largest = made.get("max_token_id")
+    if largest is None:
+        if isinstance(train, Stream):
+            raise Fault(f"--code: {name} gives a stream, which needs max_token_id beside it.")
+        largest = max(_largest(train), _largest(validation))
+    if train[0].keys() != validation[0].keys() or train[0]["input_ids"].shape != (context,):
+        raise Fault(f"--code: rows of train and validation of {name} must be alike.")
+    end = made.get("document_end")
+    manifest = {} if end is None else {"packed": True, "eos_token_id": end}
+    return TokenDataset(folder, train, validation, context, int(largest), manifest)
+
+
+def _rows(given: Any, where: str) -> Rows:
+    if len(given) == 0:
+        raise Fault(f"--code: {where} has no rows.")
+    first = _columns(given[0], None, where)
+    context = first["input_ids"].shape[0]
+    if context < 2:
+        raise Fault(f"--code: rows of {where} hold {context} token; at least 2 are needed.")
+    return Rows([{name: Column(given, name, context, where) for name in first}])
+
+
+def _largest(rows: Rows) -> int:
+    """The largest token id. Reads every row. Raises Fault for a negative one."""
+    largest = 0
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        ids = rows[first : first + ROWS_AT_ONCE]["input_ids"]
+        if ids.min() < 0:
+            raise Fault(f"--code: a token id is negative: {ids.min()}.")
+        largest = max(largest, int(ids.max()))
+    return largest
+
+
+def _columns(row: Any, context: Any, where: str) -> Columns:
+    """The columns of a row, int64 [context]. Raises Fault unless it has `context` tokens; None: any
+    number."""
+    given = row if isinstance(row, Mapping) else {"input_ids": row}
+    columns = {name: np.asarray(given[name]) for name in COLUMNS if name in given}
+    for name, values in columns.items():
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            shape = f"{values.dtype} {list(values.shape)}"
+            raise Fault(f"--code: {name} of a row of {where} is {shape}, not integers [context].")
+        if len(values) != (context or len(values)):
+            raise Fault(
+                f"--code: a row of {where} has {len(values)} tokens in {name}, the first {context}."
+            )
+    if columns.keys() != given.keys() or "input_ids" not in columns:
+        raise Fault(f"--code: a row of {where} has {', '.join(given)}, not input_ids and labels.")
+    return {name: values.astype(np.int64) for name, values in columns.items()}
+
+
+class Column:
+    """One column of a user's rows, as `Rows` takes it."""
+
+    def __init__(self, rows: Any, name: str, context: int, where: str) -> None:
+        self.rows, self.name, self.context, self.where = rows, name, context, where
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.context
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        with register.of_user(f"row {number} of {self.where}"):
+            return _columns(self.rows[number], self.context, self.where)[self.name]
+
+
+class StreamEnd(Fault):
+    """A stream has no more rows."""
+
+
+class Stream:
+    """The rows of a stream, each by its position in the run. An earlier one than the last is read
+    again, from the nearest state before it.
+
+    So its rows are a function of the position, and states only save time. `head`: its first rows.
+    """
+
+    def __init__(self, begin: Callable[[Any], Iterator[Any]], context: int, name: str) -> None:
+        self.begin, self.context, self.name, self.lock = begin, context, name, RLock()
+        # position -> (state there as JSON, hash of the row that comes next)
+        self.states: dict[int, tuple[str, Optional[str]]] = {0: ("null", None)}
+        self.peeked: tuple[int, Columns] = (
+            -1,
+            {},
+        )  # position, and a row that was read for its hash
+        self.iterator, self.place = self._begun("null"), 0  # of the row that comes next
+        self.head = _stacked([self._next() for _ in range(HEAD)])
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, positions: Any) -> Columns:
+        """Columns [positions, context] of rows at ascending positions; those of one of the first
+        rows are [context]."""
+        if np.ndim(positions) == 0:
+            return {name: values[positions] for name, values in self.head.items()}
+        with self.lock:
+            return _stacked([self._row(int(position)) for position in positions])
+
+    def require_exact_resume(self) -> None:
+        """Raises Fault unless the stream begins anew with the same rows, and goes on from a state
+        with those that come next."""
+        again, resumed = (Stream(self.begin, self.context, self.name) for _ in range(2))
+        later = np.arange(HEAD, 2 * HEAD)
+        resumed.restore(HEAD, again.state_at(HEAD))
+        for ours, theirs in ((self.head, again.head), (again[later], resumed[later])):
+            if any(not np.array_equal(ours[name], theirs[name]) for name in ours):
+                raise self._not_exact("it gives other rows when it begins again")
+
+    def mark(self, position: int) -> None:
+        """A step begins at `position`: keep the state there, for a save."""
+        with self.lock:
+            self._mark(position)
+            for old in list(self.states)[1:-MAX_STATES]:
+                del self.states[old]
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """What a checkpoint keeps, for `restore`."""
+        with self.lock:
+            if position not in self.states:
+                with suppress(StreamEnd):
+                    self._mark(position)
+            state, following = self.states[position]
+            return {"state": json.loads(state), "next": following}
+
+    def restore(self, position: int, kept: Mapping[str, Any]) -> None:
+        """Go on from what `state_at` has said, in a resumed run. Raises Fault if another row comes
+        next."""
+        state = json.dumps(kept["state"])
+        self.states[position] = state, kept["next"]
+        self.iterator, self.place = self._begun(state), position
+        if kept["next"] is not None:
+            self.peeked = position, self._next()
+            if _hash(self.peeked[1]) != kept["next"]:
+                raise self._not_exact(f"row {position}, at which this run goes on, is another one")
+
+    def _mark(self, position: int) -> None:
+        self._go_to(position)
+        with register.of_user(f"state of {self.name}"):
+            state = json.dumps(self.iterator.state(), allow_nan=False)
+        self.states[position] = state, None
+        self.peeked = position, self._next()
+        self.states[position] = state, _hash(self.peeked[1])
+
+    def _begun(self, state: str) -> Any:
+        with register.of_user(f"stream of {self.name}"):
+            iterator = self.begin(json.loads(state))
+        if not (hasattr(iterator, "__next__") and hasattr(iterator, "state")):
+            raise self._not_exact("it isn't an iterator with a method state()")
+        return iterator
+
+    def _not_exact(self, why: str) -> Fault:
+        return Fault(f"--code: the stream of {self.name} can't be resumed exactly: {why}.")
+
+    def _row(self, position: int) -> Columns:
+        if position != self.peeked[0]:
+            self._go_to(position)
+            self.peeked = position, self._next()
+        return self.peeked[1]
+
+    def _go_to(self, position: int) -> None:
+        if position < self.place:
+            self.place = max(place for place in self.states if place <= position)
+            self.iterator = self._begun(self.states[self.place][0])
+        while self.place < position:
+            self._next()
+
+    def _next(self) -> Columns:
+        with register.of_user(f"row {self.place} of {self.name}"):
+            row = next(self.iterator, None)
+        if row is None:
+            raise StreamEnd(
+                f"--code: the stream of {self.name} ends after {self.place} rows: give a smaller "
+                "--max_step."
+            )
+        self.place += 1
+        return _columns(row, self.context, self.name)
+
+
+def _stacked(rows: list[Columns]) -> Columns:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _hash(row: Columns) -> str:
+    return hashlib.sha256(b"".join(row[name].tobytes() for name in sorted(row))).hexdigest()
