@@ -1,14 +1,11 @@
-"""docs/make_it_yours.md: every change, applied to a copy of the code, trains, is killed, resumes,
-verifies and exports."""
+"""docs/make_it_yours.md: its blocks, as one module of --code, train, are killed, resume, verify and
+export; and what repeats ours gives our numbers."""
 
-import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -17,222 +14,326 @@ import torch
 from conftest import VOCABULARY
 from safetensors.torch import load_file
 
+from arguments import parse_plan, parse_train
+from fabric_llm.base import register
+from fabric_llm.base.faults import Fault
+from fabric_llm.data.own import HEAD, Stream
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text()
 STEPS = 6
-MODELS = {"A model class in the style of transformers": "capped_llama", "A plain nn.Module": "mine"}
-SECTIONS = re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", PAGE, re.M)
+# Schedule, loss, optimizer, source, metric and flag that do what ours do.
+OURS = """
+import math
+
+import datasets
+import torch
+import torch.nn.functional as F
+
+from fabric_llm.base import register
+
+
+@register.schedule("again")
+def again(at):
+    return 0.5 * (1 + math.cos(math.pi * at.done))
+
+
+@register.loss()
+def loss(logits, targets, flags):
+    return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
+
+
+@register.optimizer
+def optimizer(groups, names, store, flags):
+    training = flags.training
+    if flags.model.precision == "bf16-true":
+        return Rounded(groups, {"lr": training.lr, "store": store})
+    betas = training.beta1, training.beta2
+    return torch.optim.AdamW(groups, lr=training.lr, betas=betas, fused=True)
+
+
+class Rounded(torch.optim.Optimizer):
+    '''AdamW's first step, in the order of its operations.'''
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                g, p = parameter.grad.float(), parameter.float()
+                m, v = g * 0.1, g * g * (1 - 0.95)
+                root = v.double().sqrt().float()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(m.div(root.mul(1 / math.sqrt(1 - 0.95)).add(1e-8)).mul(group["lr"] / 0.1))
+                group["store"](parameter, p, 1)
+
+
+class Split:
+    def __init__(self, split):
+        self.split = split
+
+    def __len__(self):
+        return len(self.split)
+
+    def __getitem__(self, number):
+        return {"input_ids": self.split[number]["input_ids"]}
+
+
+@register.source("same.txt")
+def same(folder, flags):
+    splits = datasets.load_from_disk((folder / "same.txt").read_text())
+    return {name: Split(splits[name]) for name in ("train", "validation")}
+"""
+
+
+def run(folder, *words, **variables):
+    """Run a command of the repository in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def training(folder, *flags):
+    """A function that trains a run of a name with `flags`, and gives its exit code and output."""
+
+    def train(name, *more, **variables):
+        words = ["--output_dir", "runs", "--run_name", name, "--log_step_interval", 1, *more]
+        done = run(folder, ROOT / "train.py", *flags, *words, **variables)
+        return done.returncode, done.stdout + done.stderr
+
+    return train
+
+
+def weights(folder, name, step=STEPS):
+    return load_file(folder / "runs" / name / f"step-{step:08d}" / "model.safetensors")
+
+
+def lines(folder, name):
+    text = (folder / "runs" / name / "metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
 
 
 @pytest.fixture
-def copy(tmp_path):
-    """The scripts and the package, to be changed."""
-    shutil.copytree(
-        ROOT / "fabric_llm",
-        tmp_path / "code" / "fabric_llm",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    for script in ("train.py", "export_hf.py", "arguments.py"):
-        shutil.copy(ROOT / script, tmp_path / "code" / script)
-    return tmp_path / "code"
-
-
-def apply(section, code):
-    """Put each block in place of a function, at the end of a class, or at the end of a file.
-    Returns how many lines they have."""
-    blocks = re.findall(
-        r"(Add to|Replace) (?:`(\w+)` in )?`([\w./]+)`.*?```python\n(.*?)```", section, re.S
-    )
-    assert len(blocks) == section.count("```python")
-    for verb, name, file, block in blocks:
-        path = code / file
-        lines = path.read_text().splitlines(keepends=True)
-        if name:
-            [old] = [
-                node for node in ast.parse("".join(lines)).body if getattr(node, "name", "") == name
-            ]
-            if verb == "Replace":
-                lines[old.lineno - 1 : old.end_lineno] = [block]
-            else:
-                lines.insert(old.end_lineno, textwrap.indent(block, "    "))
-            path.write_text("".join(lines))
-        else:
-            path.write_text(f"{''.join(lines)}\n\n{block}")
-    return len([line for *_, block in blocks for line in block.splitlines() if line.strip()])
-
-
-def run(code, folder, *words, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(code), **variables}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180
-    )
+def code(tmp_path):
+    """The blocks of the page, as one module."""
+    path = tmp_path / "my_module.py"
+    path.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.S)))
+    return path
 
 
 @pytest.mark.longer
-@pytest.mark.every_eighth(1)
-@pytest.mark.parametrize(("title", "section"), SECTIONS, ids=[title for title, _ in SECTIONS])
-def test_what_is_changed_trains_is_killed_resumes_verifies_and_exports(
-    toys, tmp_path, copy, title, section
+@pytest.mark.parametrize(
+    ("model", "file", "ranks"),
+    [("llama", "train.bin", 1), ("llama", "stream.txt", 2), ("capped_llama", "train.bin", 2)]
+    + [("mine", "stream.txt", 1)],
+)
+def test_the_page_trains_is_killed_resumes_verifies_and_exports(
+    toys, tmp_path, code, model, file, ranks
 ):
-    assert apply(section, copy) <= 30
-    model, data = toys / "llama", toys / "data"
-    if title in MODELS:
-        model = tmp_path / "model"
-        model.mkdir()
-        config = json.loads((toys / "llama" / "config.json").read_text()) | {
-            "model_type": MODELS[title]
-        }
-        (model / "config.json").write_text(json.dumps(config))
-    if title == "A data source":
-        data = tmp_path / "bins"
-        data.mkdir()
+    config = json.loads((toys / "llama" / "config.json").read_text()) | {"model_type": model}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "stream.txt").touch()
+    if file == "train.bin":
+        (data / "stream.txt").unlink()
         for name, rows in (("train.bin", 40), ("val.bin", 8)):
-            np.random.default_rng(0).integers(0, VOCABULARY, rows * 64).astype(np.uint16).tofile(
-                data / name
-            )
-    flags = [
-        "--model_name",
-        model,
-        "--train_data_dir",
-        data,
-        "--output_dir",
-        "runs",
-        "--max_step",
-        STEPS,
-        "--lr",
-        1e-3,
-    ]
-    flags += [
-        "--save_step_interval",
-        2,
-        "--log_step_interval",
-        1,
-        "--global_batch_size",
-        4,
-        "--eval_iters",
-        2,
-    ]
-    if found := re.search(
-        r"python train.py .*?(--(?:lr_schedule|logger|lion_beta) [\w.]+)", section
-    ):
-        flags += found[1].split()
-
-    def train(name, **variables):
-        return run(
-            copy,
-            tmp_path,
-            copy / "train.py",
-            *flags,
-            "--run_name",
-            name,
-            "--resume",
-            "auto",
-            **variables,
-        )
-
-    whole = train("whole")
-    assert whole.returncode == 0, whole.stderr + whole.stdout
-    assert train("cut", FABRIC_LLM_FAILPOINT="between_steps:count=5").returncode == -9
-    resumed = train("cut")
-    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, (
-        resumed.stderr + resumed.stdout
-    )
-    ours, theirs = (
-        load_file(tmp_path / "runs" / name / f"step-{STEPS:08d}" / "model.safetensors")
-        for name in ("cut", "whole")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert any(
-        not torch.equal(theirs[name], value)
-        for name, value in weights_before(model, tmp_path).items()
-    )
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()
-    ]
-    if title == "A metric":
-        assert all("perplexity" in line for line in lines if "loss" in line)
-    if title == "A tracker":
-        assert len((tmp_path / "runs" / "whole" / "lines.txt").read_text().splitlines()) == len(
-            lines
-        )
-    verified = run(copy, tmp_path, "-m", "fabric_llm.verify", "runs/cut")
+            ids = np.random.default_rng(0).integers(0, VOCABULARY, rows * 64)
+            ids.astype(np.uint16).tofile(data / name)
+    words = ["--model_name", "model", "--train_data_dir", "data", "--max_step", STEPS, "--lr", 1e-3]
+    words += ["--save_step_interval", 2, "--global_batch_size", 4, "--eval_iters", 2]
+    words += ["--lr_schedule", "sqrt", "--logger", "lines", "--lion_beta", 0.9, "--code", code.name]
+    words += ["--devices", ranks, "--strategy", "fsdp2" if ranks > 1 else "auto"]
+    train = training(tmp_path, *words)
+    exit_code, said = train("whole")
+    assert exit_code == 0 and "entropy" in said, said
+    assert train("cut", FABRIC_LLM_FAILPOINT="between_steps:count=5")[0] != 0
+    # all that belongs to the run is found, the module included
+    exit_code, said = training(tmp_path)("cut", "--resume", "true")
+    assert exit_code == 0 and "resumed from" in said, said
+    whole, cut = (weights(tmp_path, name) for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    first = weights(tmp_path, "whole", 2)
+    assert any(not torch.equal(whole[name], first[name]) for name in whole)
+    for line in lines(tmp_path, "whole"):
+        assert line["z"] > 0 and line["entropy"] > 0
+        assert line["lr"] == pytest.approx(1e-3 * (1 - ((line["step"] - 1) / STEPS) ** 0.5))
+    assert len((tmp_path / "runs" / "whole" / "lines.txt").read_text().splitlines()) >= STEPS
+    verified = run(tmp_path, "-m", "fabric_llm.verify", "runs/cut")
     assert verified.returncode == 0 and "verdict         whole" in verified.stdout, (
         verified.stderr + verified.stdout
     )
-    exported = run(copy, tmp_path, copy / "export_hf.py", "runs/cut", "--output", "hf")
-    assert exported.returncode == 0 and "Verified with plain transformers" in exported.stdout, (
-        exported.stderr
-    )
+    exported = run(tmp_path, ROOT / "export_hf.py", "runs/cut", "--output", "hf")
+    assert "Verified with plain transformers" in exported.stdout, exported.stderr
 
 
 @pytest.mark.longer
-def test_a_flag_that_is_added_belongs_to_the_run(toys, tmp_path, copy):
-    """Nothing but its declaration says so: a resume with another value would go on with other
-    losses."""
-    flags = [
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        "runs",
-        "--eval_iters",
-        0,
-    ]
-
-    def train(*more, name="run"):
-        done = run(
-            copy,
-            tmp_path,
-            copy / "train.py",
-            *flags,
-            "--save_step_interval",
-            2,
-            "--run_name",
-            name,
-            *more,
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    code, said = train("--max_step", 4, name="before")
-    assert code == 0, said
-    before = {path: path.read_bytes() for path in copy.rglob("*.py")}
-    apply(dict(SECTIONS)["A flag"], copy)
-    changed = {
-        str(path.relative_to(copy)) for path, text in before.items() if path.read_bytes() != text
-    }
-    assert changed == {"arguments.py", "fabric_llm/training/adamw.py"}, (
-        "the flag, and the code that reads it"
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("precision", "steps"), [("32-true", 4), ("bf16-true", 1)])
+def test_what_repeats_ours_gives_our_numbers(toys, tmp_path, ranks, precision, steps):
+    (tmp_path / "ours.py").write_text(OURS)
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "same.txt").write_text(str(toys / "data"))
+    flags = ["--model_name", toys / "llama", "--max_step", steps, "--precision", precision]
+    flags += ["--save_step_interval", 2, "--global_batch_size", 4, "--eval_iters", 2]
+    flags += ["--devices", ranks, "--strategy", "fsdp2" if ranks > 1 else "auto", "--lr", 1e-3]
+    plain = training(tmp_path, *flags, "--train_data_dir", toys / "data")
+    own = training(
+        *(tmp_path, *flags, "--train_data_dir", "same"),
+        *("--code", "ours.py", "--lr_schedule", "again"),
     )
-    back = ("--resume", "true", "--checkpoint", "runs/before/step-00000002", "--max_step", 4)
-    code, said = train(*back, "--lion_beta", 0.5, name="before")
-    assert code == 2 and "was written with lion_beta 0.99, not 0.5." in said, (
-        "by a run without the flag"
-    )
-    code, said = train("--lion_beta", 1)
-    assert code == 2 and "--lion_beta must be less than 1, not 1.0." in said
-    code, said = train("--lion_bta", 0.5)
-    assert code == 2 and "Did you mean --lion_beta?" in said
-    code, said = train("--lion_beta", 0.9, "--max_step", 4)
-    assert code == 0, said
+    exit_code, said = plain("ours")
+    assert exit_code == 0, said
+    if steps > 1:
+        assert own("own", FABRIC_LLM_FAILPOINT="between_steps:count=3")[0] != 0
+    exit_code, said = own("own", "--resume", "auto")
+    assert exit_code == 0, said
+    for ours, theirs in zip(lines(tmp_path, "ours"), lines(tmp_path, "own"), strict=True):
+        for name in ("step", "position", "grad_norm", "loss", "lr", "tokens"):
+            assert ours[name] == theirs[name], f"{name} of step {ours['step']}"
+    ours, theirs = (weights(tmp_path, name, steps) for name in ("ours", "own"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.longer
+def test_the_module_and_its_flags_belong_to_the_run(toys, tmp_path):
+    module = """
+from fabric_llm.base import register
+@register.flags
+class Mine:
+    strength: float = register.option(0.5, below=1)
+    '''of something'''
+@register.metric("strength")
+def strength(at):
+    return at.flags.own.strength
+"""
+    (tmp_path / "mine.py").write_text(module)
+    flags = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--eval_iters", 0]
+    train = training(tmp_path, *flags, "--save_step_interval", 2)
+    code = ("--code", "mine.py")
+    exit_code, said = train("run", *code, "--strength", 0.9, "--max_step", 4)
+    assert exit_code == 0 and lines(tmp_path, "run")[0]["strength"] == 0.9, said
     back = ("--resume", "true", "--checkpoint", "runs/run/step-00000002", "--max_step", 4)
-    code, said = train(*back, "--lion_beta", 0.5)
-    assert (
-        code == 2
-        and "was written with lion_beta 0.9, not 0.5." in said
-        and "--resume_override lion_beta." in said
-    )
-    code, said = train(*back, "--lion_beta", 0.5, "--resume_override", "lion_beta")
-    assert code == 0 and "lion_beta: 0.5 from here on, 0.9 before." in said, said
+    exit_code, said = train("run", *back, *code)
+    assert exit_code == 2 and "was written with strength 0.9, not 0.5." in said
+    (tmp_path / "moved.py").write_text(module + "# changed\n")
+    code = ("--code", "moved.py", "--strength", 0.9)
+    exit_code, said = train("run", *back, *code)
+    assert exit_code == 2 and "was written with code sha256 " in said
+    assert "To change that on purpose: --resume_override code." in said
+    exit_code, said = train("run", *back)
+    assert exit_code == 2 and ", not None." in said
+    exit_code, said = train("run", *back, *code, "--resume_override", "code")
+    assert exit_code == 0 and "from here on, sha256" in said, said
+    # what came with the run isn't run
+    (tmp_path / "mine.py").rename(tmp_path / "runs" / "run" / "mine.py")
+    arguments = tmp_path / "runs" / "run" / "arguments.yaml"
+    arguments.write_text(arguments.read_text().replace("moved.py", "runs/run/mine.py"))
+    exit_code, said = training(tmp_path)("run", "--resume", "true")
+    assert exit_code == 77 and "may have come with it and isn't run" in said, said
 
 
-def weights_before(model, folder):
-    """Of the first checkpoint of the run, where the model begins with random weights."""
-    file = model / "model.safetensors"
-    return load_file(
-        file
-        if file.is_file()
-        else folder / "runs" / "whole" / "step-00000002" / "model.safetensors"
+HEADER = "from fabric_llm.base import register\n"
+SCHEDULE = '@register.schedule("a")\ndef a(at): ...\n'
+FLAG = HEADER + "@register.flags\nclass Mine:\n    {} = register.option(1)\n    '''a text'''\n"
+MISTAKES = {
+    "a file that isn't there": (None, "--code 'PATH' isn't a file."),
+    "syntax": ("a = (\n", "--code 'PATH', line 1: SyntaxError: '(' was never closed"),
+    "an exception": ("\n1 / 0\n", "--code 'PATH', line 2: ZeroDivisionError: division by zero."),
+    "an exit": ("exit(3)\n", "--code 'PATH', line 1: SystemExit: 3."),
+    "a missing package": ("import no_such_one\n", "line 1: ModuleNotFoundError: No module named"),
+    "twice": (HEADER + SCHEDULE * 2, "line 4: it registers the schedule 'a' twice."),
+    "ours": (HEADER + SCHEDULE.replace('"a"', '"cosine"'), "schedule 'cosine' already"),
+    "a metric of ours": (
+        HEADER + '@register.metric("lr")\ndef lr(at): ...\n',
+        "there is a metric 'lr' already; take another name.",
+    ),
+    "a flag of ours": (FLAG.format("lr: float"), "there is a flag --lr already"),
+    "no declaration": (FLAG.format("x: int = 3; y: int"), "x isn't declared by option(DEFAULT)."),
+    "no text": (FLAG.format("x: int").replace("'''a text'''", ""), "x has no text"),
+    "no such schedule": ("", "infinite or inverse_sqrt, not 'sqrt'."),
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_sentence(tmp_path, capsys, text, sentence):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        parse_train(["--code", str(path), "--lr_schedule", "sqrt"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1, said
+    assert sentence.replace("PATH", str(path)) in said
+    parse_train([])  # forgets what was loaded
+    assert not register.LOADED and not any(register.TABLES)
+
+
+def test_flags_are_known_in_help_in_files_and_to_plan(tmp_path, capsys):
+    path, config = tmp_path / "mine.py", tmp_path / "run.yaml"
+    path.write_text(FLAG.format("strength: int") + SCHEDULE)
+    config.write_text(f"code: {path}\nstrength: 3\nlr_schedule: a\n")
+    flags = parse_train(["--config", str(config)])
+    assert flags.own.strength == 3 and flags.flat()["strength"] == 3
+    assert flags.training.lr_schedule == "a" and register.LOADED["flags"] is flags
+    flags = parse_plan(["--code", str(path), "--model_name", "x", "--strength", "4"])[1]
+    assert flags.own.strength == 4
+    done = run(
+        *(tmp_path, "-X", "importtime", ROOT / "train.py"),
+        *("--code", path, "--help", "strength"),
     )
+    assert "--strength  (an integer; default: 1)\n      a text" in done.stdout
+    assert not re.search(r"\| +torch$", done.stderr, re.M)
+    parse_train([])
+    assert not register.LOADED
+
+
+class Squares:
+    """A stream of rows n², n² + 1, ..."""
+
+    def __init__(self, state, rows=10**6, ahead=0):
+        self.number, self.rows, self.ahead = (state or {"n": 0})["n"], rows, ahead
+
+    def __next__(self):
+        if self.number == self.rows:
+            raise StopIteration
+        self.number += 1
+        return np.arange(4) + self.number**2
+
+    def state(self):
+        return {"n": self.number + self.ahead}
+
+
+def test_a_stream_is_a_function_of_the_position():
+    stream, rows = Stream(Squares, 4, "squares"), np.arange(4) + np.arange(1, 101)[:, None] ** 2
+    stream.require_exact_resume()
+    for step in (0, 8, 16, 8, 40, 0, 24):  # back and forth
+        stream.mark(step)
+        positions = np.arange(step, step + 8, 2)
+        assert (stream[positions]["input_ids"] == rows[positions]).all()
+    saved = stream.state_at(40)
+    other = Stream(Squares, 4, "squares")
+    other.restore(40, saved)
+    assert (other[np.arange(40, 50)]["input_ids"] == rows[40:50]).all()
+    assert (other[np.arange(3, 5)]["input_ids"] == rows[3:5]).all()
+    with pytest.raises(Fault, match="row 40, after a state, is another one"):
+        Stream(Squares, 4, "squares").restore(40, {**saved, "state": {"n": 41}})
+
+
+@pytest.mark.parametrize(
+    ("begin", "sentence"),
+    [
+        (lambda state: Squares(state, ahead=1), "row 8, after a state, is another one"),
+        (lambda state: iter([np.arange(4)] * 100), "it isn't an iterator with a method state"),
+        (lambda state: Squares(state, rows=HEAD + 2), f"ends after {HEAD + 2} rows"),
+        (lambda state: Squares(state or {"n": int(torch.randint(10**6, ()))}), "can't be resumed"),
+        (lambda state: Squares({"n": 1, **state}), "TypeError"),
+    ],
+)
+def test_a_stream_that_cannot_resume_exactly_is_refused(monkeypatch, begin, sentence):
+    monkeypatch.setitem(register.LOADED, "code", "mine.py")
+    monkeypatch.setitem(register.LOADED, "file", __file__)
+    with pytest.raises(Fault, match=sentence):
+        Stream(begin, 4, "squares").require_exact_resume()

@@ -683,7 +683,7 @@ ELSEWHERE = {  # what people paste from tutorials of other trainers -> what trai
     },
     **{
         "mfu": "it is --mfu of plan.py",
-        "optim": "the optimizer is AdamW; docs/make_it_yours.md says how to take another",
+        "optim": "the optimizer is AdamW; --code registers another (docs/make_it_yours.md)",
     },
     **{"lora_r": "all parameters train, or those of --train_only: there are no adapters"},
     **{"trust_remote_code": "leave it out: code that comes with a model is never run"},
@@ -711,7 +711,7 @@ def test_all_unknown_flags_are_told_at_once(tmp_path):
     assert code == 2 and said == (
         "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), "
         "--val_set_size (it is --validation_fraction of prepare_data.py), --optim (the optimizer "
-        "is AdamW; docs/make_it_yours.md says how to take another), --foo, --bf16 (did you mean "
+        "is AdamW; --code registers another (docs/make_it_yours.md)), --foo, --bf16 (did you mean "
         "--precision?), --push_to_hub (it is --push_to_hub of export_hf.py). See --help.\n"
     )
     assert "NestedArg" not in nested

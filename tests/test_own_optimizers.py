@@ -11,22 +11,29 @@ import torch
 from ranks import run_ranks, toy_run
 from torch import nn
 
+from fabric_llm.base import register
 from fabric_llm.training import adamw
 
 PAGE = (Path(__file__).parent.parent / "docs" / "make_it_yours.md").read_text()
 FLAGS = SimpleNamespace(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, seed=0, lion_beta=0.99)
 
 
-def of_the_docs(title):
-    """The optimizer's code in a section of the page."""
-    section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.S)[-1]
+# The optimizer's code in its section of the page.
+LION = re.findall(r"## An optimizer\n.*?```python\n(.*?)```", PAGE, re.S)[0]
+# It keeps nothing of small updates in bfloat16.
+SGD = """
+@register.optimizer
+def sgd(groups, names, store, flags):
+    return torch.optim.SGD(groups, lr=flags.training.lr, momentum=flags.training.beta1)
+"""
 
 
 def use(monkeypatch, code):
-    """As if `code` stood at the end of adamw.py."""
-    monkeypatch.setattr(adamw, "make_optimizer", adamw.make_optimizer)  # which is put back
-    exec(textwrap.dedent(code), vars(adamw))
+    """As if `code` were that of --code."""
+    monkeypatch.setattr(register, "ONLY", {})
+    loaded = {"code": "mine.py", "file": "", "flags": SimpleNamespace(training=FLAGS, own=FLAGS)}
+    monkeypatch.setattr(register, "LOADED", loaded)
+    exec(textwrap.dedent(code), {"register": register, "torch": torch})
 
 
 def plain_lion(weight, gradient, steps, lr, beta, lion_beta):
@@ -40,7 +47,7 @@ def plain_lion(weight, gradient, steps, lr, beta, lion_beta):
 
 def test_the_lion_of_the_docs_learns_in_bfloat16(monkeypatch):
     """A quadratic: with nearest rounding most updates would be lost."""
-    use(monkeypatch, of_the_docs("A flag"))
+    use(monkeypatch, LION)
     torch.manual_seed(0)
     begin, goal = torch.randn(64, 64).bfloat16(), torch.randn(64, 64)
     wrapped = nn.Module()
@@ -62,14 +69,12 @@ def test_the_lion_of_the_docs_learns_in_bfloat16(monkeypatch):
 def test_what_is_said_of_updates_is_measured(monkeypatch, updates):
     kept = adamw.kept_updates(FLAGS, updates)
     assert kept == 0 if updates == "nearest" else 0.9 < kept < 1.1
-    use(monkeypatch, of_the_docs("An optimizer"))
+    use(monkeypatch, SGD)
     assert adamw.kept_updates(FLAGS, updates) == 0
-    use(monkeypatch, of_the_docs("A flag"))
+    use(monkeypatch, LION)
     assert 0.9 < adamw.kept_updates(FLAGS, updates) < 1.1
-    use(
-        monkeypatch,
-        "def make_optimizer(*args):\n    raise RuntimeError('made for one model alone')",
-    )
+    raises = "@register.optimizer\ndef make(*args):\n    raise RuntimeError('for one model alone')"
+    use(monkeypatch, raises)
     assert adamw.kept_updates(FLAGS, updates) is None
 
 
@@ -96,7 +101,10 @@ def trained(argv, code):
 
     import train
 
-    exec(textwrap.dedent(code), vars(adamw))
+    path = Path(argv[argv.index("--output_dir") + 1]) / "mine.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import torch\nfrom fabric_llm.base import register\n{textwrap.dedent(code)}")
+    argv = [*argv, "--code", str(path)]
     said, error, stopped = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(error):
         try:
@@ -115,8 +123,9 @@ def test_state_that_is_no_tensor_is_refused_after_the_first_step(toys, tmp_path)
                 self.state[parameter]["count"] = 1
 
 
-    def make_optimizer(wrapped, decayed, training, updates):
-        return Counted(wrapped.parameters(), lr=training.lr)
+    @register.optimizer
+    def make(groups, names, store, flags):
+        return Counted(groups, lr=flags.training.lr)
     """
     words = [
         *toy_run(toys, tmp_path),
@@ -150,9 +159,7 @@ def test_a_run_says_what_its_optimizer_loses(toys, tmp_path):
         1,
     ]
     words += ["--lr", 1e-7, "--global_batch_size", 4]
-    [(code, said, error)] = run_ranks(
-        1, trained, [str(word) for word in words], of_the_docs("An optimizer")
-    )
+    [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], SGD)
     assert code == 0, error
     assert (
         said.count("this optimizer keeps 0% of such updates") == 1 and "nothing is lost" not in said

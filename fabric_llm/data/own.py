@@ -189,7 +189,7 @@ class Stream:
         if kept["next"] is not None:
             self.peeked = position, self._next()
             if _hash(self.peeked[1]) != kept["next"]:
-                raise self._not_exact(f"row {position}, at which this run goes on, is another one")
+                raise self._not_exact(f"row {position}, after a state, is another one")
 
     def _mark(self, position: int) -> None:
         self._go_to(position)

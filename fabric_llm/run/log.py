@@ -152,7 +152,7 @@ class Log:
                     advice = (
                         "the rest was too small for bfloat16, and this optimizer keeps "
                         f"{self.kept_updates:.0%} of such updates: take --bf16_updates stochastic, "
-                        "and in an optimizer of your own `adamw.rounding`"
+                        "and `store` in an optimizer of your own"
                     )
                 few = f"Warning: only {update[0]:.1%} of the weights change in a step"
                 self.line(f"{few}; {advice} (docs/numerics.md).")
