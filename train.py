@@ -69,11 +69,11 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     while not (stops or run.is_over):
         # Where the step begins and ends. Its data, its learning rate and what is due after it
         # follow from these two.
-        before, run.progress, run.losses = run.progress, run.plan.after(run.progress), None
+        before, run.progress, run.losses = run.progress, run.schedule.after(run.progress), None
         number = run.progress.step
-        logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
+        logs, evaluates, saves = save.due_after(before, run.progress, run.schedule, flags)
         log.begin(number)
-        lr = lr_at(before.step, max_step=run.plan.schedule.max_step, **shape)
+        lr = lr_at(before.step, max_step=run.schedule.max_step, **shape)
         step.set_lr(run.optimizer, lr)
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 

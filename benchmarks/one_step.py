@@ -48,7 +48,7 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
-        run = Run(fabric, arguments, plan, None, plan.start)
+        run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
         build.build_model(run, plan.model.source)
     run.batches = build.make_batches(run)
     return run
@@ -92,7 +92,7 @@ def take_step(run: Run) -> float:
     Change both together.
     """
     fabric, flags, plan = run.fabric, run.flags, run.plan
-    before, run.progress = run.progress, plan.after(run.progress)
+    before, run.progress = run.progress, run.schedule.after(run.progress)
     step.set_lr(run.optimizer, flags.training.lr)
     step.seed_step(flags.training.seed, before.step, fabric.global_rank)
     micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]

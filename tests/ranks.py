@@ -267,7 +267,7 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     arguments, plan = planned(argv)
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
-    run = Run(fabric, arguments, plan, None, plan.start)
+    run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
     build_model(run, plan.model.source)
     return fabric, run.plan, run.model, run.optimizer
 

@@ -23,7 +23,7 @@ import yaml
 
 from fabric_llm.base import command_line
 from fabric_llm.base.names import at_home, command, nearest, shown
-from fabric_llm.data.sources import NAME
+from fabric_llm.data.sources import NAME, ONE_SET
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
@@ -117,6 +117,14 @@ def with_replay(
 
 def _one_line(values: Any) -> str:
     return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
+
+
+def mix_of(data_mix: Optional[str], train_data_dir: Optional[str]) -> DataMix:
+    """What a run reads. Without --data_mix that is a mixture of the one dataset in
+    --train_data_dir."""
+    if data_mix:
+        return parse(data_mix)
+    return DataMix((Source(ONE_SET, str(train_data_dir)),), (Stage(Fraction(0), (1,)),))
 
 
 def parse(given: str) -> DataMix:

@@ -5,7 +5,7 @@ Each check raises ValueError in one sentence with the offending value. A check w
 same on all ranks is made on rank 0 only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,7 @@ from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
-from fabric_llm.data.dataset import TokenDataset, concatenate
+from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
@@ -29,9 +29,9 @@ from fabric_llm.model import fast_paths, freezing, language_model, layers, loadi
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
-from fabric_llm.plan.mixture import Cursor, last_step, lay_out
-from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
+from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES
+from fabric_llm.plan.schedule import Cursor, Schedule, last_step, lay_out
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
@@ -45,16 +45,15 @@ def make_plan(
     """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises
     ValueError."""
     resumed = {} if resume_from is None else keep.verified(resume_from)
-    start = Progress(**resumed["progress"]) if resumed else Progress()
+    batches = batch_sizes(flags, placement.devices, placement.num_nodes)
     with same_run.written_by_a_run(resume_from):
-        data, schedule = _plan_data(
-            flags, batch_sizes(flags, placement.devices, placement.num_nodes), start, resumed
-        )
+        data, mix = _plan_data(flags, resumed)
+        schedule = _plan_schedule(flags, batches, data.sources, mix, resumed)
     source = flags.model.model_name if resume_from is None else str(resume_from)
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
     model, skeleton = _plan_model(flags, source, data, placement.kind)
-    plan = Plan(placement, model, data, schedule, start, directory, resume_from, resumed)
+    plan = Plan(placement, model, data, schedule, directory, resume_from, resumed)
     if is_rank_zero():
         _require_model_can(plan, skeleton)
         _require_rows_to_share(plan, flags.model.attention)
@@ -70,7 +69,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     ValueError."""
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
-    datasets, rope = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()], ""
+    datasets, rope = data.opened, ""
     # a resumed run has them from its checkpoint
     if asked.rope is not None and source == asked.model_name:
         config, rope = positions.scaled(
@@ -214,10 +213,7 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
     """Raises ValueError if --context_parallel ranks can't have equal parts of each row, or of the
     heads."""
     sharing = plan.placement.context_parallel
-    for dataset in [
-        *(plan.data.sources or {"": plan.data.dataset}).values(),
-        *plan.data.eval_data.values(),
-    ]:
+    for dataset in plan.data.opened:
         folder = repr(str(dataset.folder))
         require_shares(sharing, plan.model, attention, f"rows of {folder}", dataset.context_length)
         if sharing > 1 and "attention_mask" in dataset.train[0]:
@@ -258,42 +254,90 @@ def require_shares(
         raise ValueError(f"{flag}: {rows} hold {context_length} tokens, which don't divide by it.")
 
 
-def _plan_data(
-    flags: Flags, batches: tuple[int, int, int], start: Progress, resumed: dict[str, Any]
-) -> tuple[DataPlan, Schedule]:
-    """The data of a run, and its schedule. Raises ValueError.
+def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix]:
+    """(the data of a run, the shares in which it is read). Raises ValueError.
 
-    batches: see `batch_sizes`. resumed: progress.json of the checkpoint, {} for a new run.
+    resumed: progress.json of the checkpoint, {} for a new run.
     """
-    training, evaluation, masking = flags.training, flags.evaluation, flags.data.document_masking
+    evaluation, masking = flags.evaluation, flags.data.document_masking
     if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
         masking = resumed["schedule"]["document_masking"]  # as in the steps before
-    if flags.data.data_mix:
-        read, end, max_step = _plan_mixture(flags, batches[2], start, resumed)
-    else:
-        dataset = open_here(flags.data.train_data_dir, flags)
-        _require_row_length(dataset, flags)
-        if batches[2] > (rows := len(dataset.train)):
-            folder = str(dataset.folder)
-            raise ValueError(
-                f"A step takes {batches[2]} sequences, but the training split of {folder!r} has "
-                f"{rows}."
-            )
-        read, end, max_step = {"dataset": dataset}, None, training.max_step
-        if max_step is None:
-            end = training.number_epochs * len(dataset.train)
-            max_step = last_step(start.step, start.position, end, batches[2])
-    budgets = parse_budgets(evaluation.forgetting_budget)
+    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
+    if flags.data.data_mix and "mixture" in resumed:
+        mix = _in_order(mix, mixture_of(resumed).names)
+    sources, budgets = open_sources(flags, mix), parse_budgets(evaluation.forgetting_budget)
+    first = next(iter(sources.values()))
     data = DataPlan(
-        **read,
+        sources,
         eval_data=open_eval_data(flags),
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
         budgets=budgets,
         probes=evaluated_probes(evaluation.probes, budgets),
-        document_end=read["dataset"].document_end if masking else None,
+        document_end=first.document_end if masking else None,
         document_masking=masking,
     )
-    return data, Schedule(*batches, max_step, end, training.max_step, training.number_epochs)
+    return data, mix
+
+
+def _in_order(mix: DataMix, names: Sequence[str]) -> DataMix:
+    """The mixture with the sources of the resumed run first, so that their rows keep their
+    numbers. Raises ValueError where one is missing."""
+    for name in names:
+        if name not in mix.names:
+            raise ValueError(
+                f"--data_mix leaves out source {name!r} of the resumed run: give it weight 0."
+            )
+    return mix.in_order(names)
+
+
+def _plan_schedule(
+    flags: Flags,
+    batches: tuple[int, int, int],
+    sources: Mapping[str, TokenDataset],
+    mix: DataMix,
+    resumed: dict[str, Any],
+) -> Schedule:
+    """The steps of a run. Raises ValueError. batches: see `batch_sizes`."""
+    training, is_named, batch = flags.training, bool(flags.data.data_mix), batches[2]
+    rows = tuple(len(source.train) for source in sources.values())
+    contexts = tuple(source.context_length for source in sources.values())
+    if not is_named and batch > rows[0]:
+        [dataset] = sources.values()
+        raise ValueError(
+            f"A step takes {batch} sequences, but the training split of {str(dataset.folder)!r} "
+            f"has {rows[0]}."
+        )
+    mixture_text.require_one_length(mix, contexts)
+    start = Progress(**resumed["progress"]) if resumed else Progress()
+    length = training.max_step, training.number_epochs
+    before = resumed.get("mixture") if is_named else None
+    raised: dict[str, Fraction] = {}
+    if before is None:
+        stages, end, _ = lay_out(mix, rows, batch, *length)
+    else:
+        raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
+        stages, end = mixture_of(resumed).stages, before["end"]
+        if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
+            # Changed on purpose: the stages before this step stay.
+            here = Cursor(start.step, start.position, stages)
+            more = mixture_text.at_least(mix, raised, contexts)
+            stages, end, _ = lay_out(more, rows, batch, *length, here)
+    # Rewinds have skipped data, so the steps that are left are counted from here.
+    last = [] if end is None else [last_step(start.step, start.position, end, batch)]
+    if training.max_step is not None:
+        last.append(training.max_step)
+    mixture = Mixture(mix.names, rows, contexts, stages, training.seed, is_named)
+    return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised)
+
+
+def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping[str, Any]) -> bool:
+    """Whether the flags ask for the stages that a resumed run had. then: its flags."""
+    training = flags.training
+    if (mixture_text.described(mix), batch) != (then.get("data_mix"), then["global_batch_size"]):
+        return False
+    if training.max_step is not None:
+        return training.max_step == then["max_step"]
+    return then["max_step"] is None and training.number_epochs == then["number_epochs"]
 
 
 def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
@@ -324,59 +368,6 @@ def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
     if asked not in (None, length):
         said = f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens"
         raise ValueError(f"{said}; run prepare_data.py again with --context_length {asked}.")
-
-
-def _plan_mixture(
-    flags: Flags, batch: int, start: Progress, resumed: dict[str, Any]
-) -> tuple[dict[str, Any], Optional[int], int]:
-    """(fields of DataPlan for --data_mix, the position that the run may not pass, its last step).
-    batch: sequences of a step."""
-    mix, training = mixture_text.parse(flags.data.data_mix), flags.training
-    max_step, number_epochs = training.max_step, training.number_epochs
-    had = mixture_of(resumed) if "mixture" in resumed else None
-    if had is not None:  # the run's sources come first, so that their rows keep their numbers
-        if missing := [name for name in had.names if name not in mix.names]:
-            raise ValueError(
-                f"--data_mix leaves out source {missing[0]!r} of the resumed run: give it weight 0."
-            )
-        mix = mix.in_order(had.names)
-    sources = open_sources(flags, mix)
-    rows = tuple(len(source.train) for source in sources.values())
-    contexts = tuple(source.context_length for source in sources.values())
-    mixture_text.require_one_length(mix, contexts)
-    raised = {}
-    if had is None:
-        stages, end, last = lay_out(mix, rows, batch, max_step, number_epochs)
-    else:
-        then = resumed["schedule"]
-        raised = {
-            name: Fraction(share) for name, share in resumed["mixture"].get("raised", {}).items()
-        }
-        is_as_before = (
-            (mixture_text.described(mix), batch)
-            == (then.get("data_mix"), then["global_batch_size"])
-            and max_step == then["max_step"]
-            and (max_step is not None or number_epochs == then["number_epochs"])
-        )
-        if is_as_before:
-            stages, end = had.stages, resumed["mixture"]["end"]
-            steps = [
-                max_step,
-                None if end is None else last_step(start.step, start.position, end, batch),
-            ]
-            last = min(step for step in steps if step is not None)
-        else:  # changed on purpose: the stages before this step stay
-            here = Cursor(start.step, start.position, had.stages)
-            more = mixture_text.at_least(mix, raised, contexts)
-            stages, end, last = lay_out(more, rows, batch, max_step, number_epochs, here)
-    read = {
-        "dataset": concatenate(list(sources.values())),
-        "sources": sources,
-        "mix": mix,
-        "raised": raised,
-        "mixture": Mixture(mix.names, rows, contexts, stages, training.seed),
-    }
-    return read, end, last
 
 
 def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:

@@ -16,6 +16,7 @@ from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.training.schedule import arguments_of, lr_at
 
 
@@ -37,43 +38,43 @@ def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
         ) from error
 
 
-def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
-    """What a checkpoint says of its run, to be compared by runs that resume from it."""
+def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
+    """What a checkpoint says of its run, to be compared by runs that resume from it. schedule: that
+    of the run where it is."""
     flat, declared, given = flags.flat(), flags.declared(), given_checkpoint(flags)
     packed = bool(plan.data.dataset.manifest.get("packed"))
     masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
-    schedule = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
-    schedule |= {"global_batch_size": plan.schedule.global_batch_size, "document_masking": masking}
-    schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
+    of_run = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
+    of_run |= {"global_batch_size": schedule.global_batch_size, "document_masking": masking}
+    of_run |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
     fixed = {name: flat[name] for name, one in declared.items() if one.resume == "never"}
     of_data = {
-        "context_length": plan.data.of_each(lambda dataset: dataset.context_length),
-        "train_rows": plan.data.of_each(lambda dataset: len(dataset.train)),
-        "train_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
+        "context_length": plan.of_each_source(lambda dataset: dataset.context_length),
+        "train_rows": plan.of_each_source(lambda dataset: len(dataset.train)),
+        "train_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
     }
-    found: dict[str, Any] = {}
-    if (mixture := plan.data.mixture) is None:
-        schedule.pop("data_mix")
-    else:
-        raised = {name: str(share) for name, share in plan.data.raised.items()}
-        schedule["data_mix"] = mixture_text.described(plan.data.mix)
-        found["mixture"] = {"sources": mixture.names, "segments": mixture.as_json()}
-        found["mixture"] |= {"end": plan.schedule.end, "raised": raised}
-    if schedule["ema_decay"] is None:
-        schedule = {
-            name: value
-            for name, value in schedule.items()
-            if name not in ("ema_device", "ema_every")
+    of_mixture: dict[str, Any] = {}
+    if schedule.mixture.is_named:
+        of_run["data_mix"] = mixture_text.described(schedule.mix)
+        of_mixture["mixture"] = {
+            "sources": schedule.mixture.names,
+            "segments": schedule.mixture.as_json(),
+            "end": schedule.end,
+            "raised": {name: str(share) for name, share in schedule.raised.items()},
         }
+    else:
+        del of_run["data_mix"]
+    if of_run["ema_decay"] is None:
+        del of_run["ema_device"], of_run["ema_every"]
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
     return {
         "fixed": {**of_data, "row_order": ROW_ORDER, **fixed},
-        "schedule": schedule,
-        **found,
+        "schedule": of_run,
+        **of_mixture,
         "measured_on": plan.resumed["measured_on"] if plan.is_base_known else plan.measured_on(),
         "evaluated_on": plan.measured_on(),
-        "end_step": plan.schedule.max_step,
+        "end_step": schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": plan.model.name,
         "config_file": plan.model.config_file,
@@ -95,7 +96,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         if one.belongs_to_run and not one.needs
     }
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
-    allowed, now = overrides(flags), facts(plan, flags)
+    allowed, now = overrides(flags), facts(plan, plan.schedule, flags)
     # the guard counts on from them
     sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])
     fixed, schedule = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))

@@ -50,7 +50,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "place. A model shifts them itself, so it learns the token after next: write labels "
             "that equal input_ids where there is a target, or leave the column out."
         )
-    for dataset in plan.datasets():
+    for dataset in plan.data.opened:
         if unread := getattr(dataset, "unread", ()):
             yield (
                 f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
@@ -82,7 +82,9 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"{lr * last / warmup:g}."
         )
     if often := [
-        f"{name} {count:.1f} times" for name, count in plan.epochs().items() if count > MAX_EPOCHS
+        f"{name} {count:.1f} times"
+        for name, count in plan.schedule.epochs().items()
+        if count > MAX_EPOCHS
     ]:
         yield (
             f"the run reads {', '.join(often)}: beyond {MAX_EPOCHS} epochs, text teaches less "

@@ -58,7 +58,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     """
     # With the losses that rank 0 has found in the log: another machine may not see its end yet.
     plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
-    run = Run(fabric, flags, plan, watch, plan.start)
+    run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
     run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
 
@@ -221,13 +221,17 @@ def restore(run: Run, document: Any) -> None:
 
 def make_batches(run: Run) -> Prefetch:
     """What gives this rank its micro-batches."""
-    fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
-    sizes, how = (
-        (schedule.micro_batch_size, schedule.micro_batches),
-        run.plan.placement.rows_of(fabric.global_rank),
+    fabric, data, schedule = run.fabric, run.plan.data, run.schedule
+    batches = Batches(
+        data.dataset.train,
+        run.flags.training.seed,
+        schedule.micro_batch_size,
+        schedule.micro_batches,
+        end=schedule.end,
+        mixture=schedule.mixture,
+        document_end=data.document_end,
+        **run.plan.placement.rows_of(fabric.global_rank),
     )
-    how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
-    batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, run.flags.data.num_workers, copies)
 
@@ -371,8 +375,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
             f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long "
             "as that is so, they stay as they are. --freeze with their names saves their memory."
         )
-    if plan.data.mixture is not None:
-        print(plan.mixture_in_words())
+    if plan.schedule.mixture.is_named:
+        print(plan.schedule.in_words())
     if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:
         print(
             "Without replay a trained model forgets what the new text doesn't hold: --replay "

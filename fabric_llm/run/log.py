@@ -19,6 +19,7 @@ from fabric_llm.data.batches import Prefetch, added
 from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers, flat
 from fabric_llm.training.evaluation import EvalResult
 from fabric_llm.training.guard import Guard
@@ -37,7 +38,8 @@ class Log:
     def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
         """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to
         set."""
-        self.plan, self.device, self.progress = plan, device, plan.start
+        self.plan, self.device = plan, device
+        self.progress, self.schedule = plan.start, plan.schedule
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
         self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
@@ -78,10 +80,9 @@ class Log:
         if self.console is None:
             return
         self.console.update()
-        mixture = self.plan.data.mixture
-        if mixture is not None and not self.plan.is_over(progress):
-            shares = mixture.shares_at(progress.position)
-            if shares != self.plan.shares_at(progress.position):  # another stage begins
+        if not self.schedule.is_over(progress):
+            shares = self.schedule.mixture.shares_at(progress.position)
+            if shares != self.schedule.shares_at(progress.position):  # another stage begins
                 run_directory.record_event(
                     self.plan.run_directory, "stage", progress.step, shares=shares
                 )
@@ -131,10 +132,10 @@ class Log:
             f"{record['tokens_per_second']:,.0f} tokens/s"
             + (f" ({', '.join(more)})" if more else "")
         )
-        left = self.speed.seconds_left(self.plan.schedule.max_step - self.progress.step)
+        left = self.speed.seconds_left(self.schedule.max_step - self.progress.step)
         words += [f"{record['peak_memory_gib']:.2f} GiB", f"{timedelta(seconds=int(left))} left"]
-        if self.plan.data.mixture is not None:
-            record["sources"] = read = self.plan.data.mixture.read_before(self.progress.position)
+        if read := self.schedule.mixture.read_before(self.progress.position):
+            record["sources"] = read
             sources = (
                 f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)"
                 for name, one in read.items()
@@ -163,8 +164,8 @@ class Log:
         are averaged by their shares."""
         rises, self.eval_loss = guard.rises(found.losses), self.overall(found.losses)
         record: Record = {"eval_loss": self.eval_loss, "eval": {}}
-        if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
-            record["shares"] = self.plan.shares_at(self.progress.position)
+        if self.schedule.mixture.is_named:  # without the shares, the average can't be compared
+            record["shares"] = self.schedule.shares_at(self.progress.position)
         said = []
         for name, one in found.sets.items():
             record["eval"][name] = of_set = dict(one)
@@ -193,7 +194,7 @@ class Log:
 
     def overall(self, losses: Mapping[str, float]) -> float:
         """The losses of sources, averaged by their shares here."""
-        shares = self.plan.shares_at(self.progress.position)
+        shares = self.schedule.shares_at(self.progress.position)
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def verdict(self, before: Progress, guard: Guard) -> None:
@@ -205,9 +206,11 @@ class Log:
             f"{self.progress.position - 1}"
         )
 
-    def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:
-        """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
-        discarded, self.plan, self.progress = self.progress.tokens - there.tokens, plan, there
+    def rewound(self, there: Progress, schedule: Schedule, words: str, record: Record) -> None:
+        """The run went back to `there` and goes on by `schedule`. Lines of later steps are
+        removed."""
+        discarded = self.progress.tokens - there.tokens
+        self.progress, self.schedule = there, schedule
         if self.metrics is not None:
             undone = self.metrics.path.with_name(METRICS_UNDONE)
             self.metrics.cut(there, undone)  # each step once
@@ -217,7 +220,7 @@ class Log:
 
     def said(self, text: str) -> None:
         """Print a line about the last step."""
-        self.line(f"step {self.progress.step}/{self.plan.schedule.max_step}  {text}")
+        self.line(f"step {self.progress.step}/{self.schedule.max_step}  {text}")
 
     def line(self, text: str) -> None:
         """Print a line."""

@@ -19,6 +19,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import Log
@@ -46,9 +47,11 @@ class Run:
 
     fabric: Fabric
     flags: Flags
-    plan: Plan  # a rewind, and what was measured on the model, replace it
+    plan: Plan
     watch: Watch
-    progress: Progress  # where the run is
+    # Where the run is, and which steps it will make from there. A rewind changes both.
+    progress: Progress
+    schedule: Schedule
     closing: ExitStack = field(default_factory=ExitStack)  # a run that fails doesn't close it
     model: nn.Module = field(init=False)  # wrapped
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -70,7 +73,7 @@ class Run:
     def is_over(self) -> bool:
         """True once the last step is done, and evaluated; a run that ends before was stopped."""
         is_evaluated = self.losses is not None or not self.evaluation.is_on
-        return self.plan.is_over(self.progress) and is_evaluated
+        return self.schedule.is_over(self.progress) and is_evaluated
 
     def close(self) -> None:
         """Close every part that build.py has registered, the last one first. All ranks call it."""

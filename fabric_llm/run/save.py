@@ -11,15 +11,15 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ranks import gather
 from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
-from fabric_llm.data.mixture_text import read_before
 from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run.run import Run
 
 
 def due_after(
-    before: Progress, progress: Progress, plan: Plan, flags: Flags
+    before: Progress, progress: Progress, schedule: Schedule, flags: Flags
 ) -> tuple[bool, bool, bool]:
     """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
@@ -29,31 +29,22 @@ def due_after(
     """
 
     def at(interval: Optional[int]) -> bool:
-        return plan.is_over(progress) or interval is not None and progress.step % interval == 0
+        return schedule.is_over(progress) or interval is not None and progress.step % interval == 0
 
-    half_done = half_epochs(plan, progress.position) > half_epochs(plan, before.position)
-    saves, to_go_back_to = at(flags.save.save_step_interval), goes_back_by_losses(plan, flags)
+    half_done = schedule.half_epochs(progress.position) > schedule.half_epochs(before.position)
+    saves, to_go_back_to = at(flags.save.save_step_interval), goes_back_by_losses(flags)
     evaluates = half_done or at(flags.evaluation.eval_step_interval) or saves and to_go_back_to
     return (
-        saves or evaluates or before == plan.start or at(flags.logging.log_step_interval),
+        saves or evaluates or before == schedule.start or at(flags.logging.log_step_interval),
         evaluates,
         saves,
     )
 
 
-def half_epochs(plan: Plan, position: int) -> int:
-    """Half epochs that are read before `position`. Those of a mixture are its source's of which the
-    run reads most rows."""
-    if plan.data.mixture is None:
-        return 2 * position // len(plan.data.dataset.train)
-    last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
-    source = last.index(max(last))
-    return 2 * now[source] // plan.data.mixture.rows[source]
-
-
-def goes_back_by_losses(plan: Plan, flags: Flags) -> bool:
+def goes_back_by_losses(flags: Flags) -> bool:
     """Whether the run goes back, once too much is forgotten, to a checkpoint with known losses."""
-    return bool(plan.data.budgets) and flags.evaluation.forgetting_action == "rewind"
+    evaluation = flags.evaluation
+    return evaluation.forgetting_budget is not None and evaluation.forgetting_action == "rewind"
 
 
 def evaluates_first(plan: Plan, flags: Flags) -> bool:
@@ -68,7 +59,7 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
         return True
     batch = plan.resumed["schedule"]["global_batch_size"]
     before = replace(start, step=start.step - 1, position=max(start.position - batch, 0))
-    return due_after(before, start, plan, flags)[1]
+    return due_after(before, start, plan.schedule, flags)[1]
 
 
 def save(run: Run, *, stops: bool) -> None:
@@ -104,7 +95,7 @@ def save(run: Run, *, stops: bool) -> None:
             tokenizer=plan.model.tokenizer,
             progress=run.progress,
             facts={
-                **same_run.facts(plan, run.flags),
+                **same_run.facts(plan, run.schedule, run.flags),
                 "guard": run.guard.state(),
                 "scaler": run.fabric.strategy.precision.state_dict(),
                 "eval_loss": loss if math.isfinite(loss) else None,
@@ -148,11 +139,13 @@ def origin(plan: Plan) -> dict[str, Any]:
     return {
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
-        "data": plan.data.of_each(
+        "data": plan.of_each_source(
             lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}
         ),
-        "data_sha256": plan.data.of_each(lambda dataset: sha256(dataset.folder / "manifest.json")),
-        "data_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
+        "data_sha256": plan.of_each_source(
+            lambda dataset: sha256(dataset.folder / "manifest.json")
+        ),
+        "data_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
     }
 
 
@@ -180,7 +173,7 @@ def kept(run: Run) -> keep.Kept:
     def has_room(document: dict[str, Any]) -> bool:
         return run.guard.has_room(document.get("eval_losses"))
 
-    to_go_back_to = has_room if goes_back_by_losses(run.plan, run.flags) else None
+    to_go_back_to = has_room if goes_back_by_losses(run.flags) else None
     by_number = flags.keep_last, flags.keep_every, flags.keep_best, flags.keep_best_of
     return keep.Kept(*by_number, flags.save_step_interval, to_go_back_to, named)
 
@@ -195,6 +188,6 @@ def _publish(run: Run, pending: writing.Pending) -> None:
         keep.prune(folder, kept(run))
     run_directory.write_status(folder, None, "running", step, True)
     run_directory.record_event(folder, "saved", step)
-    run.log.line(f"step {step}/{run.plan.schedule.max_step}  saved {pending.target}")
+    run.log.line(f"step {step}/{run.schedule.max_step}  saved {pending.target}")
     if flags.logging.log_model == "all":
         run.log.trackers.upload(pending.target)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.polynomial import Polynomial
 
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
-from fabric_llm.data.sources import ONE_SET, PROBES
+from fabric_llm.data.sources import PROBES
 from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
 from fabric_llm.training.evaluation import rows_in_words
@@ -152,7 +152,7 @@ def choose(
             )
         return losses
 
-    points = search(evaluate, guard, list(plan.data.sources) or [ONE_SET])
+    points = search(evaluate, guard, list(plan.data.sources))
     share, losses = next(iter(points.items()))
     if share == 0:
         inside = "inside the budget" if budgets else "better"
