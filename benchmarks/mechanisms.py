@@ -228,7 +228,7 @@ def newest_by_name_elsewhere(ranks):
 
     def chosen(choose):
         directory = inspect.getclosurevars(choose).nonlocals["this"].directory
-        return choose() if is_rank_zero() else files.latest(directory)
+        return choose() if is_rank_zero() else (files.latest(directory), None)
 
     return SimpleNamespace(**{**vars(ranks), "from_rank_zero": chosen})
 

@@ -48,8 +48,9 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
+        plan, loaded = build.measure(plan, arguments)
         run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
-        build.build_model(run, plan.model.source)
+        build.build_model(run, loaded)
     run.batches = build.make_batches(run)
     return run
 
@@ -72,11 +73,8 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
         with device:
             drawn = AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype).state_dict()
         names = weights.units(loading.build_skeleton(plan.model.config, dtype))
-        return (
-            SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]}),
-            (None, None),
-            chosen,
-        )
+        opened = SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]})
+        return reference.Reference(opened, (None, None), chosen)
 
     load, reference.load = reference.load, draw
     try:

@@ -40,11 +40,19 @@ SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
 
 
 def make_plan(
-    flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]
+    flags: Flags,
+    placement: Placement,
+    directory: Path,
+    resume_from: Optional[Path],
+    resumed: Optional[dict[str, Any]] = None,
 ) -> Plan:
     """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises
-    ValueError."""
-    resumed = {} if resume_from is None else keep.verified(resume_from)
+    ValueError.
+
+    resumed: progress.json of that checkpoint, as rank 0 has read it; None: as this rank reads it.
+    """
+    read = {} if resume_from is None else keep.verified(resume_from)
+    resumed = read if resumed is None else resumed
     batches = batch_sizes(flags, placement.devices, placement.num_nodes)
     with same_run.written_by_a_run(resume_from):
         data, mix = _plan_data(flags, resumed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -96,10 +97,6 @@ class DataPlan:
         evaluated on."""
         return {self.document_end, *self.ends_of_eval_data().values()} != {None}
 
-    def without_masking(self) -> DataPlan:
-        """The same for a model that doesn't keep documents apart."""
-        return replace(self, document_end=None, document_masking=False)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,6 +110,16 @@ class Plan:
     resume_from: Optional[Path]
     resumed: Mapping[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
     changes: Sequence[str] = ()  # what a resumed run changes on purpose, in sentences, on rank 0
+
+    def completed(self, attention: str, loss: str, keeps_documents_apart: bool) -> Plan:
+        """The plan with what was measured on the model, which the flags leave open. It is completed
+        before there is a run, which never has another one."""
+        config = deepcopy(self.model.config)
+        config._attn_implementation = attention
+        data = self.data
+        if not keeps_documents_apart:
+            data = replace(data, document_end=None, document_masking=False)
+        return replace(self, model=replace(self.model, config=config, loss=loss), data=data)
 
     @property
     def start(self) -> Progress:

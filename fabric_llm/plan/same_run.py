@@ -17,6 +17,7 @@ from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
 from fabric_llm.plan.schedule import Schedule
+from fabric_llm.training.guard import Guard
 from fabric_llm.training.schedule import arguments_of, lr_at
 
 
@@ -96,59 +97,101 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         if one.belongs_to_run and not one.needs
     }
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
-    allowed, now = overrides(flags), facts(plan, plan.schedule, flags)
-    # the guard counts on from them
+    now = facts(plan, plan.schedule, flags)
+    # The guard counts on from these numbers.
     sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])
-    fixed, schedule = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
+    fixed, changed = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     if ("mixture" in then) != ("mixture" in now):
         before, after = (
             f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)
         )
         fixed = {"data": (before, after), **fixed}
-    if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
-        schedule.pop("number_epochs", None)  # isn't used
-    silent = {name: values for name, values in schedule.items() if name not in allowed}
-    anew = f"{command(model_name=plan.resume_from)}, without --resume"
-    for differing, advice in (
-        (fixed, f"That can't change within a run; for a new one from its weights: {anew}."),
-        (silent, f"To change that on purpose: --resume_override {','.join(silent)}."),
-    ):
-        if differing:
-            first = [
-                f"{name} {before}, not {value}" for name, (before, value) in differing.items()
-            ][:MAX_DIFFERENCES]
-            raise ValueError(
-                f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}"
-            )
-    base, measured_on = then["guard"]["before"], plan.measured_on()
-    for name in plan.data.budgets if plan.is_base_known else ():
+    if now["schedule"]["max_step"] is not None and "max_step" not in changed:
+        changed.pop("number_epochs", None)  # isn't used
+    allowed = overrides(flags)
+    silent = {name: values for name, values in changed.items() if name not in allowed}
+    _refuse(
+        plan,
+        fixed,
+        f"That can't change within a run; for a new one from its weights: {_new_run_from(plan)}.",
+    )
+    _refuse(plan, silent, f"To change that on purpose: --resume_override {','.join(silent)}.")
+    _require_known_base(plan, then)
+    _require_work(plan, flags, then, is_changed=bool(changed))
+    return _changes(plan, changed, now)
+
+
+def _new_run_from(plan: Plan) -> str:
+    """The flags of a new run that begins with the weights of the checkpoint."""
+    return f"{command(model_name=plan.resume_from)}, without --resume"
+
+
+def _refuse(plan: Plan, differing: dict[str, tuple[Any, Any]], advice: str) -> None:
+    """Raises ValueError if anything differs from the checkpoint."""
+    if differing:
+        words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
+        first = "; ".join(words[:MAX_DIFFERENCES])
+        raise ValueError(f"{str(plan.resume_from)!r} was written with {first}. {advice}")
+
+
+def _require_known_base(plan: Plan, then: dict[str, Any]) -> None:
+    """Raises ValueError unless each set that has a budget was evaluated before step 1, on the rows
+    that are evaluated now."""
+    if not plan.is_base_known:  # it will be measured
+        return
+    measured_on = plan.measured_on()
+    for name in plan.data.budgets:
         before = then["measured_on"].get(name, measured_on[name])
-        if name not in base or before != measured_on[name]:
-            given = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
-            if before == measured_on[name][: len(before)]:
-                given = (
-                    "An older version read the first rows of sets, and saw packed ones beside "
-                    "others as one text. Leave"
-                )
-            raise ValueError(
-                f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of "
-                f"this run, so what it forgets of it isn't known. {given} it out by "
-                "--resume_override forgetting_budget; or begin a run whose budgets count from this "
-                f"checkpoint: {anew}."
+        if name in then["guard"]["before"] and before == measured_on[name]:
+            continue
+        advice = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
+        if before == measured_on[name][: len(before)]:
+            advice = (
+                "An older version read the first rows of sets, and saw packed ones beside others "
+                "as one text. Leave"
             )
-    owes_evaluation = flags.evaluation.eval_iters > 0 and not is_evaluated(then)
-    if plan.start.step >= plan.schedule.max_step and not owes_evaluation:
-        sentence = (
-            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
-            f"{plan.schedule.max_step})"
-        )
-        if flags.checkpoint.resume == "auto" and not schedule:
-            raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(
-            f"{sentence}: to train on, give a larger --max_step or --number_epochs, and "
-            "--resume_override with its name."
+            f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this "
+            f"run, so what it forgets of it isn't known. {advice} it out by --resume_override "
+            "forgetting_budget; or begin a run whose budgets count from this checkpoint: "
+            f"{_new_run_from(plan)}."
         )
-    return _changes(plan, schedule, now)
+
+
+def _require_work(plan: Plan, flags: Flags, then: dict[str, Any], is_changed: bool) -> None:
+    """Raises Fault (0), or ValueError where the command asks for more, if nothing is left to do."""
+    if plan.start.step < plan.schedule.max_step:
+        return
+    # A request to stop may have cut off the last evaluation.
+    if flags.evaluation.eval_iters > 0 and not is_evaluated(then):
+        return
+    # Or the run was killed before it went back, or ended, as that evaluation asks for.
+    if _has_forgotten(plan, flags, then):
+        return
+    sentence = (
+        f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
+        f"{plan.schedule.max_step})"
+    )
+    if flags.checkpoint.resume == "auto" and not is_changed:
+        raise Fault(f"{sentence}: nothing is left to do.", DONE)
+    raise ValueError(
+        f"{sentence}: to train on, give a larger --max_step or --number_epochs, and "
+        "--resume_override with its name."
+    )
+
+
+def _has_forgotten(plan: Plan, flags: Flags, then: dict[str, Any]) -> bool:
+    """Whether the losses at the checkpoint ask for a rewind or an end, because of a budget."""
+    guard = Guard(
+        budgets=plan.data.budgets,
+        forgetting_action=flags.evaluation.forgetting_action,
+        before=then["guard"]["before"],
+        changed=plan.changed_eval_sets(),
+    )
+    losses = then.get("eval_losses")
+    if losses is not None:
+        guard.accept_evaluation(plan.start.step, losses)
+    return guard.forgetting in ("stop", "rewind")
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

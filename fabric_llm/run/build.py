@@ -3,8 +3,6 @@ evaluation."""
 
 import shutil
 import sys
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -51,30 +49,18 @@ from fabric_llm.training.guard import Guard
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
     """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't
-    shared or has no room.
+    shared or has no room. plan: without what is measured on the model.
 
     How a part is closed is registered when it is made. A run without a fault closes its parts in
     the opposite order.
     """
-    # With the losses that rank 0 has found in the log: another machine may not see its end yet.
-    plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
+    require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
+    ranks.from_rank_zero(lambda: require_room(plan, flags))
+    failpoint("set_up")
+    plan, loaded = measure(plan, flags)
     run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
     run.closing.callback(say_what_comes_next, run)
-    require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-
-    def require_room() -> None:
-        """Sweep, and end the run before its model is loaded if the disk has no room for one
-        checkpoint."""
-        run_directory.sweep(plan.run_directory)
-        average = flags.training.ema_device if flags.training.ema_decay is not None else None
-        needed = adamw.checkpoint_bytes(
-            _skeleton(plan).parameters(), plan.model.bf16_updates, average
-        )
-        writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
-
-    ranks.from_rank_zero(require_room)
-    failpoint("set_up")
-    build_model(run, plan.model.source)
+    build_model(run, loaded)
     run.guard = Guard(
         **vars(flags.guard),
         budgets=plan.data.budgets,
@@ -120,6 +106,24 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
         )
 
 
+def require_room(plan: Plan, flags: Flags) -> None:
+    """Sweep, and end the run before its model is loaded if the disk has no room for one
+    checkpoint. Called on rank 0."""
+    run_directory.sweep(plan.run_directory)
+    average = flags.training.ema_device if flags.training.ema_decay is not None else None
+    needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
+    writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
+
+
+def measure(plan: Plan, flags: Flags) -> tuple[Plan, reference.Reference]:
+    """(the plan with what is measured on the model, what else the reference gives). All ranks call
+    it."""
+    loaded = reference.load(plan, plan.model.source, flags.training.seed, flags.model)
+    chosen = loaded.chosen
+    plan = plan.completed(chosen.attention, chosen.loss, chosen.keeps_documents_apart)
+    return plan, loaded
+
+
 def _skeleton(plan: Plan) -> PreTrainedModel:
     """The model of a plan on the meta device, frozen as the plan says."""
     skeleton = loading.build_skeleton(plan.model.config, loading.DTYPES[plan.model.precision])
@@ -127,41 +131,27 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(run: Run, source: str) -> None:
-    """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks
-    call it.
-
-    A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured
-    on the model: attention, loss, and whether the model keeps documents apart.
-    """
+def build_model(run: Run, loaded: reference.Reference) -> None:
+    """Make `run.skeleton`, `run.model` with the weights of its plan's source, and `run.optimizer`,
+    with the state of a resumed run's checkpoint. All ranks call it."""
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
-    loading.set_generation_config(run.skeleton, source)
-    opened, expected, chosen = reference.load(
-        plan, source, run.flags.training.seed, run.flags.model
-    )
-    masks, attention, loss, tiled, idle = chosen
-    config = deepcopy(plan.model.config)
-    config._attn_implementation = attention
+    loading.set_generation_config(run.skeleton, plan.model.source)
     recomputed = plan.model.activation_checkpointing
-    model_plan = replace(plan.model, config=config, loss=loss)
-    run.plan = plan = replace(
-        plan, model=model_plan, data=plan.data if masks else plan.data.without_masking()
-    )
-    chunked = loss == "chunked"
+    chunked = plan.model.loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(
         _skeleton(plan), with_router_loss=has_router_loss, chunked=chunked
     )
-    model.idle = idle
+    model.idle = loaded.chosen.idle
     model.context_group = strategy.context_group(plan.placement.context_parallel)
     weights.compute_buffers(model.causal_lm)
     if plan.model.float8 != "none":
         layers.float8_products(
             model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu"
         )
-    tiles.tile(model.causal_lm, tiled)
-    model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
+    tiles.tile(model.causal_lm, loaded.chosen.tiled)
+    model.tiled = {model.causal_lm.get_submodule(name) for name in loaded.chosen.tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
@@ -170,7 +160,7 @@ def build_model(run: Run, source: str) -> None:
             layers.compile_loss(model)
 
     def fill(model: nn.Module) -> None:
-        weights.fill(model, run.skeleton, opened)
+        weights.fill(model, run.skeleton, loaded.opened)
 
     placement = plan.placement
     run.model = strategy.wrap(
@@ -178,7 +168,7 @@ def build_model(run: Run, source: str) -> None:
     )
     make_optimizer(run, plan.resume_from)
     if run.flags.model.verify_start:
-        reference.verify_start(fabric, plan, run.model, expected)
+        reference.verify_start(fabric, plan, run.model, loaded.expected)
 
 
 def load_again(run: Run, checkpoint: Optional[Path]) -> None:

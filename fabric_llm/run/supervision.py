@@ -8,7 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -17,6 +18,7 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.fabric import SLURMEnvironment
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
+from fabric_llm.checkpoint import keep
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.make_plan import make_plan
@@ -138,14 +140,12 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
 
 def _plan_together(this: ThisRank, flags: Flags) -> None:
     """Set `this.plan`, on all ranks. Raises the same Fault on all ranks."""
-    # Rank 0 alone chooses the checkpoint: it compares hashes, and other machines may not see the
-    # newest yet.
-    resume_from, problem = (
-        ranks.from_rank_zero(lambda: run_directory.choose(flags, this.directory)),
-        None,
-    )
+    # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
+    # see the newest yet, or the end of the log, which has the losses of an evaluation.
+    resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
+    problem = None
     try:
-        plan = make_plan(flags, this.placement, this.directory, resume_from)
+        plan = make_plan(flags, this.placement, this.directory, resume_from, resumed)
     except ValueError as error:
         problem = as_mistake(error)
     ranks.first_fault(problem)
@@ -154,6 +154,12 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
             print(f"Warning: {sentence}", flush=True)
         run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
     this.plan = plan
+
+
+def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:
+    """(the checkpoint to resume from or None, its progress.json). Called on rank 0."""
+    path = run_directory.choose(flags, this.directory)
+    return path, {} if path is None else keep.verified(path)
 
 
 def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:
