@@ -35,7 +35,7 @@ from fabric_llm.plan.schedule import Cursor, Schedule, last_step, lay_out
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
-# that tokenizers of other rules make other tokens of
+# A text of which tokenizers with other rules make other tokens.
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
 
 
@@ -78,7 +78,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
     datasets, rope = data.opened, ""
-    # a resumed run has them from its checkpoint
+    # The configuration of a resumed run's checkpoint has them already.
     if asked.rope is not None and source == asked.model_name:
         config, rope = positions.scaled(
             config, asked.rope, max(dataset.context_length for dataset in datasets)
@@ -92,7 +92,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
-                f"{str(dataset.folder)!r} was made with another tokenizer than that of "
+                f"{str(dataset.folder)!r} was made with a different tokenizer from that of "
                 f"{source!r}{differing}; "
                 f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
@@ -145,8 +145,8 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
 
 
 def _require_whole(source: Path, hashes: bool) -> None:
-    """If a new run starts from a checkpoint, its files must be as listed; other files may be beside
-    them. Raises Fault."""
+    """Raises Fault if a new run starts from a checkpoint whose files aren't as listed. Other files
+    may be beside them."""
     if (source / MANIFEST).is_file():
         listed = files.read(source)["files"]
         files.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
@@ -204,13 +204,10 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     if differing := sorted(
         name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
     ):
-        words = (
-            (
-                f"{name} {list(there.get(name, ())) or 'missing'}, not "
-                f"{list(here.get(name, ())) or 'there'}"
-            )
-            for name in differing[:MAX_DIFFERENCES]
-        )
+        words = []
+        for name in differing[:MAX_DIFFERENCES]:
+            stored, wanted = list(there.get(name, ())), list(here.get(name, ()))
+            words.append(f"{name} {stored or 'missing'}, not {wanted or 'there'}")
         raise ValueError(
             f"{str(plan.resume_from)!r} belongs to another model than --model_name "
             f"{plan.model.name!r}: {len(differing)} parameters differ: {'; '.join(words)}."
@@ -225,8 +222,10 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
         folder = repr(str(dataset.folder))
         require_shares(sharing, plan.model, attention, f"rows of {folder}", dataset.context_length)
         if sharing > 1 and "attention_mask" in dataset.train[0]:
-            said = f"{folder} has an attention_mask, which packed attention doesn't read."
-            raise ValueError(f"--context_parallel {sharing}: {said}")
+            raise ValueError(
+                f"--context_parallel {sharing}: {folder} has an attention_mask, which packed "
+                "attention doesn't read."
+            )
 
 
 def require_shares(
@@ -236,11 +235,8 @@ def require_shares(
     ranks."""
     if sharing == 1:
         return
-    flag, text_config, name = (
-        f"--context_parallel {sharing}",
-        model.config.get_text_config(),
-        repr(model.name),
-    )
+    flag, name = f"--context_parallel {sharing}", repr(model.name)
+    text_config = model.config.get_text_config()
     if attention not in ("auto", "packed"):
         raise ValueError(
             f"{flag} exchanges heads around packed attention: take --attention auto, not "
@@ -374,8 +370,10 @@ def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
     given."""
     asked, length = flags.data.context_length, dataset.context_length
     if asked not in (None, length):
-        said = f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens"
-        raise ValueError(f"{said}; run prepare_data.py again with --context_length {asked}.")
+        raise ValueError(
+            f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens; "
+            f"run prepare_data.py again with --context_length {asked}."
+        )
 
 
 def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
@@ -406,14 +404,12 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
     _require_one_tokenizer(first, other, both)
     ends = [one.document_end for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
-        said = [
-            f"packed, token {end} ends a document"
-            if end is not None
-            else "not packed by prepare_data.py"
-            for end in ends
-        ]
+        packed = []
+        for end in ends:
+            words = f"packed, token {end} ends a document"
+            packed.append("not packed by prepare_data.py" if end is None else words)
         raise ValueError(
-            f"{both} have different documents: {', and '.join(said)}; take --document_masking "
+            f"{both} have different documents: {', and '.join(packed)}; take --document_masking "
             "false."
         )
 
@@ -459,15 +455,15 @@ def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, sourc
     of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
     if end is None or end in of_config or of_tokenizer is None and not of_config:
         return
-    said = f"Documents of {str(dataset.folder)!r} end with token {end}"
+    sentence = f"Documents of {str(dataset.folder)!r} end with token {end}"
     if of_tokenizer is not None and end != of_tokenizer:
         raise ValueError(
-            f"{said}, and texts of {source!r} with {of_tokenizer}: make the data with "
+            f"{sentence}, and texts of {source!r} with {of_tokenizer}: make the data with "
             f"{command('prepare_data.py', tokenizer=source)}."
         )
     if of_config and is_rank_zero():
         ids = ", ".join(map(str, of_config))
         print(
-            f"Warning: {said}, but in the configuration of {source!r} {ids} ends a text: what is "
+            f"Warning: {sentence}, but in the configuration of {source!r} {ids} ends a text: what is "
             "generated won't stop there."
         )

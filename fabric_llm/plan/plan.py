@@ -31,8 +31,7 @@ class ModelPlan:
     """The model, and how it trains."""
 
     name: str  # --model_name, as given
-    # hub name or directory that the weights and their config come from; of a resumed run its
-    # checkpoint
+    # Hub name or directory with the weights and their configuration; a resumed run's checkpoint.
     source: str
     config: Any  # transformers' configuration
     tokenizer: Optional[Any]
@@ -42,14 +41,13 @@ class ModelPlan:
     rope: str  # what --rope has changed in the configuration, in a sentence, or ""
     sums_in_float32: bool  # gradients of bfloat16 weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
-    loss: str  # full or chunked; "auto" until the reference is loaded
+    loss: str  # full or chunked; "auto" until it is measured which one the model can have
     activation_checkpointing: str  # none, full, every:N, selective or offload
-    tiled_mlp: bool  # MLPs and norms take a part of the tokens at once
+    tiled_mlp: bool  # MLPs and norms are computed for some of the tokens at a time
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
-    config_file: Optional[str] = (
-        None  # which a run began with; in the hub's cache its path holds name and commit
-    )
+    # The file with which the run began. In the hub's cache its path holds name and commit.
+    config_file: Optional[str] = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,11 @@ class DataPlan:
     eval_data: Mapping[str, TokenDataset]  # --eval_data
     evaluated_rows: int  # of each validation set, at most
     budgets: Mapping[str, float]  # --forgetting_budget: {validation set: nats}
-    probes: Sequence[str]  # that are evaluated
-    # token id that ends each packed document of `dataset`, None where they aren't kept apart
+    probes: Sequence[str]  # names of those that are evaluated
+    # The token id that ends each packed document of `sources`. None: they aren't kept apart.
     document_end: Optional[int]
-    # as given, or as in the resumed run; "auto": if the model can
+    # As given, or as in the resumed run. "auto", which is true, until it is measured whether the
+    # model keeps documents apart.
     document_masking: Union[bool, str]
 
     @cached_property
@@ -78,14 +77,14 @@ class DataPlan:
         return [*self.sources.values(), *self.eval_data.values()]
 
     def pads_before_text(self) -> bool:
-        """Whether rows that are read have padding before their text, which packed attention would
-        take for text."""
+        """Whether some rows have padding before their text, which packed attention would take for
+        text."""
         return any(
             pads_before_text(split) for one in self.opened for split in (one.train, one.validation)
         )
 
     def ends_of_eval_data(self) -> dict[str, Optional[int]]:
-        """{set of --eval_data: token id that ends its documents, None where they aren't kept
+        """{set of --eval_data: the token id that ends its documents; None: they aren't kept
         apart}."""
         return {
             name: one.document_end if self.document_masking else None
@@ -93,8 +92,7 @@ class DataPlan:
         }
 
     def keeps_documents_apart(self) -> bool:
-        """Whether there are documents that the model has to keep apart, in what it trains on or is
-        evaluated on."""
+        """Whether the model must keep documents apart in any of the data."""
         return {self.document_end, *self.ends_of_eval_data().values()} != {None}
 
 
@@ -109,7 +107,7 @@ class Plan:
     run_directory: Path
     resume_from: Optional[Path]
     resumed: Mapping[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
-    changes: Sequence[str] = ()  # what a resumed run changes on purpose, in sentences, on rank 0
+    changes: Sequence[str] = ()  # sentences on what a resumed run changes on purpose, on rank 0
 
     def completed(self, attention: str, loss: str, keeps_documents_apart: bool) -> Plan:
         """The plan with what was measured on the model, which the flags leave open. It is completed
@@ -128,12 +126,11 @@ class Plan:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether its own directory holds the checkpoint at which it starts: not of a new run, nor
-        of a new branch."""
-        return (
-            self.resume_from is not None
-            and self.resume_from.parent.resolve() == self.run_directory.resolve()
-        )
+        """Whether it starts at a checkpoint in its own directory. A new run doesn't, nor does a new
+        branch."""
+        if self.resume_from is None:
+            return False
+        return self.resume_from.parent.resolve() == self.run_directory.resolve()
 
     @property
     def begins_at(self) -> Optional[Progress]:
@@ -142,10 +139,8 @@ class Plan:
 
     @property
     def is_base_known(self) -> bool:
-        """Whether it resumes with the losses before step 1.
-
-        They are measured again at step 0, unless a rewind went back there.
-        """
+        """Whether it resumes with the losses before step 1. At step 0 they are measured again,
+        unless a rewind went back there."""
         return self.start.step > 0 or is_evaluated(self.resumed)
 
     @property
@@ -174,11 +169,11 @@ class Plan:
         return sorted({dataset.context_length for dataset in self.data.opened})
 
     def shifted_labels(self) -> list[str]:
-        """The folders of datasets whose labels stand at the place before their tokens."""
+        """The folders of datasets whose labels stand one place before their tokens."""
         return [
             repr(str(one.folder))
             for one in self.data.opened
-            if any(map(shifts_labels, (one.train, one.validation)))
+            if shifts_labels(one.train) or shifts_labels(one.validation)
         ]
 
     def of_each_source(self, fact: Callable[[TokenDataset], Any]) -> Any:
@@ -195,73 +190,70 @@ class Plan:
         return {name: dataset.validation for name, dataset in datasets.items()}
 
     def in_bytes(self) -> frozenset[str]:
-        """Sets whose tokens stand for all of their text: others have no loss in bits per byte."""
+        """The sets with a loss in bits per byte: their tokens stand for all of their text."""
         datasets = {**self.data.sources, **self.data.eval_data}
         return frozenset(
             name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest)
         )
 
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
-        """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which
-        aren't drawn."""
-        split, ids = (
-            self.validation_splits()[self._copied()],
-            [number for number in left_out if number is not None],
-        )
+        """{probe: its rows} of the probes that are evaluated. left_out: ids of special tokens,
+        which aren't drawn."""
+        split = self.validation_splits()[self._copied()]
+        ids = [number for number in left_out if number is not None]
         made = {COPY: copy_probe, RETRIEVAL: Questions}
         return {name: made[name](split, self._longest(), ids, seed) for name in self.data.probes}
 
+    def _texts(self) -> dict[str, Any]:
+        """Those of the validation splits that are text and not questions, by name."""
+        splits = self.validation_splits().items()
+        return {name: split for name, split in splits if not hasattr(split, "answered")}
+
     def _longest(self) -> int:
         """Tokens of the longest row of text that is evaluated."""
-        splits = self.validation_splits().values()
-        return max(len(split[0]["input_ids"]) for split in splits if not hasattr(split, "answered"))
+        return max(len(split[0]["input_ids"]) for split in self._texts().values())
 
     def _copied(self) -> str:
-        """The set from which probes take their tokens: the first that has a budget."""
-        names = [
-            name
-            for name, split in self.validation_splits().items()
-            if not hasattr(split, "answered")
-        ]
+        """The set from which probes take their tokens: the first one that has a budget, or else the
+        first one."""
+        names = list(self._texts())
         return next((name for name in self.data.budgets if name in names), names[0])
 
     def measured_on(self) -> dict[str, list[Any]]:
-        """{set: what its loss is of}. Losses before and after a resume can be compared only if it
-        is the same.
+        """{set: what its loss is of}. Losses before and after a resume can be compared only where
+        this is the same.
 
-        That is its fingerprint and its evaluated rows; where these are a part, of how many; where
-        it ends documents in its own way, how. So it differs from what older versions wrote, which
-        read the first rows and saw such documents as one.
+        It is the fingerprint of the set and its evaluated rows; of how many rows, if some aren't
+        evaluated; and the token that ends its documents, if that is its own. Older versions, which
+        read the first rows and didn't keep such documents apart, wrote something else.
         """
-        splits, end = self.validation_splits(), self.data.document_end
-        found = {
-            name: [fingerprint(split), *self._part_of(split)] for name, split in splits.items()
-        }
-        for name, own in self.data.ends_of_eval_data().items():
-            found[name] += [f"documents end with {own}"] * (own not in (None, end))
-        drawn, text = splits[self._copied()], found[self._copied()][:2]
-        text += [f"tokens from all over {len(drawn)} rows"] * (len(drawn_from(drawn)) < len(drawn))
-        return {
-            **found,
-            COPY: text,
-            **({RETRIEVAL: [*text, self._longest()]} if RETRIEVAL in self.data.probes else {}),
-        }
-
-    def _part_of(self, split: Any) -> list[int]:
-        """[rows that are evaluated], and behind it those of the whole split, if there are more."""
-        count = len(sample(split, self.data.evaluated_rows))
-        return [count] + [len(split)] * (count < len(split))
+        facts: dict[str, list[Any]] = {}
+        splits, ends = self.validation_splits(), self.data.ends_of_eval_data()
+        for name, split in splits.items():
+            evaluated = len(sample(split, self.data.evaluated_rows))
+            facts[name] = [fingerprint(split), evaluated]
+            if evaluated < len(split):
+                facts[name].append(len(split))
+            if ends.get(name) not in (None, self.data.document_end):
+                facts[name].append(f"documents end with {ends[name]}")
+        copied = splits[self._copied()]
+        facts[COPY] = facts[self._copied()][:2]
+        if len(drawn_from(copied)) < len(copied):
+            facts[COPY].append(f"tokens from all over {len(copied)} rows")
+        if RETRIEVAL in self.data.probes:
+            facts[RETRIEVAL] = [*facts[COPY], self._longest()]
+        return facts
 
     def changed_eval_sets(self) -> frozenset[str]:
-        """Sets whose losses before step 1 can't be compared, since they were of other rows."""
+        """The sets whose losses before step 1 were of other rows, and can't be compared."""
         then = self.resumed["measured_on"] if self.is_base_known else {}
         return frozenset(
             name for name, rows in self.measured_on().items() if then.get(name, rows) != rows
         )
 
     def resolved(self) -> dict[str, Any]:
-        """Flags that arguments.yaml holds in place of the given ones, so that other devices make
-        the same steps."""
+        """Values in arguments.yaml in place of the given ones. With them, other devices make the
+        same steps."""
         return {
             "context_length": self.contexts[0] if len(self.contexts) == 1 else None,
             "global_batch_size": self.schedule.global_batch_size,

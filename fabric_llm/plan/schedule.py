@@ -146,6 +146,10 @@ class Cursor(NamedTuple):
     stages: tuple[Stage, ...] = ()
 
 
+# The stages of a run, the position that it may not pass or None, and its last step.
+LaidOut = tuple[tuple[Stage, ...], Optional[int], int]
+
+
 def last_step(step: int, position: int, end: int, batch: int) -> int:
     """The step that ends at the position `end`, counted from where a run is. It may take less than
     a batch."""
@@ -160,91 +164,117 @@ def lay_out(
     number_epochs: int,
     here: Cursor = Cursor(),
     shortens: bool = False,
-) -> tuple[tuple[Stage, ...], Optional[int], int]:
-    """(the stages of a run, the position that it may not pass or None, its last step).
+) -> LaidOut:
+    """Where the stages of a mixture begin in a run, and where the run ends.
 
     The run has `max_step` steps or, if that is None, ends before a source would be read more than
     `number_epochs` times. A source with max_epochs may be read that often. rows: of each source's
     training split. Raises ValueError if in `max_step` steps a source would be read more often than
-    its max_epochs, or if a stage has no step; shortens: the run ends before instead.
+    its max_epochs, or if a stage has no step. shortens: the run ends before that instead.
     """
+    # How many rows of each source the run may read, None for any number.
     limits: list[Optional[int]] = []
-    for one, count in zip(mix.sources, rows):
-        if one.max_epochs:
-            limits.append(math.floor(one.max_epochs * count))
+    for source, count in zip(mix.sources, rows):
+        if source.max_epochs:
+            limits.append(math.floor(source.max_epochs * count))
         else:
             limits.append(None if max_step else number_epochs * count)
     if max_step is None:
-        stages, end, last = _until_read(mix, limits, batch, here)
+        laid_out = _until_read(mix, limits, batch, here)
     else:
-        stages, end, last = _stages(mix, max_step, batch, here), None, max_step
-        asked = here.position + (max_step - here.step) * batch
-        if (passed := _first_passed(stages, limits)) is not None:
-            end, source = passed
-            if end < asked and shortens:
-                last = last_step(here.step, here.position, end, batch)
-            elif end < asked:
-                would = read_before(stages, asked)[source]
-                raise ValueError(
-                    f"Source {mix.names[source]!r} would be read {would / rows[source]:.2f} times "
-                    f"in {max_step} steps "
-                    f"({would:,} of {rows[source]:,} rows), more than its max_epochs, "
-                    f"{float(mix.sources[source].max_epochs):g}: take at most --max_step "
-                    f"{here.step + (end - here.position) // batch}, a smaller weight, or more data."
-                )
+        laid_out = _in_steps(mix, rows, limits, batch, max_step, here, shortens)
+    if not shortens:
+        _require_steps(mix, laid_out[2], here.step)
+    return laid_out
+
+
+def _require_steps(mix: DataMix, last: int, step: int) -> None:
+    """Raises ValueError if a stage has no step in a run of `last` steps, of which `step` are
+    done."""
     begins = [round(stage.begins * last) for stage in mix.stages] + [last]
-    for stage, first, after in zip(mix.stages, begins, begins[1:]) if not shortens else ():
-        if first >= after and after > here.step:
+    for stage, first, after in zip(mix.stages, begins, begins[1:]):
+        if first >= after and after > step:
             raise ValueError(
                 f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins "
                 f"after step {first} of {last}, and ends there."
             )
-    return stages, end, last
 
 
 def _stages(mix: DataMix, max_step: int, batch: int, here: Cursor) -> tuple[Stage, ...]:
-    """The stages so far, and those from here on. A stage with the weights of the one before it only
-    continues it."""
-    added = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
-    found = [
-        Stage(old.begins, old.weights + added) for old in here.stages if old.begins < here.position
+    """The stages so far, and those from here on."""
+    # Sources that are new have no weight in the stages so far.
+    new = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
+    stages = [
+        Stage(old.begins, old.weights + new) for old in here.stages if old.begins < here.position
     ]
     begins = [round(stage.begins * max_step) for stage in mix.stages]
     for stage, first, after in zip(mix.stages, begins, [*begins[1:], math.inf]):
-        if (
-            first < after
-            and after > here.step
-            and not (found and found[-1].weights == stage.weights)
-        ):
-            found.append(Stage(here.position + max(first - here.step, 0) * batch, stage.weights))
-    return tuple(found)
+        if first >= after or after <= here.step:  # has no step, or is over
+            continue
+        # With the weights of the stage before it, it only continues that one.
+        if not stages or stages[-1].weights != stage.weights:
+            steps = max(first - here.step, 0)
+            stages.append(Stage(here.position + steps * batch, stage.weights))
+    return tuple(stages)
 
 
 def _first_passed(
     stages: Sequence[Stage], limits: Sequence[Optional[int]]
 ) -> Optional[tuple[int, int]]:
     """(the first position at which a source would be read more often than it may, that source)."""
-    found = [
-        (position_of(stages, i, limit), i) for i, limit in enumerate(limits) if limit is not None
-    ]
-    return min(((position, i) for position, i in found if position is not None), default=None)
+    passed = []
+    for source, limit in enumerate(limits):
+        if limit is not None:
+            position = position_of(stages, source, limit)
+            if position is not None:
+                passed.append((position, source))
+    return min(passed, default=None)
 
 
-def _until_read(
-    mix: DataMix, limits: Sequence[int], batch: int, here: Cursor
-) -> tuple[tuple[Stage, ...], Optional[int], int]:
+def _in_steps(
+    mix: DataMix,
+    rows: Sequence[int],
+    limits: Sequence[Optional[int]],
+    batch: int,
+    max_step: int,
+    here: Cursor,
+    shortens: bool,
+) -> LaidOut:
+    """As `lay_out`, in `max_step` steps."""
+    stages = _stages(mix, max_step, batch, here)
+    passed = _first_passed(stages, limits)
+    if passed is None:
+        return stages, None, max_step
+    end, source = passed
+    asked = here.position + (max_step - here.step) * batch
+    if end >= asked:
+        return stages, end, max_step
+    if shortens:
+        return stages, end, last_step(here.step, here.position, end, batch)
+    would = read_before(stages, asked)[source]
+    most = here.step + (end - here.position) // batch
+    raise ValueError(
+        f"Source {mix.names[source]!r} would be read {would / rows[source]:.2f} times in "
+        f"{max_step} steps ({would:,} of {rows[source]:,} rows), more than its max_epochs, "
+        f"{float(mix.sources[source].max_epochs):g}: take at most --max_step {most}, a smaller "
+        "weight, or more data."
+    )
+
+
+def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Cursor) -> LaidOut:
     """As `lay_out`, with as many steps as fit, and one more with the rest of a batch.
 
-    Stages begin at parts of the run, so what is read depends on its length, which is found by
-    bisection.
+    Stages begin at fractions of the run, so what is read depends on its length. Bisection finds
+    the length.
     """
     fits, too_many = 0, (sum(limits) - here.position) // batch + 2  # steps from here on
     while too_many - fits > 1:
         steps = (fits + too_many) // 2
         end, _ = _first_passed(_stages(mix, here.step + steps, batch, here), limits)
-        fits, too_many = (
-            (steps, too_many) if end >= here.position + steps * batch else (fits, steps)
-        )
+        if end >= here.position + steps * batch:
+            fits = steps
+        else:
+            too_many = steps
     for steps in (fits + 1, fits):
         stages = _stages(mix, here.step + steps, batch, here)
         first, source = _first_passed(stages, limits)
