@@ -23,7 +23,6 @@ from arguments import (
     PlanArguments,
     TrainingArguments,
     parse_export,
-    parse_prepare,
     parse_train,
 )
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml
@@ -33,6 +32,7 @@ from fabric_llm.run.metrics import TRACKERS
 from fabric_llm.training.adamw import AdamW, decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
 from fabric_llm.training.step import clip_gradients
+from prepare_arguments import parse_prepare
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",

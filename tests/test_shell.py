@@ -22,10 +22,8 @@ from arguments import (
     Arguments,
     ExportArguments,
     PlanArguments,
-    PrepareArguments,
     parse_export,
     parse_plan,
-    parse_prepare,
     parse_train,
 )
 from fabric_llm import __main__ as listing
@@ -37,6 +35,7 @@ from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.extend_vocab import ExtendArguments
 from fabric_llm.generate import GenerateArguments
 from fabric_llm.verify.__main__ import parse as parse_verify
+from prepare_arguments import PrepareArguments, parse_prepare
 
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
 MODULES = ("average", "extend_vocab", "generate", "report", "verify")
