@@ -21,10 +21,11 @@ from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, concatenate
+from fabric_llm.data.folders import TASKS
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
-from fabric_llm.data.tasks import TASKS, open_tasks
+from fabric_llm.data.tasks import open_tasks
 from fabric_llm.model import fast_paths, freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
