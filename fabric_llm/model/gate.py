@@ -316,6 +316,34 @@ def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
     return precision != "16-mixed" and _makes_the_same(reference, chunked)
 
 
+def plain_attention(reference: PreTrainedModel) -> str:
+    """The attention of plain transformers whose gradients the model must have: eager, where that is
+    the same function as the one that transformers takes by default.
+
+    Falcon with ALiBi adds its positions twice in eager attention (transformers 5.24), so it isn't
+    everywhere. Raises ValueError where the attention that the configuration names is another
+    function than the default: what is trained with it would open as another model.
+    """
+    default = reference.get_correct_attn_implementation(None, is_init_check=True)
+    asked = reference.config._attn_implementation
+
+    def is_default(name: str) -> bool:
+        def logits(rows: Tensor) -> Tensor:
+            with attention(reference, name):
+                return LanguageModel(reference)(rows)
+
+        with attention(reference, default):
+            return name == default or _makes_the_same(reference, logits)
+
+    if not is_default(asked):
+        raise ValueError(
+            f"--attention {asked}: {type(reference).__name__} computes another function with it "
+            f"than with {default}, which transformers takes by default, so what is trained would "
+            f"open as another model; take --attention {default}."
+        )
+    return "eager" if is_default("eager") else default
+
+
 def takes_packed_attention(reference: PreTrainedModel) -> bool:
     """Whether the model's layers make the same of packed documents with packed attention as with
     SDPA's mask."""

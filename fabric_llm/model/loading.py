@@ -215,8 +215,6 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    # Falcon's SDPA scales them otherwise than its eager attention
-    has_alibi = getattr(config, "alibi", False)
     has = {
         "packed": fast_paths.takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
@@ -227,7 +225,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         "eager": True,
     }
     if attention == "auto":
-        return "sdpa" if has["sdpa"] and not has_alibi else "eager"
+        return "sdpa" if has["sdpa"] else "eager"
     if not has[attention]:
         known = " and ".join(name for name, there in has.items() if there)
         raise ValueError(

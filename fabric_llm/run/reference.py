@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from copy import deepcopy
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import transformers
@@ -24,15 +24,21 @@ from fabric_llm.model.strategy import reshard
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 
-# what the reference makes of the probe, on rank 0
-Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]
 TURN_OFF = (
-    "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa "
-    "or eager, --activation_checkpointing none."
+    "To find out which part it is, turn them off: --loss full, --compile false, --attention {}, "
+    "--activation_checkpointing none."
 )
 # Measured on the reference: whether it keeps documents apart, attention, loss, modules that
 # --tiled_mlp concerns, and parameters that its loss doesn't depend on.
 Chosen = tuple[bool, str, str, list[str], frozenset[str]]
+
+
+class Expected(NamedTuple):
+    """What the reference makes of the probe, on rank 0."""
+
+    outputs: Optional[gate.Outputs] = None
+    gradients: Optional[gate.Gradients] = None
+    attention: str = "eager"  # with which the gradients are computed
 
 
 def load(
@@ -44,7 +50,7 @@ def load(
     What is wrong with the weights, or with the model as transformers has it, ends the run on all
     ranks, with one sentence.
     """
-    expected: Expected = (None, None)
+    expected = Expected()
     opened, config = None, plan.model.config  # the former and `expected` stay on rank 0
 
     def load() -> Chosen:
@@ -69,6 +75,7 @@ def load(
         model = load_reference(skeleton, opened, (free_memory_bytes() or math.inf) / 2)
         name = type(model).__name__
         try:
+            plain = gate.plain_attention(model)
             chosen = choose(model, plan, model_flags)
             if not model_flags.verify_start:
                 return chosen
@@ -80,11 +87,11 @@ def load(
             inputs, gradients = probe_of(plan, plan.data.document_end if chosen[0] else None), None
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
-                with gate.attention(model, "eager"):  # plain transformers
+                with gate.attention(model, plain):
                     gradients = gate.gradients_of_reference(
                         language_model.LanguageModel(model), inputs
                     )
-            expected = outputs, gradients
+            expected = Expected(outputs, gradients, plain)
             return chosen
         except (
             RuntimeError,
@@ -284,7 +291,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         probe_of(plan, plan.data.document_end),
         compares_gradients(plan),
     )
-    outputs, gradients = expected
+    outputs, gradients, plain = expected
     limits = plan.model.precision if plan.model.float8 == "none" else "float8"
     ours = gate.outputs_of(
         wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device))
@@ -298,7 +305,8 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         words = gradients and gate.gradient_difference(found, gradients, limits)
         problem = (
             words
-            and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
+            and f"the model as it would be trained isn't plain transformers': {words}. "
+            f"{TURN_OFF.format(plain)}"
         )
         problem = ranks.from_first(problem)
     if problem is not None:
