@@ -18,7 +18,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
-from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, tiles, weights
+from fabric_llm.model import freezing, gate, language_model, loading, packed_attention, weights
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import reshard
 from fabric_llm.plan import run_directory
@@ -166,7 +166,7 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
     sharing = plan.placement.context_parallel
     if sharing > 1:
         if (why := no_kernel(reference, plan)) is not None:
-            if fast_paths.MIN_CAPABILITY > torch.cuda.get_device_capability():
+            if packed_attention.MIN_CAPABILITY > torch.cuda.get_device_capability():
                 raise ValueError(
                     f"--context_parallel {sharing}: attention has no kernel here: {why}."
                 )
@@ -174,13 +174,13 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
                 "Warning: attention has no kernel for packed documents, and takes one after the "
                 f"other: {why}."
             )
-        return fast_paths.PACKED
-    if asked == fast_paths.PACKED:
+        return packed_attention.PACKED
+    if asked == packed_attention.PACKED:
         _require_packed_attention(reference, plan)
     is_packed = plan.data.document_end is not None and not plan.data.pads_before_text()
     if is_open and asked == "sdpa" and is_packed and gate.takes_packed_attention(reference):
         if (why := no_kernel(reference, plan)) is None:
-            return fast_paths.PACKED
+            return packed_attention.PACKED
         print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
     return asked
 
@@ -240,7 +240,10 @@ def _keeps_documents_apart(
 
 def _choose_tiles(reference: PreTrainedModel) -> list[str]:
     """The modules that --tiled_mlp tiles, by name. Raises ValueError where no MLP is one."""
-    measured = tiles.found_in(reference)
+    # A feature that is off isn't imported.
+    from fabric_llm.model.tiles import found_in
+
+    measured = found_in(reference)
     tiled = [one for one, is_tiled in measured.items() if is_tiled]
     whole = [one for one in measured if one not in tiled]
     parameters = [p for one in tiled for p in reference.get_submodule(one).parameters()]
@@ -263,7 +266,9 @@ def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:
     if plan.placement.kind != "cuda":
         return None
     heads = gate.heads_in_training(reference)
-    return fast_paths.no_kernel(torch.cuda.get_device_capability(), plan.model.precision, *heads)
+    return packed_attention.no_kernel(
+        torch.cuda.get_device_capability(), plan.model.precision, *heads
+    )
 
 
 def compares_gradients(plan: Plan) -> bool:
