@@ -55,7 +55,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, save, verdicts
-    from fabric_llm.training import adamw, ema, step
+    from fabric_llm.training import adamw, step
 
     run = build.build(fabric, flags, plan, signals, watch)
     guard, log, shape = run.guard, run.log, arguments_of(vars(flags.training))
@@ -104,7 +104,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
-        ema.update(run.optimizer, number, guard.skipped)
+        if flags.training.ema_decay is not None:
+            run.optimizer.average.update(number, guard.skipped)
         run.optimizer.zero_grad()
 
         watch.mark(number, "in the next step")

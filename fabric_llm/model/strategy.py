@@ -384,12 +384,6 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
     return init_device_mesh(fabric.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def context_group(ranks: int) -> Optional[ProcessGroup]:
-    """The ranks side by side that share the rows of this one, so many; None where it has them
-    alone. All ranks call it."""
-    return None if ranks == 1 else torch.distributed.new_subgroups(group_size=ranks)[0]
-
-
 def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     """The process group that the parameters of a wrapped model are split over, None where ranks
     hold them whole."""

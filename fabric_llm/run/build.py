@@ -31,7 +31,6 @@ from fabric_llm.model import (
     layers,
     loading,
     strategy,
-    tiles,
     weights,
 )
 from fabric_llm.plan import run_directory
@@ -44,7 +43,7 @@ from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.run.samples import Samples
-from fabric_llm.training import adamw, ema
+from fabric_llm.training import adamw
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.training.guard import Guard
 
@@ -154,14 +153,23 @@ def build_model(run: Run, source: str) -> None:
         _skeleton(plan), with_router_loss=has_router_loss, chunked=chunked
     )
     model.idle = idle
-    model.context_group = strategy.context_group(plan.placement.context_parallel)
     weights.compute_buffers(model.causal_lm)
+    # A feature that is off isn't imported.
+    if plan.placement.context_parallel > 1:
+        from fabric_llm.model.context_parallel import context_group
+
+        model.context_group = context_group(plan.placement.context_parallel)
     if plan.model.float8 != "none":
-        layers.float8_products(
+        from fabric_llm.model.float8 import float8_products
+
+        float8_products(
             model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu"
         )
-    tiles.tile(model.causal_lm, tiled)
-    model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
+    if tiled:
+        from fabric_llm.model.tiles import tile
+
+        tile(model.causal_lm, tiled)
+        model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
@@ -203,7 +211,16 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
     plan, training = run.plan, run.flags.training
     decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
     optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
-    ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
+    if training.ema_decay is not None:
+        from fabric_llm.training.ema import Average
+
+        optimizer.average = Average(
+            optimizer,
+            decay=training.ema_decay,
+            device=training.ema_device,
+            every=training.ema_every,
+            seed=training.seed,
+        )
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
         thawed = freezing.thawed(
