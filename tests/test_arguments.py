@@ -21,11 +21,13 @@ from arguments import (
     DEMO_CONFIG,
     ROOT,
     PlanArguments,
+    PrepareArguments,
     TrainingArguments,
-    parse_export,
+    not_here,
     parse_prepare,
     parse_train,
 )
+from export_hf import ExportArguments, parse_export
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import place
@@ -374,6 +376,13 @@ def test_scripts_beside_train():
         True,
     )
     assert parse_export(["--output", "hf", "--checkpoint", "c"]).checkpoint == "c"
+
+
+def test_flags_of_export_hf_are_named_where_they_are_given_to_train():
+    for name, flag in declared(ExportArguments).items():
+        others = {*declared(PrepareArguments), "checkpoint"}
+        for word in {name, *flag.aliases.split()} - others:
+            assert not_here()[word] == f"it is --{name} of export_hf.py"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from fabric_llm.model import (
     layers,
     loading,
     offload,
+    sharded,
     strategy,
     tiles,
 )
@@ -129,7 +130,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
             _moments(replace(work, context_length=length)) for length in (shortest // 2, shortest)
         )
         return _further(half, [((context - shortest // 2) / (shortest - shortest // 2), whole)])
-    kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
+    kinds = [trace.kind(layer) for layer in sharded.repeated_layers(_skeleton(work)).values()]
     # Units of at least so many parameters are others where there are fewer layers.
     by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
     cuts = [] if by_size else trace.cuts(kinds)
@@ -234,7 +235,7 @@ def _step(
         ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
         sums = step.GradientSums(wrapped.parameters())
         local = [
-            strategy.local_part(parameter) if parameter.requires_grad else None
+            sharded.local_part(parameter) if parameter.requires_grad else None
             for parameter in sums.parameters
         ]
         sums.sums = [
@@ -258,7 +259,7 @@ def _step(
         ledger.label, ledger.moment = trace.SUMS, "the last sum of gradients"
         sums.add(last=True)
     ledger.label, ledger.moment = trace.OPTIMIZER, UPDATE
-    widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
+    widest = max((sharded.local_part(parameter).numel() for parameter in trained), default=0)
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
 
 
@@ -267,7 +268,7 @@ def tiled_modules(skeleton: Any) -> list[str]:
     numbers isn't known."""
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     for module in probe.modules():
-        strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
+        sharded.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
     _fill_buffers(probe)
     return list(tiles.found_in(probe, measures=False))
 

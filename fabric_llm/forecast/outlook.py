@@ -22,6 +22,7 @@ from fabric_llm.model import (
     language_model,
     loading,
     positions,
+    sharded,
     strategy_rules,
     weights,
 )
@@ -121,9 +122,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         of_a_token = model.config.get_text_config().hidden_size * (
             4 if model.precision == "32-true" else 2
         )
-        host["inputs of layers"] = (
-            tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
-        )
+        host["inputs of layers"] = tokens_held * of_a_token * len(sharded.repeated_layers(skeleton))
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sent = _sent(flags, placement, model, skeleton, micro_batches)
@@ -185,7 +184,7 @@ def _sent(
         else parameters[0].element_size()
     )
     syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
-    syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
+    syncs, units = micro_batches if syncs_all else 1, len(sharded.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(
         placement, count * (4 if wide else 2), reduced, syncs, micro_batches
     )
