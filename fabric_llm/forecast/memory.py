@@ -1,6 +1,6 @@
 """How many bytes a rank needs, of what, and at which moment of a step it needs most.
 
-`predict` makes a step without memory (trace.py). What a GPU needs besides is assumed:
+`predict_memory` makes a step without memory (trace.py). What a GPU needs besides is assumed:
 `CONTEXT_BYTES` and `SLACK`.
 """
 
@@ -91,7 +91,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def predict(work: Work) -> Memory:
+def predict_memory(work: Work) -> Memory:
     """The memory of the rank that needs most, without any: in a process that is no rank of a run.
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.

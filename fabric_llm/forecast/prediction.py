@@ -14,7 +14,7 @@ from fabric_llm.base.files import json_lines
 from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.forecast import accelerators, trace
-from fabric_llm.forecast.memory import Memory, Work, predict
+from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.model import (
     fast_paths,
     flops,
@@ -95,7 +95,9 @@ class Prediction:
         return None if self.steps is None else self.steps * self.seconds.step / 3600
 
 
-def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Prediction:
+def predict(
+    own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict_memory
+) -> Prediction:
     """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what
     can't be planned."""
     device = accelerators.accelerator(
