@@ -1,4 +1,4 @@
-"""Every flag, declared once: the command lines of train.py, plan.py and export_hf.py.
+"""Every flag of a run, declared once: the command lines of train.py and plan.py.
 
 A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below
 it is its text in `--help`, with the unit; its first clause, up to a semicolon, is one line of it.
@@ -519,29 +519,7 @@ class Arguments:
         return {name: value for name, value in self.flat().items() if flags[name].kept}
 
 
-# ---------------------------------------------------------- prepare_data.py, export_hf.py
-
-
-@dataclass
-class ExportArguments:
-    """Options"""
-
-    checkpoint: str = option(None, path=True)
-    """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
-    output: str = option(None, path=True)
-    """Hugging Face directory to write, such as hf/mine"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto")
-    """dtype of the weights; auto: as trained"""
-    ema: bool = option(False)
-    """export the moving average of the weights that --ema_decay has kept, instead of the weights"""
-    max_shard_size: str = option("5GB")
-    """largest weight file"""
-    push_to_hub: Optional[str] = option(None, aliases="hub_model_id push_to_hub_model_id")
-    """upload to this repository, org/name, once it is verified"""
-    private: bool = option(True, aliases="hub_private_repo")
-    """make the repository private, where it is new"""
-    overwrite: bool = option(False)
-    """replace an existing output folder"""
+# --------------------------------------------------------------------------- plan.py
 
 
 @dataclass
@@ -607,6 +585,12 @@ NOT_A_FLAG = {
     "chat_template prompt_style train_on_inputs": (
         "rows are plain text: a chat template is applied before prepare_data.py"
     ),
+    # Not derived from export_hf.py, which a run doesn't import; a test compares the names.
+    "push_to_hub hub_model_id push_to_hub_model_id": "it is --push_to_hub of export_hf.py",
+    "private hub_private_repo": "it is --private of export_hf.py",
+    "dtype": "it is --dtype of export_hf.py",
+    "ema": "it is --ema of export_hf.py",
+    "max_shard_size": "it is --max_shard_size of export_hf.py",
     "compare_plan": "it was removed: plan.py --like RUN takes the speed of a run",
     "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
 }
@@ -622,7 +606,6 @@ def not_here() -> dict[str, str]:
     found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
     scripts = {
         "plan.py": PlanArguments,
-        "export_hf.py": ExportArguments,
         "prepare_data.py": PrepareArguments,
     }
     for script, group in scripts.items():
@@ -753,12 +736,3 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     return file if file.is_file() else None
 
 
-def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
-    """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    about = (
-        "usage: python export_hf.py checkpoints/RUN --output FOLDER\nCheckpoint -> a Hugging "
-        "Face model."
-    )
-    return ExportArguments(
-        **parse("export_hf.py", about, [ExportArguments], argv, first="checkpoint")
-    )

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import export_hf
 import prepare_data
-from arguments import parse_export, parse_train
+from arguments import parse_train
+from export_hf import parse_export
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.weights.card import rename

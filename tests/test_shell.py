@@ -20,12 +20,11 @@ import prepare_data
 from arguments import (
     ROOT,
     Arguments,
-    ExportArguments,
     PlanArguments,
-    parse_export,
     parse_plan,
     parse_train,
 )
+from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing
 from fabric_llm.average import AverageArguments
 from fabric_llm.base.command_line import declared, parse

@@ -59,7 +59,7 @@ from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import whole
 from fabric_llm.checkpoint.keep import Progress, versions
 from fabric_llm.checkpoint.state_dicts import Part, optimizer_held, own_parts, weights_held
-from fabric_llm.model.strategy import reshard, shard_ranks
+from fabric_llm.model.sharded import reshard, shard_ranks
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.weights import is_finite
 

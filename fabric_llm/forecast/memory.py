@@ -1,6 +1,6 @@
 """How many bytes a rank needs, of what, and at which moment of a step it needs most.
 
-`predict` makes a step without memory (trace.py). What a GPU needs besides is assumed:
+`predict_memory` makes a step without memory (trace.py). What a GPU needs besides is assumed:
 `CONTEXT_BYTES` and `SLACK`.
 """
 
@@ -40,6 +40,7 @@ from fabric_llm.model import (
     loading,
     offload,
     packed_attention,
+    sharded,
     strategy,
     tiles,
 )
@@ -92,7 +93,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def predict(work: Work) -> Memory:
+def predict_memory(work: Work) -> Memory:
     """The memory of the rank that needs most, without any: in a process that is no rank of a run.
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
@@ -131,7 +132,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
             _moments(replace(work, context_length=length)) for length in (shortest // 2, shortest)
         )
         return _further(half, [((context - shortest // 2) / (shortest - shortest // 2), whole)])
-    kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
+    kinds = [trace.kind(layer) for layer in sharded.repeated_layers(_skeleton(work)).values()]
     # Units of at least so many parameters are others where there are fewer layers.
     by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
     cuts = [] if by_size else trace.cuts(kinds)
@@ -236,7 +237,7 @@ def _step(
         ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
         sums = step.GradientSums(wrapped.parameters())
         local = [
-            strategy.local_part(parameter) if parameter.requires_grad else None
+            sharded.local_part(parameter) if parameter.requires_grad else None
             for parameter in sums.parameters
         ]
         sums.sums = [
@@ -260,7 +261,7 @@ def _step(
         ledger.label, ledger.moment = trace.SUMS, "the last sum of gradients"
         sums.add(last=True)
     ledger.label, ledger.moment = trace.OPTIMIZER, UPDATE
-    widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
+    widest = max((sharded.local_part(parameter).numel() for parameter in trained), default=0)
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
 
 
@@ -269,7 +270,7 @@ def tiled_modules(skeleton: Any) -> list[str]:
     numbers isn't known."""
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     for module in probe.modules():
-        strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
+        sharded.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
     _fill_buffers(probe)
     return list(tiles.found_in(probe, measures=False))
 

@@ -31,6 +31,7 @@ strategy_rules  `Placement`, `strategy`: the devices of a run, and which strateg
                 flags, without torch
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about
                 sharding
+sharded         `repeated_layers`, `shards`, `local_part`: what a rank holds of a wrapped model
 gate            `outputs_of`, `find_leak`: is it the model that transformers loads, and which fast
                 paths can it take?
 flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do

@@ -33,14 +33,7 @@ from fabric_llm.model import chunked_loss, packed_attention, positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
-from fabric_llm.model.strategy import (
-    PREFIX,
-    local_part,
-    original_name,
-    reshard,
-    shard_ranks,
-    shards,
-)
+from fabric_llm.model.sharded import PREFIX, local_part, original_name, reshard, shard_ranks, shards
 
 PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones

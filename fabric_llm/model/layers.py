@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.strategy import repeated_layers
+from fabric_llm.model.sharded import repeated_layers
 
 # parameters of a layer: a smaller one spends less time than its compilation takes
 WORTH_COMPILING = 10**6

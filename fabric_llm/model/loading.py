@@ -33,7 +33,7 @@ from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.base.names import reach_hub
 from fabric_llm.model import folders, packed_attention, weights
-from fabric_llm.model.strategy import PREFIX
+from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 

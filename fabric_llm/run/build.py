@@ -30,6 +30,7 @@ from fabric_llm.model import (
     language_model,
     layers,
     loading,
+    sharded,
     strategy,
     weights,
 )
@@ -196,7 +197,7 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
     All ranks call it.
     """
     run.optimizer = None  # frees its memory before the new one is made
-    strategy.reshard(run.model)
+    sharded.reshard(run.model)
     run.model.zero_grad()
     opened: list[weights.Source] = []  # on rank 0
     source, seed = str(checkpoint or run.flags.model.model_name), run.flags.training.seed

@@ -20,7 +20,7 @@ from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.model import freezing, gate, language_model, loading, packed_attention, weights
 from fabric_llm.model.reference import load_reference
-from fabric_llm.model.strategy import reshard
+from fabric_llm.model.sharded import reshard
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 

@@ -21,7 +21,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.sources import read_prompts
 from fabric_llm.model.loading import prompt_tokens
-from fabric_llm.model.strategy import reshard
+from fabric_llm.model.sharded import reshard
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fabric_llm.model.strategy import local_part
+from fabric_llm.model.sharded import local_part
 from fabric_llm.training.adamw_rounded import bfloat16_bits, noise, pieces_of
 
 NAME = "ema"  # of the state in checkpoints

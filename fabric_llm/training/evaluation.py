@@ -15,7 +15,7 @@ from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model.language_model import PLACES
-from fabric_llm.model.strategy import reshard
+from fabric_llm.model.sharded import reshard
 
 FIRST_PLACE = 256  # tokens
 EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
