@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_export, parse_plan, parse_prepare, parse_train
-from fabric_llm.training.guard import parse_budgets
+from fabric_llm.training.forgetting import parse_budgets
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

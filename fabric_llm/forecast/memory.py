@@ -220,7 +220,7 @@ def _step(
     optimizer = adamw.AdamW([{"params": trained}], lr=1e-3, updates=model_plan.bf16_updates)
     if work.ema_device == "same":
         ledger.label = trace.AVERAGE
-        ema.begin(optimizer, 0.999, "same", 1, 0)
+        optimizer.average = ema.Average(optimizer, decay=0.999, device="same", every=1, seed=0)
     ledger.label = trace.BATCH
     shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}

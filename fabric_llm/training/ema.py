@@ -7,7 +7,6 @@ as far back.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -93,21 +92,3 @@ class Average:
         """(parameter, average) of this rank, one-dimensional."""
         for param, state in self.state.items():
             yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, state[NAME]))
-
-
-def begin(
-    optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int
-) -> None:
-    """Give an optimizer an `Average` of its weights, as its attribute `average`, unless decay is
-    None."""
-    if decay is not None:
-        optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
-
-
-def update(optimizer: torch.optim.Optimizer, step: int, left_out: int) -> None:
-    """Update the average of an optimizer, if it has one, after the run's step `step`.
-
-    left_out: see `Average.update`.
-    """
-    if (average := getattr(optimizer, "average", None)) is not None:
-        average.update(step, left_out)
