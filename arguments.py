@@ -20,7 +20,7 @@ from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.run import metrics
-from fabric_llm.training.guard import ACTIONS
+from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 from prepare_arguments import PrepareArguments
 

@@ -34,7 +34,7 @@ from fabric_llm.plan.mixture import Cursor, last_step, lay_out
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES
 from fabric_llm.plan.start import batch_sizes
-from fabric_llm.training.guard import parse_budgets
+from fabric_llm.training.forgetting import parse_budgets
 
 # that tokenizers of other rules make other tokens of
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
