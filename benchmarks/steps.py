@@ -264,10 +264,10 @@ def in_theory(flags: list[str], context: int) -> page.Row:
     """Of a rank's step its operations and its memory above parameters and optimizer, as plan.py
     says them."""
     from arguments import parse_plan
-    from fabric_llm.forecast import outlook, trace
+    from fabric_llm.forecast import prediction, trace
 
     own, planned = parse_plan([*flags, "--context_length", str(context)])
-    found, held = outlook.look(own, planned), (trace.PARAMETERS, trace.OPTIMIZER)
+    found, held = prediction.predict(own, planned), (trace.PARAMETERS, trace.OPTIMIZER)
     parts = {
         name: size
         for name, size in found.memory.parts.items()

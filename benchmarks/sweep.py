@@ -169,7 +169,7 @@ def predicted(one: Series, folder: Path) -> list[page.Row]:
     first = swept[min(swept)]
     rows = []
     for devices, rate in one.published.items():
-        row, outlook = swept[devices], swept[devices].outlook
+        row, prediction = swept[devices], swept[devices].prediction
         found = {
             **one._asdict(),
             "devices": devices,
@@ -177,10 +177,10 @@ def predicted(one: Series, folder: Path) -> list[page.Row]:
             "published": rate,
         }
         found |= {
-            "parameters": outlook.parameters,
-            "messages": outlook.seconds.messages / outlook.seconds.compute,
+            "parameters": prediction.parameters,
+            "messages": prediction.seconds.messages / prediction.seconds.compute,
         }
-        found |= {"plan": outlook.tokens_a_step / outlook.seconds.step / devices}
+        found |= {"plan": prediction.tokens_a_step / prediction.seconds.step / devices}
         found |= {
             "efficiency": rate / one.published[min(swept)],
             "all_hidden": row.efficiency / first.efficiency,

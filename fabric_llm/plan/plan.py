@@ -15,8 +15,7 @@ from torch import Tensor
 from fabric_llm.checkpoint.keep import Progress, is_evaluated
 from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, concatenate, fingerprint
-from fabric_llm.data.order import sample
-from fabric_llm.data.probes import Questions, copy_probe, drawn_from
+from fabric_llm.data.order import drawn_from, sample
 from fabric_llm.data.sources import COPY, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
@@ -199,6 +198,11 @@ class Plan:
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
         """{probe: its rows} of the probes that are evaluated. left_out: ids of special tokens,
         which aren't drawn."""
+        if not self.data.probes:
+            return {}
+        # A feature that is off isn't imported.
+        from fabric_llm.data.probes import Questions, copy_probe
+
         split = self.validation_splits()[self._copied()]
         ids = [number for number in left_out if number is not None]
         made = {COPY: copy_probe, RETRIEVAL: Questions}

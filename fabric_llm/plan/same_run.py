@@ -17,7 +17,7 @@ from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
 from fabric_llm.plan.schedule import Schedule
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.schedule import arguments_of, lr_at
 
 
@@ -116,8 +116,8 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         f"That can't change within a run; for a new one from its weights: {_new_run_from(plan)}.",
     )
     _refuse(plan, silent, f"To change that on purpose: --resume_override {','.join(silent)}.")
-    _require_known_base(plan, then)
-    _require_work(plan, flags, then, is_changed=bool(changed))
+    _require_known_base(plan)
+    _require_work(plan, flags, is_changed=bool(changed))
     return _changes(plan, changed, now)
 
 
@@ -134,15 +134,15 @@ def _refuse(plan: Plan, differing: dict[str, tuple[Any, Any]], advice: str) -> N
         raise ValueError(f"{str(plan.resume_from)!r} was written with {first}. {advice}")
 
 
-def _require_known_base(plan: Plan, then: dict[str, Any]) -> None:
+def _require_known_base(plan: Plan) -> None:
     """Raises ValueError unless each set that has a budget was evaluated before step 1, on the rows
     that are evaluated now."""
     if not plan.is_base_known:  # it will be measured
         return
-    measured_on = plan.measured_on()
+    base, measured_on = plan.resumed["guard"]["before"], plan.measured_on()
     for name in plan.data.budgets:
-        before = then["measured_on"].get(name, measured_on[name])
-        if name in then["guard"]["before"] and before == measured_on[name]:
+        before = plan.resumed["measured_on"].get(name, measured_on[name])
+        if name in base and before == measured_on[name]:
             continue
         advice = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
         if before == measured_on[name][: len(before)]:
@@ -158,15 +158,15 @@ def _require_known_base(plan: Plan, then: dict[str, Any]) -> None:
         )
 
 
-def _require_work(plan: Plan, flags: Flags, then: dict[str, Any], is_changed: bool) -> None:
+def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
     """Raises Fault (0), or ValueError where the command asks for more, if nothing is left to do."""
     if plan.start.step < plan.schedule.max_step:
         return
     # A request to stop may have cut off the last evaluation.
-    if flags.evaluation.eval_iters > 0 and not is_evaluated(then):
+    if flags.evaluation.eval_iters > 0 and not is_evaluated(plan.resumed):
         return
     # Or the run was killed before it went back, or ended, as that evaluation asks for.
-    if _has_forgotten(plan, flags, then):
+    if forgetting_at_start(plan, flags).verdict in ("stop", "rewind"):
         return
     sentence = (
         f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
@@ -180,18 +180,16 @@ def _require_work(plan: Plan, flags: Flags, then: dict[str, Any], is_changed: bo
     )
 
 
-def _has_forgotten(plan: Plan, flags: Flags, then: dict[str, Any]) -> bool:
-    """Whether the losses at the checkpoint ask for a rewind or an end, because of a budget."""
-    guard = Guard(
-        budgets=plan.data.budgets,
-        forgetting_action=flags.evaluation.forgetting_action,
-        before=then["guard"]["before"],
-        changed=plan.changed_eval_sets(),
-    )
-    losses = then.get("eval_losses")
-    if losses is not None:
-        guard.accept_evaluation(plan.start.step, losses)
-    return guard.forgetting in ("stop", "rewind")
+def forgetting_at_start(plan: Plan, flags: Flags) -> Forgetting:
+    """The budgets, and what the losses at the checkpoint of a resumed run say of them."""
+    forgetting = Forgetting(plan.data.budgets, flags.evaluation.forgetting_action)
+    if plan.resumed:
+        forgetting.before = dict(plan.resumed["guard"]["before"])
+        forgetting.changed = plan.changed_eval_sets()
+        losses = plan.resumed.get("eval_losses")
+        if losses is not None:
+            forgetting.accept_evaluation(plan.start.step, losses)
+    return forgetting
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
