@@ -29,12 +29,13 @@ from fabric_llm.data.mixture_text import (
     DataMix,
     Source,
     Stage,
+    mix_of,
     parse,
     period_of,
     position_of,
     read_before,
 )
-from fabric_llm.data.order import RowsRead, claimed_by
+from fabric_llm.data.order import RowsRead, claimed_by, rows_at
 from fabric_llm.plan.schedule import Cursor, Schedule, lay_out
 from fabric_llm.verify import __main__ as verify
 
@@ -250,6 +251,32 @@ def test_what_progress_json_holds_is_the_mixture():
     for wrong in ({}, {"mixture": None}, {"fixed": {}}):
         with pytest.raises(ValueError, match="its mixture can't be read"):
             mixture_of({**document, **wrong} if wrong else {})
+
+
+def test_one_dataset_is_a_mixture_that_reads_it_in_the_order_of_its_seed():
+    """Also of checkpoints that name no mixture. Logs name no source then."""
+    mixture = mixture_of({"fixed": {"train_rows": 44, "context_length": 8, "seed": 1234}})
+    positions = np.arange(150).reshape(3, 50)
+    assert (mixture.rows_at(positions) == rows_at(positions, 44, 1234)).all()
+    assert mixture.read_before(150) == {} and mixture.shares_at(149) == {"validation": 1.0}
+    assert mixture.context_at(149) == 8
+
+
+@pytest.mark.parametrize("max_step", [None, 5, 100])
+@pytest.mark.parametrize("batch", [1, 8, 44])
+def test_a_run_over_one_dataset_ends_after_its_steps_or_epochs(max_step, batch):
+    mix = mix_of(None, "data")
+    stages, end, last = lay_out(mix, (44,), batch, max_step, 3)
+    assert stages == (Stage(0, (1,)),)
+    assert (end, last) == ((3 * 44, -(-3 * 44 // batch)) if max_step is None else (None, max_step))
+    mixture = mixture_of({"fixed": {"train_rows": 44, "context_length": 8, "seed": 1}})
+    sizes = (1, batch, batch, max_step, 3)
+    schedule = Schedule(Progress(), *sizes, mix, mixture, last, end)
+    assert schedule.half_epochs(66) == 3 and schedule.end_of_run() == (end or last * batch)
+    # A rewind skips the data of two steps: without --max_step, so many steps fewer are left.
+    after = schedule.after_rewind(Progress(1, 3 * batch))
+    assert after.mixture == mixture and after.end == end
+    assert after.max_step == (max_step or max(last - 2, 1))
 
 
 # ------------------------------------------------------------------------------- rows of files
