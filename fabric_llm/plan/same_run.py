@@ -195,17 +195,16 @@ def forgetting_at_start(plan: Plan, flags: Flags) -> Forgetting:
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of what differs. Facts of sources are compared one by one; a new source
     is no difference."""
-    found: dict[str, tuple[Any, Any]] = {}
+    differing: dict[str, tuple[Any, Any]] = {}
     for name, value in now.items():
         before = then.get(name, value)
         if isinstance(before, dict) and isinstance(value, dict):
-            of_each = {key: (before.get(key, one), one) for key, one in value.items()}
-            found |= {
-                f"{name} of {key}": both for key, both in of_each.items() if both[0] != both[1]
-            }
+            for source, fact in value.items():
+                if before.get(source, fact) != fact:
+                    differing[f"{name} of {source}"] = before[source], fact
         elif before != value and dict not in (type(before), type(value)):
-            found[name] = before, value
-    return found
+            differing[name] = before, value
+    return differing
 
 
 def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]) -> list[str]:
@@ -241,7 +240,7 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
 def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A table of the learning rate from here on and as it would have been, at a few steps."""
     first, last = plan.start.step, plan.schedule.max_step - 1
-    steps = sorted({first + round(part * (last - first) / 4) for part in range(5)})
+    steps = sorted({first + round(quarter * (last - first) / 4) for quarter in range(5)})
     curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}
     rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
     for name, schedule in curves.items():
