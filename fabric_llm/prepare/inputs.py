@@ -131,6 +131,9 @@ class InputFiles:
     splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
+    def by_name(self) -> dict[str, Source]:
+        return {source.name: source for source in self.sources}
+
 
 def find_sources(
     inputs: Sequence[str | Path],
