@@ -58,9 +58,8 @@ class Part(NamedTuple):
     end: Optional[int] = None  # None: the end of the file
     split: str = ""  # of a dataset
     goes: int = DRAWN
-    separator: Optional[str] = (
-        None  # regular expression between documents of a text; None: the file is one document
-    )
+    # A regular expression between documents of a text; None: the file is one document.
+    separator: Optional[str] = None
 
     @property
     def is_one_document(self) -> bool:
@@ -278,13 +277,16 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
     while file.read(1) != b"[":  # behind a byte order mark and white space
         pass
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-    buffer, at, is_all, damage, is_first = "", 0, False, None, True
+    buffer, at = "", 0  # the next element begins at buffer[at]
+    is_first, is_all, damage = True, False, None
     while True:
         try:
-            if is_first and buffer.startswith("]", end := SPACE.match(buffer, at).end()):
+            end = SPACE.match(buffer, at).end()
+            if is_first and buffer.startswith("]", end):
                 break
             element, end = _element(buffer, at)
         except (ValueError, RecursionError) as error:
+            # Either the element goes on behind the buffer, or it is no JSON.
             if damage is not None:
                 raise damage from None
             if is_all or len(buffer) - at > RECORD_BYTES:
@@ -311,21 +313,21 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
 def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
     """(an element of an array, or what is wrong with it; where the comma or bracket behind it is)
 
-    Raises ValueError if its end isn't found.
+    Raises ValueError where there is no end of it in `buffer`.
     """
     begin = SPACE.match(buffer, at).end()
-    said = ""
+    message = ""
     try:
         value, end = JSON.raw_decode(buffer, begin)
     except json.JSONDecodeError as error:
         value, end = LENIENT_JSON.raw_decode(buffer, begin)
-        said = f"is not valid JSON: {error.msg}"
+        message = f"is not valid JSON: {error.msg}"
     behind = SPACE.match(buffer, end).end()
     if not buffer.startswith((",", "]"), behind):
         raise ValueError("there is no comma or bracket behind it")
     if not _is_utf8(buffer[begin:end]):
-        said = NOT_UTF8
-    return said or (value,), behind
+        message = NOT_UTF8
+    return message or (value,), behind
 
 
 class Lines:
@@ -527,7 +529,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
 
     Raises ValueError for one that can't be opened.
     """
-    # whose import takes longer than that of all else that a process which tokenizes needs
+    # Its import takes longer than that of all else that a process which tokenizes needs.
     import datasets
 
     from fabric_llm.data.folders import has_rows, split_names
@@ -539,15 +541,20 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
                 datasets.config.HF_HUB_OFFLINE = True
             return dict(datasets.load_dataset(repository, config or None, streaming=True))
         folder = Path(name)
-        for split in split_names(folder) if (folder / "dataset_dict.json").is_file() else [""]:
-            has_rows(folder / split)
+        splits = [""]
+        if (folder / "dataset_dict.json").is_file():
+            splits = split_names(folder)
+        for split in splits:
+            has_rows(folder / split)  # raises what is wrong with it
         loaded = datasets.load_from_disk(name)
         return dict(loaded) if isinstance(loaded, dict) else {"rows": loaded}
     except Exception as error:  # the hub, its client and file formats raise some twenty types
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
-        said = NOWHERE.format(name) if kind == "hub" else f"{name} is not a complete dataset folder"
-        raise ValueError(f"{said}: {one_line(error)}") from error
+        message = f"{name} is not a complete dataset folder"
+        if kind == "hub":
+            message = NOWHERE.format(name)
+        raise ValueError(f"{message}: {one_line(error)}") from error
 
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:

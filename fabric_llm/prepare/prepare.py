@@ -117,10 +117,10 @@ def prepare(**arguments: Any) -> dict:
     inputs.preparation(options, options.inputs)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
-    sources = inputs.find_sources(
+    input_files = inputs.find_sources(
         options.inputs, pattern=options.pattern, exclude=options.exclude, output=target
     )
-    pieces = plan(sources, inputs.separator(options.document_separator))
+    pieces = plan(input_files, inputs.separator(options.document_separator))
     if not options.validation_fraction and not _has_own_validation(pieces):
         raise ValueError(
             "validation_fraction is 0, and no input has a validation split of its own: take more "
@@ -134,15 +134,15 @@ def prepare(**arguments: Any) -> dict:
     )
     with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
-            tokenizer = _put_tokenizer(folder, options, sources, pieces, tokenizer)
-            work = _encode(folder, options, sources, pieces, tokenizer)
+            tokenizer = _put_tokenizer(folder, options, input_files, pieces, tokenizer)
+            work = _encode(folder, options, input_files, pieces, tokenizer)
         except BaseException:
             # The next start goes on with the pieces that are done.
             if not has_work(folder):
                 remove(folder)
             raise
         try:
-            manifest = _make_dataset(folder, options, sources, work, tokenizer)
+            manifest = _make_dataset(folder, options, input_files, work, tokenizer)
             require_all_counted(manifest)
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
@@ -212,7 +212,7 @@ def remove(folder: Path) -> None:
 def _put_tokenizer(
     folder: Path,
     options: Options,
-    sources: inputs.InputFiles,
+    input_files: inputs.InputFiles,
     pieces: Sequence[Piece],
     tokenizer: Optional[PreTrainedTokenizerBase],
 ) -> PreTrainedTokenizerBase:
@@ -220,7 +220,7 @@ def _put_tokenizer(
     same texts before stays there."""
     key: dict[str, Any] = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
     if tokenizer is None:
-        by_name = sources.by_name()
+        by_name = input_files.by_name()
         key["texts"] = [piece.name(by_name, options.text_field) for piece in pieces]
     else:
         key["tokenizer_sha256"] = _sha256(tokenizer.backend_tokenizer)
@@ -291,7 +291,7 @@ class Work(NamedTuple):
 def _encode(
     folder: Path,
     options: Options,
-    sources: inputs.InputFiles,
+    input_files: inputs.InputFiles,
     pieces: Sequence[Piece],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Work:
@@ -302,7 +302,7 @@ def _encode(
     # Pieces with other names were made of other texts, or in another way.
     of_all = job._replace(folder="", stop_on_error=False)
     made_with = [PIECE_FORMAT, metadata.version("tokenizers"), of_all, _sha256(backend)]
-    of_sources = sources.by_name()
+    of_sources = input_files.by_name()
     by_name = {f"piece-{piece.name(of_sources, made_with)}": piece for piece in pieces}
     left = {name: piece for name, piece in by_name.items() if read_mark(folder / name) is None}
     _tell_of_former_work(folder, by_name, left)
@@ -343,7 +343,7 @@ def _tell_of_former_work(
 def _make_dataset(
     folder: Path,
     options: Options,
-    sources: inputs.InputFiles,
+    input_files: inputs.InputFiles,
     work: Work,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def _make_dataset(
     if bad:
         left_out += f": {sentences[0]}"
     if not work.total("documents"):
-        count = len(sources.sources)
+        count = len(input_files.sources)
         raise ValueError(f"no document with text in {count} inputs and files: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
@@ -376,7 +376,7 @@ def _make_dataset(
     is_short = documents.lengths < shortest
     short, repeated = int(is_short.sum()), documents.lengths[documents.repeated & ~is_short]
     if documents.in_both:
-        sources.notes.append(
+        input_files.notes.append(
             f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
         )
     if short:
@@ -390,7 +390,7 @@ def _make_dataset(
         raise
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     return {
-        **_origin(options, sources),
+        **_origin(options, input_files),
         "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
         "vocab_size": len(tokenizer),
         "eos_token_id": eos,
@@ -405,9 +405,9 @@ def _make_dataset(
             "short": short,
             "bad": bad,
             "bad_records": sentences,
-            "files_by_suffix": _most_common(sources.not_read),
-            "files_twice": sources.twice,
-            "splits": sources.splits_left_out,
+            "files_by_suffix": _most_common(input_files.not_read),
+            "files_twice": input_files.twice,
+            "splits": input_files.splits_left_out,
         },
         "written": files.describe(made, files.files_in(made)),
     }
@@ -421,7 +421,7 @@ def _require_room(folder: Path, options: Options, work: Work) -> None:
     files.room(folder, needed, "The dataset", "make room, or take an --output on another disk")
 
 
-def _origin(options: Options, sources: inputs.InputFiles) -> dict[str, Any]:
+def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
     """The fields of the manifest for flags, inputs and versions."""
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
     return {
@@ -432,15 +432,15 @@ def _origin(options: Options, sources: inputs.InputFiles) -> dict[str, Any]:
         "inputs": [str(name) for name in options.inputs],
         "made_by": {
             "command": options.command(),
-            "from_hub": [one.name for one in sources.sources if one.kind == "hub"],
+            "from_hub": [one.name for one in input_files.sources if one.kind == "hub"],
         },
         "files": [
             {"path": source.name, "bytes": source.bytes}
-            for source in sources.sources[:MAX_LISTED_FILES]
+            for source in input_files.sources[:MAX_LISTED_FILES]
         ],
-        "files_total": len(sources.sources),
-        "bytes_total": sum(source.bytes or 0 for source in sources.sources),
-        "notes": sources.notes[:MAX_LISTED_FILES],
+        "files_total": len(input_files.sources),
+        "bytes_total": sum(source.bytes or 0 for source in input_files.sources),
+        "notes": input_files.notes[:MAX_LISTED_FILES],
         "tokenizer": options.tokenizer_name,
         "versions": {
             "python": platform.python_version(),
