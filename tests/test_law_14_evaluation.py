@@ -155,7 +155,7 @@ def test_of_tasks_whole_documents_are_read_from_all_over_each(seed):
     split = tasks_of(sizes, names.tolist())
     most = int(generator.integers(60, 900))
     rows = seen(split, 4, most // 4, 2)
-    read = np.unique(split.said["document"][rows])
+    read = np.unique(split.about["document"][rows])
     assert sizes[read].sum() == len(rows) <= most // 4 * 4, "all choices of each"
     assert len(rows) > 0.8 * (most // 4 * 4)
     for name in ("even", "low", "high"):
