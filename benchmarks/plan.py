@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from arguments import parse_plan
 from benchmarks import gpu, inputs, page
 from fabric_llm.forecast.memory import Memory
-from fabric_llm.forecast.outlook import look
+from fabric_llm.forecast.prediction import predict
 from fabric_llm.model import gate, layers
 
 PAGE = ROOT / "docs/results/plan.md"
@@ -92,7 +92,7 @@ def planned(one: Published, folder: Path) -> Memory:
     # When this project's rows were measured, the gradient norm took a float64 copy of a whole
     # parameter.
     with patch.object(gate, "SQUARED_AT_ONCE", sys.maxsize) if one.source == OWN else nullcontext():
-        return look(*parse_plan(words)).memory
+        return predict(*parse_plan(words)).memory
 
 
 def counted(memory: Memory, one: Published) -> float:

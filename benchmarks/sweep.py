@@ -94,7 +94,7 @@ def predicted(one: Series, folder: Path) -> list[page.Row]:
     swept = {row.devices: row for row in sweep.sweep(own, flags) if row.sharding == asked}
     rows = []
     for devices, rate in one.published.items():
-        prediction, seconds = swept[devices].outlook, swept[devices].outlook.seconds
+        prediction, seconds = swept[devices].prediction, swept[devices].prediction.seconds
         row = {**one._asdict(), "devices": devices, "is_series": len(one.published) > 1}
         row |= {"published": rate, "parameters": prediction.parameters}
         row["messages"] = seconds.messages / seconds.compute

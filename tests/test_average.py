@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 
 from fabric_llm.average import main, named
 from fabric_llm.base.files import step_directories
-from fabric_llm.model.strategy import PREFIX
+from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Tensors
 
 

@@ -738,7 +738,7 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
 def optimizer_after_loading(flags):
     """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not
     stepped yet."""
-    from fabric_llm.model.strategy import original_name
+    from fabric_llm.model.sharded import original_name
 
     _, _, model, optimizer = built(flags)
     state = optimizer.optimizer.state

@@ -69,11 +69,11 @@ def measure(flags, profiles):
     return peak, memory.Work(plan.placement, replace(plan.model, tokenizer=None), *sizes, average)
 
 
-def predict(work):
+def predict_memory(work):
     from fabric_llm.forecast import memory
 
     assert "RANK" not in os.environ
-    return memory.predict(work)
+    return memory.predict_memory(work)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def measured_and_said(folder, model, strategy, *flags, precision="bf16-true", pr
     }
     argv = [*inputs.training(folder, model, "data", "cpu", precision, **given), *map(str, flags)]
     measured = run_ranks(ranks, measure, argv, profiles)
-    [said] = run_ranks(1, predict, measured[0][1])
+    [said] = run_ranks(1, predict_memory, measured[0][1])
     return max(peak for peak, _ in measured), said
 
 

@@ -17,7 +17,7 @@ from arguments import parse_plan
 from benchmarks import plan as published
 from fabric_llm.forecast import changes, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
-from fabric_llm.forecast.outlook import ROW
+from fabric_llm.forecast.prediction import ROW
 from fabric_llm.model.strategy_rules import Placement
 
 ROOT = Path(__file__).parent.parent
@@ -138,18 +138,18 @@ def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
 )
 def test_changes_end_below_four_fifths_or_with_the_first_that_fits(toys, monkeypatch, used, kept):
     """used: after each change, the last after all others too."""
-    outlooks = [
+    predictions = [
         SimpleNamespace(
             used=part, fits=part <= 0.95, state_fits=True, memory=SimpleNamespace(peak=part)
         )
         for part in (2.0, *used)
     ]
-    looks = iter(outlooks[1:])
-    monkeypatch.setattr(changes, "_attempt", lambda own, flags: next(looks, outlooks[-1]))
+    looks = iter(predictions[1:])
+    monkeypatch.setattr(changes, "_attempt", lambda own, flags: next(looks, predictions[-1]))
     own, flags = parse_plan(
         ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4"]
     )
-    assert [one for _, one in changes.until_it_fits(own, flags, outlooks[0])] == outlooks[
+    assert [one for _, one in changes.until_it_fits(own, flags, predictions[0])] == predictions[
         1 : 1 + kept
     ]
 
@@ -319,7 +319,7 @@ def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
 
 
 def prepare_default():
-    from arguments import PrepareArguments
+    from prepare_arguments import PrepareArguments
 
     return PrepareArguments.__dataclass_fields__["context_length"].default
 

@@ -41,16 +41,16 @@ OF_TOYS = dict(
 
 
 def looked(folder, *words, whole=False):
-    """The outlook of the model in `folder`, or the sentence that refuses it. whole: all layers are
+    """The prediction of the model in `folder`, or the sentence that refuses it. whole: all layers are
     traced."""
     from arguments import parse_plan
     from fabric_llm.forecast import trace
-    from fabric_llm.forecast.outlook import look
+    from fabric_llm.forecast.prediction import predict
 
     given = ["--model_name", str(folder), "--context_length", "24", *map(str, words)]
     with patch.object(trace, "cuts", lambda kinds: []) if whole else nullcontext():
         try:
-            return look(*parse_plan(given))
+            return predict(*parse_plan(given))
         except ValueError as error:
             return str(error)
 

@@ -49,7 +49,7 @@ def test_a_row_is_the_plan_of_its_devices(toys, strategy):
         nodes = ("--num_nodes", devices // 2, "--sharding_strategy", how)
         alone, row = (
             said("--model_name", toys / "llama", *SHORT, *flags, *nodes),
-            rows[devices, how]["outlook"],
+            rows[devices, how]["prediction"],
         )
         is_traced = devices <= 32
         close = 1e-9 if is_traced else 0.01
@@ -63,15 +63,15 @@ def test_a_row_is_the_plan_of_its_devices(toys, strategy):
             assert row["seconds"][key] == pytest.approx(seconds, rel=close if of_trace else 0), key
 
 
-def tensors(outlook):
+def tensors(prediction):
     """Bytes of a device without the context, which is most of a small model's."""
-    return outlook["memory"]["peak"] - outlook["memory"]["parts"]["CUDA context (assumed)"]
+    return prediction["memory"]["peak"] - prediction["memory"]["parts"]["CUDA context (assumed)"]
 
 
 @pytest.mark.longer
 def test_every_device_keeps_its_part_of_the_batch(toys):
     rows, _ = swept(toys, "--sweep", "devices=4..32", "--global_batch_size", 8)
-    tokens = {devices: row["outlook"]["tokens_a_step"] for (devices, _), row in rows.items()}
+    tokens = {devices: row["prediction"]["tokens_a_step"] for (devices, _), row in rows.items()}
     assert tokens == {devices: 2 * 128 * devices for devices in (4, 8, 16, 32)}
 
 
@@ -81,11 +81,11 @@ def test_where_the_network_is_slow_the_hybrid_is_faster(toys):
     gradients of a hybrid."""
     flags = ("--precision", "32-true", "--mfu", 1e-7, "--sweep", "devices=8..64")
     fast, _ = swept(toys, *flags)
-    outlook = fast[16, "FULL_SHARD"]["outlook"]
+    prediction = fast[16, "FULL_SHARD"]["prediction"]
     # Gbit/s: nearly all of computing
-    network = 8e-9 * outlook["network_bytes"] / (0.9 * outlook["seconds"]["compute"])
+    network = 8e-9 * prediction["network_bytes"] / (0.9 * prediction["seconds"]["compute"])
     slow, found = swept(toys, *flags, "--network", network)
-    steps = {key: row["outlook"]["seconds"]["step"] for key, row in slow.items()}
+    steps = {key: row["prediction"]["seconds"]["step"] for key, row in slow.items()}
     assert steps[16, "FULL_SHARD"] == steps[16, "HYBRID_SHARD"] == steps[8, "FULL_SHARD"]
     assert steps[32, "FULL_SHARD"] > steps[32, "HYBRID_SHARD"] == steps[8, "FULL_SHARD"]
     assert steps[64, "FULL_SHARD"] > steps[64, "HYBRID_SHARD"] > steps[8, "FULL_SHARD"]

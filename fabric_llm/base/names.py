@@ -18,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 from fabric_llm.base.faults import printable
 
 MAX_CHARACTERS = 300  # of a path
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a data source, and of a set that is evaluated
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
 # difflib's ratios: a wrong suggestion is worse than none

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fabric_llm.checkpoint.keep import damaged, read_progress
 from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held
-from fabric_llm.model.strategy import local_part, shards
+from fabric_llm.model.sharded import local_part, shards
 from fabric_llm.model.tensor_files import Tensors, readable
 from fabric_llm.model.weights import Source
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base.ranks import alone
-from fabric_llm.model.strategy import (
+from fabric_llm.model.sharded import (
     PREFIX,
     local_part,
     original_name,

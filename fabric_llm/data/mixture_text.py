@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, Optional
 import yaml
 
 from fabric_llm.base import command_line
-from fabric_llm.base.names import at_home, command, nearest, shown
-from fabric_llm.data.sources import NAME
+from fabric_llm.base.names import NAME, at_home, command, nearest, shown
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message

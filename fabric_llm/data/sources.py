@@ -14,13 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from fabric_llm.base.names import at_home, command, nearest_of
+from fabric_llm.base.names import NAME, at_home, command, nearest_of
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
 
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
 # of what a model does with its context, see probes.py
 COPY, RETRIEVAL = PROBES = (
     "copy",

@@ -1,6 +1,6 @@
 """How many bytes a rank needs, of what, and at which moment of a step it needs most.
 
-`predict` makes a step without memory (trace.py). What a GPU needs besides is assumed:
+`predict_memory` makes a step without memory (trace.py). What a GPU needs besides is assumed:
 `CONTEXT_BYTES` and `SLACK`.
 """
 
@@ -31,13 +31,16 @@ from transformers.masking_utils import AttentionMaskInterface
 from fabric_llm.base.faults import one_line
 from fabric_llm.forecast import trace
 from fabric_llm.model import (
-    fast_paths,
+    chunked_loss,
+    context_parallel,
     freezing,
     gate,
     language_model,
     layers,
     loading,
     offload,
+    packed_attention,
+    sharded,
     strategy,
     tiles,
 )
@@ -90,7 +93,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def predict(work: Work) -> Memory:
+def predict_memory(work: Work) -> Memory:
     """The memory of the rank that needs most, without any: in a process that is no rank of a run.
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
@@ -129,7 +132,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
             _moments(replace(work, context_length=length)) for length in (shortest // 2, shortest)
         )
         return _further(half, [((context - shortest // 2) / (shortest - shortest // 2), whole)])
-    kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
+    kinds = [trace.kind(layer) for layer in sharded.repeated_layers(_skeleton(work)).values()]
     # Units of at least so many parameters are others where there are fewer layers.
     by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
     cuts = [] if by_size else trace.cuts(kinds)
@@ -220,7 +223,7 @@ def _step(
     optimizer = adamw.AdamW([{"params": trained}], lr=1e-3, updates=model_plan.bf16_updates)
     if work.ema_device == "same":
         ledger.label = trace.AVERAGE
-        ema.begin(optimizer, 0.999, "same", 1, 0)
+        optimizer.average = ema.Average(optimizer, decay=0.999, device="same", every=1, seed=0)
     ledger.label = trace.BATCH
     shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
@@ -234,7 +237,7 @@ def _step(
         ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
         sums = step.GradientSums(wrapped.parameters())
         local = [
-            strategy.local_part(parameter) if parameter.requires_grad else None
+            sharded.local_part(parameter) if parameter.requires_grad else None
             for parameter in sums.parameters
         ]
         sums.sums = [
@@ -258,7 +261,7 @@ def _step(
         ledger.label, ledger.moment = trace.SUMS, "the last sum of gradients"
         sums.add(last=True)
     ledger.label, ledger.moment = trace.OPTIMIZER, UPDATE
-    widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
+    widest = max((sharded.local_part(parameter).numel() for parameter in trained), default=0)
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
 
 
@@ -267,7 +270,7 @@ def tiled_modules(skeleton: Any) -> list[str]:
     numbers isn't known."""
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     for module in probe.modules():
-        strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
+        sharded.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
     _fill_buffers(probe)
     return list(tiles.found_in(probe, measures=False))
 
@@ -288,7 +291,7 @@ def _traced(config: Any, context_length: int) -> Any:
     """
     seen = (window for window in windows(config.get_text_config()) if window is not None)
     config = deepcopy(config)
-    is_packed = config._attn_implementation in (fast_paths.PACKED, "flash_attention_2")
+    is_packed = config._attn_implementation in (packed_attention.PACKED, "flash_attention_2")
     if (
         is_packed
         or config._attn_implementation == "sdpa"
@@ -338,11 +341,11 @@ def _ranks(world_size: int) -> Iterator[None]:
 @contextmanager
 def _sharing(ranks: int) -> Iterator[None]:
     """In the body, attention exchanges heads among so many ranks, if they share rows."""
-    group = strategy.context_group(ranks)
+    group = context_parallel.context_group(ranks) if ranks > 1 else None
 
     def attention(module: nn.Module, *tensors: Tensor, **more: Any) -> tuple[Tensor, None]:
         mask = tensors[3:]
-        return fast_paths.share_rows(
+        return context_parallel.share_rows(
             lambda *whole: sdpa_attention_forward(module, *whole, *mask, **more)[0],
             group,
             *tensors[:3],
@@ -379,9 +382,10 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
         if work.placement.kind == "cuda":
             most = max(
                 1,
-                fast_paths.LOGITS_AT_ONCE["cuda"] // work.model.config.get_text_config().vocab_size,
+                chunked_loss.LOGITS_AT_ONCE["cuda"]
+                // work.model.config.get_text_config().vocab_size,
             )
-            patches.enter_context(patch.object(fast_paths, "_tokens_at_once", lambda *_: most))
+            patches.enter_context(patch.object(chunked_loss, "_tokens_at_once", lambda *_: most))
             inputs = patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,
                 put=lambda self, hidden, tensor: (

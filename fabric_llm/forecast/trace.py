@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fabric_llm.model.layers import KEPT
-from fabric_llm.model.strategy import local_part, repeated_layers
+from fabric_llm.model.sharded import local_part, repeated_layers
 
 # What a storage is of.
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"

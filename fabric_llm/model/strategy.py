@@ -16,24 +16,20 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, Optional
-from weakref import WeakValueDictionary
+from typing import Any, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 
 from fabric_llm.base import fabric as lightning
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.ranks import alone, waits_for_others
+from fabric_llm.model.sharded import repeated_layers, replacing
 from fabric_llm.model.strategy_rules import Placement, Sharding, wrap_size
 
-PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transformers knows
 Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before parents
 Fill = Callable[[nn.Module], None]
 
@@ -132,26 +128,6 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     return found
 
 
-def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model by name, none of them inside another: of the classes that it
-    names itself, else of its longest list."""
-    kinds = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", None) or ()
-    }
-    if not any(type(module).__name__ in kinds for module in model.modules()):
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ in kinds and not any(
-            name.startswith(f"{outer}.") for outer in layers
-        ):
-            layers[name] = module
-    return layers
-
-
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
     """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype;
     children before parents.
@@ -209,26 +185,6 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
 
     visit(model)
     return chosen
-
-
-def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """What puts parameters with the tensors that `make` makes in the place of those on the meta
-    device that a module itself holds."""
-    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
-    # strategy has sharded isn't kept whole.
-    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-
-    def replace_parameters(module: nn.Module) -> None:
-        for key, meta in module._parameters.items():
-            if meta is not None and meta.is_meta:
-                parameter = there.get(id(meta))
-                if parameter is None:
-                    there[id(meta)] = parameter = nn.Parameter(
-                        make(meta), requires_grad=meta.requires_grad
-                    )
-                module._parameters[key] = parameter
-
-    return replace_parameters
 
 
 def wrap(
@@ -388,105 +344,6 @@ def context_group(ranks: int) -> Optional[ProcessGroup]:
     """The ranks side by side that share the rows of this one, so many; None where it has them
     alone. All ranks call it."""
     return None if ranks == 1 else torch.distributed.new_subgroups(group_size=ranks)[0]
-
-
-def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
-    """The process group that the parameters of a wrapped model are split over, None where ranks
-    hold them whole."""
-    root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
-    if root is not None:
-        return (
-            None if root.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD else root.process_group
-        )
-    parameter = next(model.parameters())
-    return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
-
-
-def shard_ranks(model: nn.Module) -> list[int]:
-    """The ranks that together hold the parameters of a wrapped model once: this rank alone where
-    each holds them whole."""
-    if (group := shard_group(model)) is not None:
-        return torch.distributed.get_process_group_ranks(group)
-    return [0 if alone() else torch.distributed.get_rank()]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Shard(NamedTuple):
-    """A parameter, and where the part of it that this rank holds lies in the whole, flattened."""
-
-    parameter: nn.Parameter
-    first: int  # index of this rank's first element
-    counts: list[int]  # elements that each rank of the `shard_group` holds, in their order
-
-
-def shards(model: nn.Module) -> dict[str, Shard]:
-    """The parameters of a wrapped model, by the names that they have in the unwrapped one. All
-    ranks call it.
-
-    Both FSDPs split in the order of ranks, FSDP2 between rows: what comes before is what lower
-    ranks hold, and no field of theirs is read.
-    """
-    named = {original_name(name): parameter for name, parameter in model.named_parameters()}
-    group, rank = shard_group(model), 0
-    counts = torch.tensor([[local_part(parameter).numel()] for parameter in named.values()])
-    if group is not None:
-        rank, held = torch.distributed.get_rank(group), counts.to(communication_device(group))
-        of_ranks = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size(group))]
-        waits_for_others()
-        torch.distributed.all_gather(of_ranks, held, group=group)
-        counts = torch.cat(of_ranks, dim=1)
-    found = zip(named.items(), counts.tolist())
-    return {name: Shard(parameter, sum(held[:rank]), held) for (name, parameter), held in found}
-
-
-def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
-    """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of
-    `numbers`."""
-    if group is None:
-        return numbers
-    # offloaded gradients are on the CPU, NCCL is not
-    total = numbers.to(communication_device(group))
-    torch.distributed.all_reduce(total, group=group)
-    return total.to(numbers.device)
-
-
-def communication_device(group: Optional[ProcessGroup] = None) -> str:
-    """Where the tensors are that ranks of a group send to each other; without ranks the CPU."""
-    is_nccl = torch.distributed.is_initialized() and torch.distributed.get_backend(group) == "nccl"
-    return "cuda" if is_nccl else "cpu"
-
-
-def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward fsdp and fsdp2 leave the outermost unit whole: split
-    it again.
-
-    Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is
-    whole, and the next pass of fsdp would take the whole unit that is there, also where its weights
-    have changed since. After a backward pass fsdp forgets the units that are neither split nor
-    trained, whose tensors aren't parameters any more until it is told.
-    """
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
-        handle = module._handle if isinstance(module, FSDP) else None
-        ran = handle is not None and module._is_root is not None
-        if (
-            ran
-            and not handle.needs_unshard()
-            and (handle.uses_sharded_strategy or not handle.flat_param.requires_grad)
-        ):
-            _reshard(module, handle, handle.uses_sharded_strategy)
-
-
-def original_name(name: str) -> str:
-    """A parameter's name in the unwrapped model."""
-    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
-        name = name.replace(wrapper, "")
-    return name
 
 
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:

@@ -27,7 +27,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
-from fabric_llm.model.strategy import (
+from fabric_llm.model.sharded import (
     PREFIX,
     communication_device,
     local_part,

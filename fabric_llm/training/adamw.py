@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
-from fabric_llm.model import strategy
-from fabric_llm.model.strategy import local_part
+from fabric_llm.model import sharded
+from fabric_llm.model.sharded import local_part
 from fabric_llm.training import adamw_rounded
 from fabric_llm.training.adamw_rounded import (
     ALIGNED_ELEMENTS,
@@ -57,7 +57,7 @@ def make_optimizer(
     decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates:
     see above.
     """
-    shards = strategy.shards(wrapped)
+    shards = sharded.shards(wrapped)
     named = [(name, shard.parameter) for name, shard in shards.items()]
     groups = parameter_groups(named, decayed, training.weight_decay)
     origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
@@ -77,7 +77,7 @@ def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, f
     optimizer's state. Parameters of other dtypes are copied into.
     """
     origins = {
-        shard.parameter: (name, shard.first) for name, shard in strategy.shards(wrapped).items()
+        shard.parameter: (name, shard.first) for name, shard in sharded.shards(wrapped).items()
     }
 
     @torch.no_grad()

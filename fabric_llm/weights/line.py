@@ -19,7 +19,7 @@ from fabric_llm.data.sources import ONE_SET, PROBES
 from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
 from fabric_llm.training.evaluation import rows_in_words
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.weights import average
 from fabric_llm.weights.average import Part
 
@@ -36,7 +36,7 @@ Losses = Mapping[str, Any]  # {set: its loss, nats, or that of several points, f
 Worth = Callable[..., Any]  # see `worth_of`
 
 
-def worth_of(guard: Guard, of_run: Losses, of_training: Sequence[str]) -> Worth:
+def worth_of(guard: Forgetting, of_run: Losses, of_training: Sequence[str]) -> Worth:
     """What points are worth, by their losses: the nats learned, -inf where more than `room` of a
     budget is used.
 
@@ -71,7 +71,7 @@ def worth_of(guard: Guard, of_run: Losses, of_training: Sequence[str]) -> Worth:
 
 
 def search(
-    evaluate: Callable[[float], Losses], guard: Guard, of_training: Sequence[str]
+    evaluate: Callable[[float], Losses], guard: Forgetting, of_training: Sequence[str]
 ) -> dict[float, Losses]:
     """{share: losses} of the points that were evaluated, the best one first. `evaluate` tells the
     guard the first."""
@@ -125,7 +125,7 @@ def choose(
         ) from error
     for name in budgets:
         require_set("--forgetting_budget", name, [*plan.validation_splits(), *PROBES])
-    computing, guard = average.computing_as(flags["precision"]), Guard(budgets=budgets)
+    computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
     print(
         (
             f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on "

@@ -14,14 +14,15 @@ from fabric_llm.base.files import json_lines
 from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.forecast import accelerators, trace
-from fabric_llm.forecast.memory import Memory, Work, predict
+from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.model import (
-    fast_paths,
     flops,
     freezing,
     language_model,
     loading,
+    packed_attention,
     positions,
+    sharded,
     strategy_rules,
     weights,
 )
@@ -94,7 +95,9 @@ class Prediction:
         return None if self.steps is None else self.steps * self.seconds.step / 3600
 
 
-def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Prediction:
+def predict(
+    own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict_memory
+) -> Prediction:
     """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what
     can't be planned."""
     device = accelerators.accelerator(
@@ -121,9 +124,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         of_a_token = model.config.get_text_config().hidden_size * (
             4 if model.precision == "32-true" else 2
         )
-        host["inputs of layers"] = (
-            tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
-        )
+        host["inputs of layers"] = tokens_held * of_a_token * len(sharded.repeated_layers(skeleton))
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sent = _sent(flags, placement, model, skeleton, micro_batches)
@@ -185,7 +186,7 @@ def _sent(
         else parameters[0].element_size()
     )
     syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
-    syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
+    syncs, units = micro_batches if syncs_all else 1, len(sharded.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(
         placement, count * (4 if wide else 2), reduced, syncs, micro_batches
     )
@@ -326,7 +327,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
-    packs = packs and fast_paths.takes_documents(loading.causal_lm_class(config))
+    packs = packs and packed_attention.takes_documents(loading.causal_lm_class(config))
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
     dtype = loading.DTYPES[asked.precision]
