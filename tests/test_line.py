@@ -19,7 +19,7 @@ from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
 from fabric_llm.training.guard import Guard
 from fabric_llm.weights import average
-from fabric_llm.weights.line import MAX_POINTS, SHARES, search, worth_of
+from fabric_llm.weights.line import MAX_POINTS, goal_of, search, worth_of
 
 SIZES = (
     "--eval_batch_size",
@@ -311,18 +311,19 @@ def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code,
 
 def along(learned, forgotten, budgets):
     """What `search` finds on curves, (share, points), and what each share is worth."""
-    guard, shares = Guard(budgets=budgets), np.array(SHARES)
+    guard = Guard(budgets=budgets)
+
+    def losses(share):
+        return {"new": 4 - learned(share), "old": 3 + forgotten(share)}
 
     def evaluate(share):
-        losses = {"new": 4 - learned(share), "old": 3 + forgotten(share)}
-        guard.accept_evaluation(int(share > 0), losses)
-        return losses
+        guard.accept_evaluation(int(share > 0), losses(share))
+        return losses(share)
 
     points = search(evaluate, guard, ["new"])
-    worth = worth_of(guard, points[1.0], ["new"])(
-        {"new": 4 - learned(shares), "old": 3 + forgotten(shares)}
-    )
-    return next(iter(points)), points, worth
+    goal = goal_of(guard, points[1.0], ["new"])
+    worth = [worth_of(losses(share / 1000), guard, goal) for share in range(1001)]
+    return next(iter(points)), points, np.array(worth)
 
 
 CURVES = {
