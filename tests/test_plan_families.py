@@ -32,10 +32,7 @@ REFUSED = {
 # otherwise.
 QUICK = ["bamba", "bloom", "falcon", "gpt_neo", "openai-gpt", "xlstm"]
 OF_TOYS = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=131,
 )
 
@@ -147,13 +144,7 @@ DDP = ("--devices", 2, "--strategy", "ddp", "--ema_decay", 0.9, "--ema_device", 
         *(
             pytest.param(name, (*how, *strategy), marks=pytest.mark.slow)
             for name in (
-                "llama",
-                "mixtral",
-                "gemma3",
-                "pictures",
-                "falcon_h1",
-                "jamba",
-                "deepseek_v3",
+                "llama", "mixtral", "gemma3", "pictures", "falcon_h1", "jamba", "deepseek_v3",
             )
             for how in HOW.values()
             for strategy in ((), FSDP, FSDP2)
