@@ -11,7 +11,7 @@ from fabric_llm.base.program import in_one_sentence, plain_output
 
 def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence("prepare_data.py") as ending:
-        from arguments import parse_prepare
+        from prepare_arguments import parse_prepare
 
         arguments = parse_prepare(argv)
         from fabric_llm.prepare import checks

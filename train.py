@@ -55,14 +55,17 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, save, verdicts
-    from fabric_llm.training import adamw, ema, step
+    from fabric_llm.training import adamw, step
 
     run = build.build(fabric, flags, plan, signals, watch)
-    guard, log, shape = run.guard, run.log, arguments_of(vars(flags.training))
+    guard, forgetting, log = run.guard, run.forgetting, run.log
+    shape = arguments_of(vars(flags.training))
+    # Before the first step: the first evaluation, or one that a stop has cut off, and what follows
+    # from losses that are known here.
     stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
-    if guard.verdict == "rewind":  # by what a process before this one would have done now
+    if forgetting.verdict == "rewind":
         verdicts.rewind(run)
-    stops = stops or guard.verdict == "stop"
+    stops = stops or forgetting.verdict == "stop"
     if stops and not plan.has_checkpoint:
         save.save(run, stops=True)
 
@@ -104,7 +107,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
-        ema.update(run.optimizer, number, guard.skipped)
+        if run.average is not None:
+            run.average.update(number, guard.skipped)
         run.optimizer.zero_grad()
 
         watch.mark(number, "in the next step")
@@ -115,12 +119,12 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             log.step(loss, lr, grad_norm, aux_loss, update)
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
-        # The loss of the step asks for it, or what the evaluation says of forgetting. A request to
-        # stop waits: the next step asks again, and saves where the run is then.
-        if guard.verdict == "rewind":
+        # The loss of the step asks for a rewind, or what the evaluation says of forgetting. A
+        # request to stop waits: the next step asks again, and saves where the run is then.
+        if "rewind" in (guard.verdict, forgetting.verdict):
             verdicts.rewind(run)
             continue
-        stops = bool(stop) or guard.verdict == "stop"
+        stops = bool(stop) or forgetting.verdict == "stop"
         if saves or save_now or stops:
             save.save(run, stops=stops)
 
@@ -133,13 +137,13 @@ def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came
     first. All ranks call it."""
     with run.log.untimed:
-        found = run.evaluation.of(run.model, run.optimizer)
+        result = run.evaluation.of(run.model, run.average)
     run.watch.mark(run.progress.step, "in the next step")
-    if found is not None and run.evaluation.is_on:
-        run.losses = found.losses
-        run.guard.accept_evaluation(run.progress.step, found.losses)
-        run.log.evaluation(found, run.guard)
-    return found is not None
+    if result is not None and run.evaluation.is_on:
+        run.losses = result.losses
+        run.forgetting.accept_evaluation(run.progress.step, result.losses)
+        run.log.evaluation(result, run.forgetting)
+    return result is not None
 
 
 if __name__ == "__main__":

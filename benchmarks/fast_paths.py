@@ -4,7 +4,7 @@
 
 From hidden states to the sum of the losses of all tokens, and the gradients of hidden states and
 head. `full` makes the logits of all tokens, as transformers does. `chunked` is this template's
-(fabric_llm/model/fast_paths.py). `torch` is torch.nn.functional.linear_cross_entropy, from torch
+(fabric_llm/model/chunked_loss.py). `torch` is torch.nn.functional.linear_cross_entropy, from torch
 2.13. How far they are from float64 is tested: in tests/test_law_13_fast_paths.py, and on a GPU in
 tests/test_gpu.py.
 """
@@ -95,7 +95,7 @@ def chunked(hidden: Tensor, head: Tensor) -> Loss:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from fabric_llm.model.fast_paths import Head, chunked_loss
+    from fabric_llm.model.chunked_loss import Head, chunked_loss
     from fabric_llm.model.language_model import token_loss
 
     vocabulary, hidden_size = head.shape

@@ -24,7 +24,7 @@ from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command, nearest_of
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.report.__main__ import page_module
-from fabric_llm.training.guard import parse_budgets
+from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.weights.checks import exported_output
 
 KNEE = "knee"

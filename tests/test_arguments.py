@@ -21,10 +21,8 @@ from arguments import (
     DEMO_CONFIG,
     ROOT,
     PlanArguments,
-    PrepareArguments,
     TrainingArguments,
     not_here,
-    parse_prepare,
     parse_train,
 )
 from export_hf import ExportArguments, parse_export
@@ -35,6 +33,7 @@ from fabric_llm.run.metrics import TRACKERS
 from fabric_llm.training.adamw import AdamW, decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
 from fabric_llm.training.step import clip_gradients
+from prepare_arguments import PrepareArguments, parse_prepare
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",

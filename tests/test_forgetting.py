@@ -18,7 +18,7 @@ from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.data.probes import copy_probe
-from fabric_llm.training.guard import Guard, parse_budgets
+from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
 # of two languages: the second of a pair of tokens follows from the first by these
@@ -427,7 +427,7 @@ def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
     job = Job(1, *replayed(base, tmp_path, *more))
     assert (
         job.wait() == [76]
-        and "would go back for the 1. time (--max_skipped_steps 0)" in job.output[0]
+        and "this would be rewind number 1 (--max_skipped_steps 0)" in job.output[0]
     )
 
 
@@ -562,15 +562,18 @@ def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
 
 
 def test_a_budget_judges_each_set_by_its_value_before_step_1():
-    guard = Guard(budgets={"a": 0.1, "b": 0.2}, forgetting_action="stop")
-    guard.accept_evaluation(0, {"a": 1.0, "b": 2.0, "c": 3.0})
-    assert guard.verdict == "take" and guard.before == {"a": 1.0, "b": 2.0, "c": 3.0}
-    guard.accept_evaluation(5, {"a": 1.1 - 1e-9, "b": 2.2 - 1e-9, "c": 9.0})
-    assert (guard.forgetting, guard.verdict, guard.over) == ("", "take", ())
-    guard.accept_evaluation(9, {"a": 1.05, "b": 2.5, "c": 9.0})
-    assert (guard.forgetting, guard.verdict, guard.over) == ("stop", "stop", ("b",))
-    assert guard.has_room({"a": 1.04, "b": 2.09}) and not guard.has_room({"a": 1.06, "b": 2.0})
-    assert not guard.has_room(None) and not guard.has_room({"a": 1.0}), "not known is no room"
+    forgetting = Forgetting({"a": 0.1, "b": 0.2}, "stop")
+    forgetting.accept_evaluation(0, {"a": 1.0, "b": 2.0, "c": 3.0})
+    assert forgetting.verdict == "" and forgetting.before == {"a": 1.0, "b": 2.0, "c": 3.0}
+    forgetting.accept_evaluation(5, {"a": 1.1 - 1e-9, "b": 2.2 - 1e-9, "c": 9.0})
+    assert (forgetting.verdict, forgetting.over) == ("", ())
+    forgetting.accept_evaluation(9, {"a": 1.05, "b": 2.5, "c": 9.0})
+    assert (forgetting.verdict, forgetting.over) == ("stop", ("b",))
+    assert forgetting.has_room({"a": 1.04, "b": 2.09})
+    assert not forgetting.has_room({"a": 1.06, "b": 2.0})
+    assert not forgetting.has_room(None) and not forgetting.has_room({"a": 1.0}), (
+        "not known is no room"
+    )
 
 
 def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():

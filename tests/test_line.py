@@ -17,7 +17,7 @@ from test_forgetting import language, replayed
 from fabric_llm.average import main
 from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.weights import average
 from fabric_llm.weights.line import MAX_POINTS, goal_of, search, worth_of
 
@@ -272,7 +272,7 @@ def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code,
 
 def along(learned, forgotten, budgets):
     """What `search` finds on curves, (share, points), and what each share is worth."""
-    guard = Guard(budgets=budgets)
+    guard = Forgetting(budgets=budgets)
 
     def losses(share):
         return {"new": 4 - learned(share), "old": 3 + forgotten(share)}

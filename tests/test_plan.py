@@ -270,7 +270,7 @@ def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
 
 
 def prepare_default():
-    from arguments import PrepareArguments
+    from prepare_arguments import PrepareArguments
 
     return PrepareArguments.__dataclass_fields__["context_length"].default
 

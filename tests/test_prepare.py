@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_llm.prepare import rows as rows_module
 from fabric_llm.prepare.corpus import is_no_training_text
-from fabric_llm.prepare.documents import DRAWN, Bad, Part, read_part
+from fabric_llm.prepare.documents import DRAWN, BadRecord, Part, read_part
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import END_OF_TEXT, convention, train_byte_level_bpe
 
@@ -669,7 +669,7 @@ def test_streamed_rows(texts, columns_known, monkeypatch):
     else:
         bad = list(read_part(part, "body"))
         assert all(
-            isinstance(record, Bad) and 'has no field "body" (fields: text)' in record.message
+            isinstance(record, BadRecord) and 'has no field "body" (fields: text)' in record.message
             for record in bad
         )
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import prepare_data
 from fabric_llm.prepare import corpus, documents, encoding, inputs
-from fabric_llm.prepare.documents import BLANK_LINES, Bad, Part, read_part, where
+from fabric_llm.prepare.documents import BLANK_LINES, BadRecord, Part, read_part, where
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
@@ -78,7 +78,7 @@ def read(path, text_field="text", **more):
     part = Part(str(path), kind_of(path), **more)
     texts, bad = [], []
     for record in read_part(part, text_field):
-        if isinstance(record, Bad):
+        if isinstance(record, BadRecord):
             bad.append(
                 f"{where(part, record.number)} {record.message}".replace(f"{path.parent}/", "")
             )
@@ -289,7 +289,7 @@ def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monke
     path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
     found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
     parts = [part for piece in corpus.plan(found, None) for part in piece.parts]
-    bad = [(part, r) for part in parts for r in read_part(part, "text") if isinstance(r, Bad)]
+    bad = [(part, r) for part in parts for r in read_part(part, "text") if isinstance(r, BadRecord)]
     [(part, record)] = bad
     assert part.start > 0 and where(part, record.number) == f"{path}:42"
 

@@ -21,9 +21,7 @@ from arguments import (
     ROOT,
     Arguments,
     PlanArguments,
-    PrepareArguments,
     parse_plan,
-    parse_prepare,
     parse_train,
 )
 from export_hf import ExportArguments, parse_export
@@ -36,6 +34,7 @@ from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.extend_vocab import ExtendArguments
 from fabric_llm.generate import GenerateArguments
 from fabric_llm.verify.__main__ import parse as parse_verify
+from prepare_arguments import PrepareArguments, parse_prepare
 
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
 MODULES = ("average", "extend_vocab", "generate", "report", "verify")

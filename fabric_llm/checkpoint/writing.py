@@ -71,6 +71,7 @@ class Pending:
     """A checkpoint on its way."""
 
     target: Path  # step-N
+    progress: Progress
     temporary: Path  # .tmp-step-N-*
     rank: int
     # folder -> what this rank writes there, each tensor once in each file
@@ -164,7 +165,7 @@ def begin(
 
     of_run = {"step": progress.step, "world_size": fabric.world_size, "versions": versions()}
     manifest = {**of_run, **origin}
-    pending = Pending(target, temporary, rank, parts, pieces, rest, manifest, copies)
+    pending = Pending(target, progress, temporary, rank, parts, pieces, rest, manifest, copies)
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
     for some in held if pending.is_copied else ():
         some |= {

@@ -20,6 +20,7 @@ from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.data.columns import COLUMNS, IGNORED, NO_PADDING, Rows, is_target, masked_labels
+from fabric_llm.data.folders import has_rows, split_names
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
@@ -176,19 +177,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return document
 
 
-def split_names(folder: Path) -> list[str]:
-    """Names of the splits of a dataset folder. Raises Fault for a list that can't be read (2) or
-    leads elsewhere (77)."""
-    path = folder / "dataset_dict.json"
-    try:
-        names = [str(name) for name in json.loads(path.read_bytes())["splits"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Fault(f"{str(path)!r} can't be read as a list of splits.") from error
-    for name in names:
-        files.check_name(name, path)
-    return names
-
-
 def _with_splits(folder: Path, names: Sequence[str]) -> str:
     """How to make a dataset that can be trained on, of one with a split `test`."""
     loaded, saved = f"datasets.load_from_disk({str(folder)!r})", f"{folder}-splits"
@@ -202,24 +190,6 @@ def _with_splits(folder: Path, names: Sequence[str]) -> str:
 def _quoted(code: str) -> str:
     """For a shell, in double quotes where these do, since Python's are single ones."""
     return shlex.quote(code) if re.search(r'["$`\\!]', code) else f'"{code}"'
-
-
-def has_rows(folder: Path) -> bool:
-    """False for a split without a file. Raises Fault for one that can't be opened (2) or names
-    files elsewhere (77)."""
-    path = folder / "state.json"
-    try:
-        for file in (path, folder / "dataset_info.json"):
-            if not file.is_file():  # a pipe blocks whoever opens it
-                raise ValueError(f"there is no file {file.name}")
-        names = [str(entry["filename"]) for entry in json.loads(path.read_bytes())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Fault(f"{str(folder)!r} can't be read: {one_line(error).rstrip('.')}.") from error
-    for name in names:
-        files.check_name(name, path)
-        if not (folder / name).is_file():
-            raise Fault(f"{str(folder)!r} can't be read: there is no file {name}.")
-    return bool(names)
 
 
 def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:

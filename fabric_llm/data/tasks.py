@@ -18,7 +18,6 @@ from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import TokenDataset, open_dataset
 from fabric_llm.data.order import spread
 
-TASKS = "tasks.json"  # in a folder of tasks: what each of them holds
 # Of each row: its task; its document, whose rows are in the order of the choices; whether it is a
 # right answer; whether it is the only choice, right if each of its tokens is the likeliest;
 # characters of the choice, and bytes of what is predicted.

@@ -32,13 +32,15 @@ from fabric_llm.base.faults import one_line
 from fabric_llm.forecast import trace
 from fabric_llm.forecast.compiled import CompiledLayers
 from fabric_llm.model import (
-    fast_paths,
+    chunked_loss,
+    context_parallel,
     freezing,
     gate,
     language_model,
     layers,
     loading,
     offload,
+    packed_attention,
     sharded,
     strategy,
     tiles,
@@ -238,7 +240,7 @@ def _step(
     optimizer = adamw.AdamW([{"params": trained}], lr=1e-3, updates=model_plan.bf16_updates)
     if work.ema_device == "same":
         ledger.label = trace.AVERAGE
-        ema.begin(optimizer, 0.999, "same", 1, 0)
+        optimizer.average = ema.Average(optimizer, decay=0.999, device="same", every=1, seed=0)
     ledger.label = trace.BATCH
     shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
@@ -313,7 +315,7 @@ def _traced(config: Any, context_length: int) -> Any:
     """
     seen = (window for window in windows(config.get_text_config()) if window is not None)
     config = deepcopy(config)
-    is_packed = config._attn_implementation in (fast_paths.PACKED, "flash_attention_2")
+    is_packed = config._attn_implementation in (packed_attention.PACKED, "flash_attention_2")
     if (
         is_packed
         or config._attn_implementation == "sdpa"
@@ -363,11 +365,11 @@ def _ranks(world_size: int) -> Iterator[None]:
 @contextmanager
 def _sharing(ranks: int) -> Iterator[None]:
     """In the body, attention exchanges heads among so many ranks, if they share rows."""
-    group = strategy.context_group(ranks)
+    group = context_parallel.context_group(ranks) if ranks > 1 else None
 
     def attention(module: nn.Module, *tensors: Tensor, **more: Any) -> tuple[Tensor, None]:
         mask = tensors[3:]
-        return fast_paths.share_rows(
+        return context_parallel.share_rows(
             lambda *whole: sdpa_attention_forward(module, *whole, *mask, **more)[0],
             group,
             *tensors[:3],
@@ -404,9 +406,10 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
         if work.placement.kind == "cuda":
             most = max(
                 1,
-                fast_paths.LOGITS_AT_ONCE["cuda"] // work.model.config.get_text_config().vocab_size,
+                chunked_loss.LOGITS_AT_ONCE["cuda"]
+                // work.model.config.get_text_config().vocab_size,
             )
-            patches.enter_context(patch.object(fast_paths, "_tokens_at_once", lambda *_: most))
+            patches.enter_context(patch.object(chunked_loss, "_tokens_at_once", lambda *_: most))
             inputs = patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,
                 put=lambda self, hidden, tensor: (

@@ -16,11 +16,11 @@ from fabric_llm.data.sources import said_of_rows
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.model import (
-    fast_paths,
     flops,
     freezing,
     language_model,
     loading,
+    packed_attention,
     positions,
     sharded,
     strategy_rules,
@@ -327,7 +327,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
-    packs = packs and fast_paths.takes_documents(loading.causal_lm_class(config))
+    packs = packs and packed_attention.takes_documents(loading.causal_lm_class(config))
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
     dtype = loading.DTYPES[asked.precision]

@@ -29,7 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import part_of
-from fabric_llm.model import fast_paths, positions
+from fabric_llm.model import chunked_loss, packed_attention, positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
@@ -302,28 +302,56 @@ def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
     model makes."""
 
     def chunked(rows: Tensor) -> Tensor:
-        head = fast_paths.Head(reference)
+        head = chunked_loss.Head(reference)
         return torch.stack([head(row) for row in head.hidden_states(input_ids=rows)[0]])
 
     # Gradients in float16 need their scale from the start.
     return precision != "16-mixed" and _makes_the_same(reference, chunked)
 
 
+def plain_attention(reference: PreTrainedModel) -> str:
+    """The attention of plain transformers whose gradients the model must have: eager, where that is
+    the same function as the one that transformers takes by default.
+
+    Falcon with ALiBi adds its positions twice in eager attention (transformers 5.24), so it isn't
+    everywhere. Raises ValueError where the attention that the configuration names is another
+    function than the default: what is trained with it would open as another model.
+    """
+    default = reference.get_correct_attn_implementation(None, is_init_check=True)
+    asked = reference.config._attn_implementation
+
+    def is_default(name: str) -> bool:
+        def logits(rows: Tensor) -> Tensor:
+            with attention(reference, name):
+                return LanguageModel(reference)(rows)
+
+        with attention(reference, default):
+            return name == default or _makes_the_same(reference, logits)
+
+    if not is_default(asked):
+        raise ValueError(
+            f"--attention {asked}: {type(reference).__name__} computes another function with it "
+            f"than with {default}, which transformers takes by default, so what is trained would "
+            f"open as another model; take --attention {default}."
+        )
+    return "eager" if is_default("eager") else default
+
+
 def takes_packed_attention(reference: PreTrainedModel) -> bool:
     """Whether the model's layers make the same of packed documents with packed attention as with
     SDPA's mask."""
-    if not (fast_paths.takes_documents(type(reference)) and takes_positions(type(reference))):
+    if not (packed_attention.takes_documents(type(reference)) and takes_positions(type(reference))):
         return False
     seen = set()
 
     def watched(*args: Any, **more: Any) -> tuple[Tensor, None]:
         seen.add(more.get("sliding_window") or None)
-        return fast_paths.packed_attention(*args, **more)
+        return packed_attention.packed_attention(*args, **more)
 
     def packed(rows: Tensor, **positions: Tensor) -> Tensor:
         with (
-            attention(reference, fast_paths.PACKED),
-            patch.dict(AttentionInterface._global_mapping, {fast_paths.PACKED: watched}),
+            attention(reference, packed_attention.PACKED),
+            patch.dict(AttentionInterface._global_mapping, {packed_attention.PACKED: watched}),
         ):
             return LanguageModel(reference)(rows, **positions)
 
@@ -343,11 +371,11 @@ def heads_in_training(reference: PreTrainedModel) -> tuple[int, float]:
     ) -> Any:
         sizes.extend([query.shape[-1], value.shape[-1]])
         dropouts.append(more.get("dropout") or 0.0)
-        return fast_paths.packed_attention(module, query, key, value, *args, **more)
+        return packed_attention.packed_attention(module, query, key, value, *args, **more)
 
-    watching = patch.dict(AttentionInterface._global_mapping, {fast_paths.PACKED: watched})
+    watching = patch.dict(AttentionInterface._global_mapping, {packed_attention.PACKED: watched})
     with (
-        attention(reference, fast_paths.PACKED),
+        attention(reference, packed_attention.PACKED),
         watching,
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.model import fast_paths
+from fabric_llm.model import chunked_loss, packed_attention
 
 PLACES = 12  # of a document, by whose positions a loss is told apart, see training/evaluation.py
 # Of the routers' loss, as causal LMs call it.
@@ -81,10 +81,10 @@ class LanguageModel(nn.Module):
         self, causal_lm: PreTrainedModel, with_router_loss: bool = False, chunked: bool = False
     ) -> None:
         """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see
-        fast_paths.py."""
+        chunked_loss.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
-        self.head = fast_paths.Head(causal_lm) if chunked else None
+        self.head = chunked_loss.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.keep_in_root: set[nn.Module] = self.head.keep_in_root if chunked else set()
         # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
-        self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
+        self.is_packed = causal_lm.config._attn_implementation == packed_attention.PACKED
         self.context_group: Optional[ProcessGroup] = (
             None  # ranks that share the rows of a batch, see data/batches.part_of
         )
@@ -141,7 +141,7 @@ class LanguageModel(nn.Module):
                 else document_ends
             )
             longest = input_ids.shape[1] * (1 if group is None else group.size())
-            given |= fast_paths.of_documents(ends, longest, group)
+            given |= packed_attention.of_documents(ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
@@ -165,7 +165,7 @@ class LanguageModel(nn.Module):
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
         else:
             hidden, outputs = self.head.hidden_states(**inputs)
-            loss = fast_paths.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets_of)
+            loss = chunked_loss.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets_of)
         if not balances:
             return loss
         of_rows = torch.zeros(len(targets), device=targets.device)
@@ -232,21 +232,6 @@ def has_router_loss(causal_lm: PreTrainedModel) -> bool:
     ]
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group. Each rank's loss depends on every rank's part, so
-    gradients are summed as well."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, total = group, tensor.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Summed.forward(ctx, gradient, ctx.group), None
-
-
 def load_balancing_loss(
     router_logits: Sequence[Tensor],
     rows: int,
@@ -287,8 +272,11 @@ def load_balancing_loss(
         probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
     tokens = len(router_logits) * is_token.sum(dim=1, keepdim=True)
     if group is not None:
-        chosen, probable, tokens = (
-            _Summed.apply(part, group) for part in (chosen, probable, tokens)
-        )
+        # A feature that is off isn't imported.
+        from fabric_llm.model.context_parallel import Summed
+
+        chosen = Summed.apply(chosen, group)
+        probable = Summed.apply(probable, group)
+        tokens = Summed.apply(tokens, group)
     tokens = tokens.clamp(min=1)
     return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -32,7 +32,7 @@ from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.base.names import reach_hub
-from fabric_llm.model import fast_paths, folders, weights
+from fabric_llm.model import folders, packed_attention, weights
 from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
@@ -215,10 +215,8 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    # Falcon's SDPA scales them otherwise than its eager attention
-    has_alibi = getattr(config, "alibi", False)
     has = {
-        "packed": fast_paths.takes_documents(model_class),
+        "packed": packed_attention.takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
         "flash_attention_2": model_class._supports_flash_attn
         and "flash_attention_2"
@@ -227,7 +225,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         "eager": True,
     }
     if attention == "auto":
-        return "sdpa" if has["sdpa"] and not has_alibi else "eager"
+        return "sdpa" if has["sdpa"] else "eager"
     if not has[attention]:
         known = " and ".join(name for name, there in has.items() if there)
         raise ValueError(

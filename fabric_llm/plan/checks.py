@@ -23,10 +23,11 @@ from fabric_llm.data.sources import (
     read_prompts,
 )
 from fabric_llm.model import freezing, positions
-from fabric_llm.model.folders import check_model_folder, check_tokenizer_file
+from fabric_llm.model.folders import check_model_folder
+from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.plan import run_directory
 from fabric_llm.processes.launch import started_by_other
-from fabric_llm.training.guard import parse_budgets
+from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
 

@@ -21,11 +21,12 @@ from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, concatenate
+from fabric_llm.data.folders import TASKS
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
-from fabric_llm.data.tasks import TASKS, open_tasks
-from fabric_llm.model import fast_paths, freezing, language_model, layers, loading, positions
+from fabric_llm.data.tasks import open_tasks
+from fabric_llm.model import freezing, language_model, layers, loading, packed_attention, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
@@ -33,7 +34,7 @@ from fabric_llm.plan.mixture import Cursor, last_step, lay_out
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES
 from fabric_llm.plan.start import batch_sizes
-from fabric_llm.training.guard import parse_budgets
+from fabric_llm.training.forgetting import parse_budgets
 
 # that tokenizers of other rules make other tokens of
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
@@ -176,9 +177,12 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {name} doesn't support it.")
     layers.checkpoint_activations(skeleton, checkpointing)
     if plan.model.float8 != "none":
-        if (missing := layers.no_float8(plan.placement.kind)) is not None:
+        # A feature that is off isn't imported.
+        from fabric_llm.model import float8
+
+        if (missing := float8.no_float8(plan.placement.kind)) is not None:
             raise ValueError(f"--float8 {plan.model.float8}: {missing}.")
-        layers.float8_products(skeleton, plan.model.float8, is_emulated=True)
+        float8.float8_products(skeleton, plan.model.float8, is_emulated=True)
     masks = plan.data.document_end is not None and plan.data.document_masking is True
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(
@@ -243,7 +247,7 @@ def require_shares(
             f"{attention}."
         )
     model_class = loading.causal_lm_class(model.config)
-    if not fast_paths.takes_documents(model_class):
+    if not packed_attention.takes_documents(model_class):
         raise ValueError(
             f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention."
         )

@@ -17,8 +17,7 @@ from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least
-from fabric_llm.data.order import sample
-from fabric_llm.data.probes import Questions, copy_probe, drawn_from
+from fabric_llm.data.order import drawn_from, sample
 from fabric_llm.data.sources import COPY, ONE_SET, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
@@ -244,10 +243,13 @@ class Plan:
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
         """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which
         aren't drawn."""
-        split, ids = (
-            self.validation_splits()[self._copied()],
-            [number for number in left_out if number is not None],
-        )
+        if not self.data.probes:
+            return {}
+        # A feature that is off isn't imported.
+        from fabric_llm.data.probes import Questions, copy_probe
+
+        split = self.validation_splits()[self._copied()]
+        ids = [number for number in left_out if number is not None]
         made = {COPY: copy_probe, RETRIEVAL: Questions}
         return {name: made[name](split, self._longest(), ids, seed) for name in self.data.probes}
 

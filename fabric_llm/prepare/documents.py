@@ -454,7 +454,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
     # whose import takes longer than that of all else that a process which tokenizes needs
     import datasets
 
-    from fabric_llm.data.dataset import has_rows, split_names
+    from fabric_llm.data.folders import has_rows, split_names
 
     try:
         if kind == "hub":

@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from fabric_llm.data.token_bytes import is_byte_level
+from fabric_llm.data.token_bytes import is_byte_level, unknown_id
 
 LONGEST_TOKEN = 64  # characters; of bytes in byte-level BPE
 MIN_COUNT = 2  # a pair that comes once is no word
@@ -175,16 +175,6 @@ def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:
 def size(backend: Tokenizer) -> int:
     """One more than the largest id, those of added tokens included."""
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
-
-
-def unknown_id(backend: Tokenizer) -> Optional[int]:
-    """The id of characters that no token has, None where there is no such token."""
-    model = json.loads(backend.to_str())["model"]
-    return (
-        model.get("unk_id")
-        if model["type"] == "Unigram"
-        else backend.token_to_id(model.get("unk_token") or "")
-    )
 
 
 def made_of(backend: Tokenizer, text: str) -> list[int]:

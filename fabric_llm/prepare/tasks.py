@@ -24,7 +24,7 @@ from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import nearest, reach_hub
 from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.tasks import TASKS
+from fabric_llm.data.folders import TASKS
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 KINDS = ("multiple_choice", "loglikelihood")  # of tasks that compare likelihoods of answers

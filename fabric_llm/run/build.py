@@ -32,7 +32,6 @@ from fabric_llm.model import (
     loading,
     sharded,
     strategy,
-    tiles,
     weights,
 )
 from fabric_llm.plan import run_directory
@@ -44,9 +43,9 @@ from fabric_llm.run import reference, save
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
-from fabric_llm.run.samples import Samples
-from fabric_llm.training import adamw, ema
+from fabric_llm.training import adamw
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 
@@ -76,24 +75,25 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     ranks.from_rank_zero(require_room)
     failpoint("set_up")
     build_model(run, plan.model.source)
-    run.guard = Guard(
-        **vars(flags.guard),
-        budgets=plan.data.budgets,
-        forgetting_action=flags.evaluation.forgetting_action,
-    )
+    run.guard = Guard(**vars(flags.guard))
+    run.forgetting = Forgetting(plan.data.budgets, flags.evaluation.forgetting_action)
     if plan.resumed:
         restore(run, plan.resumed)
-        run.guard.changed = plan.changed_eval_sets()
+        run.forgetting.before = dict(plan.resumed["guard"]["before"])
+        run.forgetting.changed = plan.changed_eval_sets()
         run.losses = plan.resumed.get("eval_losses")
         if run.losses is not None:
-            run.guard.accept_evaluation(plan.start.step, run.losses)
+            run.forgetting.accept_evaluation(plan.start.step, run.losses)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     run.log = open_log(run)
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
-    run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
+    if flags.logging.sample_prompts is not None:
+        from fabric_llm.run.samples import Samples
+
+        run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
     if fabric.global_rank == 0:  # looks for all ranks
         signals.watch_for(plan.run_directory, flags.training.max_hours)
     else:
@@ -103,7 +103,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.evaluation = make_evaluation(run)
     if fabric.global_rank == 0 and run.evaluation.is_on:
         print(f"Evaluations read {rows_in_words(run.evaluation.batches)}.", flush=True)
-    if not plan.resumed:  # samples of the model before step 1
+    if run.samples is not None and not plan.resumed:  # samples of the model before step 1
         run.samples.take(run.model, run.progress)
     return run
 
@@ -155,14 +155,23 @@ def build_model(run: Run, source: str) -> None:
         _skeleton(plan), with_router_loss=has_router_loss, chunked=chunked
     )
     model.idle = idle
-    model.context_group = strategy.context_group(plan.placement.context_parallel)
     weights.compute_buffers(model.causal_lm)
+    # A feature that is off isn't imported.
+    if plan.placement.context_parallel > 1:
+        from fabric_llm.model.context_parallel import context_group
+
+        model.context_group = context_group(plan.placement.context_parallel)
     if plan.model.float8 != "none":
-        layers.float8_products(
+        from fabric_llm.model.float8 import float8_products
+
+        float8_products(
             model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu"
         )
-    tiles.tile(model.causal_lm, tiled)
-    model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
+    if tiled:
+        from fabric_llm.model.tiles import tile
+
+        tile(model.causal_lm, tiled)
+        model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
@@ -204,7 +213,16 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
     plan, training = run.plan, run.flags.training
     decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
     optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
-    ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
+    if training.ema_decay is not None:
+        from fabric_llm.training.ema import Average
+
+        optimizer.average = Average(
+            optimizer,
+            decay=training.ema_decay,
+            device=training.ema_device,
+            every=training.ema_every,
+            seed=training.seed,
+        )
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
         thawed = freezing.thawed(
@@ -299,7 +317,7 @@ def open_log(run: Run) -> Log:
         plan.run_directory,
     )
     if plan.model.precision == "bf16-true":
-        log.kept_updates = adamw.kept_updates(flags.training, plan.model.bf16_updates)
+        log.few_updates.kept = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
         return log
     folder.mkdir(parents=True, exist_ok=True)
@@ -316,6 +334,7 @@ def open_log(run: Run) -> Log:
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)
     facts = {
+        "position": plan.start.position,
         "model": type(skeleton).__name__,
         "parameters": parameters,
         "max_step": plan.schedule.max_step,
@@ -337,7 +356,11 @@ def open_log(run: Run) -> Log:
     introduce(run, parameters, is_random)
     steps = {"total": plan.schedule.max_step, "initial": plan.start.step, "unit": "step"}
     log.console = tqdm(**steps, disable=not sys.stderr.isatty(), leave=False)
-    log.profiled = profiled_steps(logging.profile) or (1, 0)
+    if logging.profile is not None:
+        from fabric_llm.run.profile import Profile
+
+        first, last = profiled_steps(logging.profile)
+        log.profile = Profile(first, last, folder / "profile", run.fabric.device)
     return log
 
 

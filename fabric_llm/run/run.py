@@ -1,11 +1,13 @@
 """`Run`, which holds the objects of a run, and how they are closed when it ends without a fault."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
@@ -22,9 +24,13 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import Log
-from fabric_llm.run.samples import Samples
 from fabric_llm.training.evaluation import Evaluation
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
+
+if TYPE_CHECKING:
+    from fabric_llm.run.samples import Samples
+    from fabric_llm.training.ema import Average
 
 # Time for the trackers to send what is left. After a stop it is short, because the scheduler may
 # soon kill the process.
@@ -55,9 +61,10 @@ class Run:
     # the unwrapped model on the meta device, without memory
     skeleton: PreTrainedModel = field(init=False)
     guard: Guard = field(init=False)
+    forgetting: Forgetting = field(init=False)
     batches: Prefetch = field(init=False)
     log: Log = field(init=False)
-    samples: Samples = field(init=False)
+    samples: Optional[Samples] = None  # with --sample_prompts
     background: Optional[Background] = (
         None  # with --async_save: writes checkpoints while training goes on
     )
@@ -72,6 +79,11 @@ class Run:
         is_evaluated = self.losses is not None or not self.evaluation.is_on
         return self.plan.is_over(self.progress) and is_evaluated
 
+    @property
+    def average(self) -> Optional[Average]:
+        """The moving average of the weights, with --ema_decay."""
+        return getattr(self.optimizer, "average", None)
+
     def close(self) -> None:
         """Close every part that build.py has registered, the last one first. All ranks call it."""
         failpoint("finish")
@@ -79,8 +91,8 @@ class Run:
 
 
 def leave(run: Run) -> None:
-    """Take leave of the other ranks. Then rank 0 may take its time to send the trackers what they
-    haven't received."""
+    """Leave the process group. Then rank 0 may take its time to send the trackers what they haven't
+    received."""
     log, has_ranks = run.log, torch.distributed.is_initialized()
     if has_ranks:
         run.fabric.barrier()

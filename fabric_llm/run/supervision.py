@@ -25,7 +25,7 @@ from fabric_llm.plan.warnings import warnings_of
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal, interrupt
 from fabric_llm.processes.watch import Watch
-from fabric_llm.run.log import peak_memory_gib
+from fabric_llm.run.speed import peak_memory_gib
 
 # rank 0, which holds the store, waits until the others have read its fault, or children end
 SECONDS_FOR_OTHERS = 5.0

@@ -7,7 +7,6 @@ as far back.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
 
 class Average:
     """The EMA of all parameters that an optimizer trains, in their shapes, and sharded as they are.
+
+    An optimizer has it as its attribute `average`, if there is one.
 
     `state`, as of an optimizer: parameter -> {"ema": tensor}. So checkpoints name, shard and
     restore it like moments.
@@ -93,21 +94,3 @@ class Average:
         """(parameter, average) of this rank, one-dimensional."""
         for param, state in self.state.items():
             yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, state[NAME]))
-
-
-def begin(
-    optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int
-) -> None:
-    """Give an optimizer an `Average` of its weights, as its attribute `average`, unless decay is
-    None."""
-    if decay is not None:
-        optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
-
-
-def update(optimizer: torch.optim.Optimizer, step: int, left_out: int) -> None:
-    """Update the average of an optimizer, if it has one, after the run's step `step`.
-
-    left_out: see `Average.update`.
-    """
-    if (average := getattr(optimizer, "average", None)) is not None:
-        average.update(step, left_out)

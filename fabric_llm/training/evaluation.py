@@ -52,11 +52,11 @@ class Evaluation:
         """False if there is nothing to evaluate."""
         return any(batches.micro_batches > 0 for batches in self.batches.values())
 
-    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[EvalResult]:
-        """Evaluate the model and its moving average; the loss of a set without batches is 0. None
-        if asked to stop before the end."""
+    def of(self, model: nn.Module, average: Optional[Any]) -> Optional[EvalResult]:
+        """Evaluate the model and, if there is one, its moving average (`ema.Average`). None if
+        asked to stop before the end. The loss of a set without batches is 0."""
         self.was_stopped, of_average = False, None
-        sets, average = self._sets(model), getattr(optimizer, "average", None)  # see ema.py
+        sets = self._sets(model)
         if average is not None and not self.was_stopped:
             with average.in_place():
                 of_average = {name: one["loss"] for name, one in self._sets(model).items()}

@@ -25,7 +25,7 @@ from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.sources import ONE_SET
-from fabric_llm.model import fast_paths, gate, loading
+from fabric_llm.model import gate, loading, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
@@ -329,7 +329,7 @@ def losses_of(
     model = model.float() if dtype == torch.float16 else model
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
-    with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():
+    with gate.attention(model, packed_attention.PACKED) if packs else nullcontext():
         # As runs have it, with the loss in chunks where it can.
         wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(
             fabric.device

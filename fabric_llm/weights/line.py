@@ -15,7 +15,7 @@ from fabric_llm.data.sources import ONE_SET, PROBES
 from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
 from fabric_llm.training.evaluation import rows_in_words
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.weights import average
 from fabric_llm.weights.average import Part
 
@@ -34,7 +34,7 @@ class Goal(NamedTuple):
     price: float  # of a nat that is forgotten, in nats that are learned
 
 
-def goal_of(guard: Guard, of_run: Losses, of_training: Sequence[str]) -> Goal:
+def goal_of(guard: Forgetting, of_run: Losses, of_training: Sequence[str]) -> Goal:
     """guard: it knows the base model's losses and the budgets. of_run: losses of the run.
     of_training: the sets of its training data.
 
@@ -62,7 +62,7 @@ def goal_of(guard: Guard, of_run: Losses, of_training: Sequence[str]) -> Goal:
     return Goal(learned, forgotten, price)
 
 
-def worth_of(losses: Losses, guard: Guard, goal: Goal) -> float:
+def worth_of(losses: Losses, guard: Forgetting, goal: Goal) -> float:
     """Nats that a point has learned, less what it has forgotten; -inf where it is above a
     budget."""
     rises = guard.rises(losses)
@@ -77,7 +77,7 @@ def _mean(rises: Losses, names: Sequence[str]) -> float:
 
 
 def search(
-    evaluate: Callable[[float], Losses], guard: Guard, of_training: Sequence[str]
+    evaluate: Callable[[float], Losses], guard: Forgetting, of_training: Sequence[str]
 ) -> dict[float, Losses]:
     """{share: losses} of the points that were evaluated, the best one first. `evaluate` tells the
     guard the first."""
@@ -130,7 +130,7 @@ def choose(
         ) from error
     for name in budgets:
         require_set("--forgetting_budget", name, [*plan.validation_splits(), *PROBES])
-    computing, guard = average.computing_as(flags["precision"]), Guard(budgets=budgets)
+    computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
     print(
         f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on "
         f"{rows_in_words(sets)}:",
