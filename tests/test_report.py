@@ -691,6 +691,23 @@ def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
     assert set(shown.names()) <= known, "a title of its own for each number that a run logs"
 
 
+def test_a_rewind_comes_after_what_it_has_undone(tmp_path):
+    begins = {"event": "started", "step": 0, "position": 0}
+    saves = [{"event": "saved", "step": step, "position": 8 * step} for step in (4, 8)]
+    again = {"event": "saved", "step": 8, "position": 96}
+    events = [begins, *saves, again, {"event": "ended", "step": 8, "code": 0, "reason": "done"}]
+    rewind = {"step": 4, "position": 64, "verdict": "rewind", "reason": "a spike"}
+    run = made(tmp_path / "run", [training(1), rewind], events=events)
+    assert [(one.kind, one.step) for one in reading.timeline(reading.read_run(run))] == [
+        ("started", 0),
+        ("saved", 4),
+        ("saved", 8),
+        ("rewound", 4),
+        ("saved", 8),
+        ("done", 8),
+    ]
+
+
 def test_what_was_undone_at_several_times_is_several_lines(tmp_path):
     run = made(tmp_path / "run", [training(step) for step in range(1, 9)])
     times = [
