@@ -18,7 +18,7 @@ from fabric_llm.model.strategy import (
     shard_ranks,
     shards,
 )
-from fabric_llm.model.weights import first_names, saved
+from fabric_llm.model.weights import saved
 
 EMA = "ema"  # the state of a parameter that is its moving average
 
@@ -91,12 +91,6 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     )
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Second names of parameters that have two, such as lm_head.weight where it is the
-    embedding."""
-    return {name for name, first in first_names(model).items() if name != first}
-
-
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert
     router's correction."""
@@ -127,7 +121,7 @@ def optimizer_held(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
     average = getattr(optimizer, "average", None)  # training/ema.py
-    shapes, found = saved_shapes(skeleton), {}
+    shapes, held = saved_shapes(skeleton), {}
     kept = [optimizer.state, average.state if average else {}]
     for name, shard in shards(model).items():
         for key, tensor in (
@@ -146,5 +140,5 @@ def optimizer_held(
                         f"The optimizer's {key} of {name} hasn't its shape: take --strategy ddp."
                     )
                 first, shape = None, tuple(tensor.shape)
-            found[f"state.{name}.{key}"] = Held(tensor, first, shape)
-    return found
+            held[f"state.{name}.{key}"] = Held(tensor, first, shape)
+    return held

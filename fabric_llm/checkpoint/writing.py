@@ -81,7 +81,7 @@ class Pending:
     # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host
     # where least would be left.
     copies: Optional[tuple[int, float]] = None
-    # of this rank's files, once they are written
+    # Of this rank's files, once they are written.
     entries: dict[str, files.Entry] = field(default_factory=dict)
     problem: Optional[Fault] = None  # why they are not
 
@@ -241,7 +241,7 @@ def _write_rest(pending: Pending, describing: files.Describing) -> None:
         for name, tensor in pending.probe.items():
             of_probe.write(name, tensor)
         (trainer / "progress.json").write_text(json.dumps(pending.document, indent=2) + "\n")
-        # the other ranks may be writing their parts already
+        # The other ranks may be writing their parts already.
         there = files.files_in(pending.temporary)
         describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
     failpoint("save.rest")
@@ -412,7 +412,7 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     for rank, problem in enumerate(problems):
         if problem is None:
             continue
-        # by each rank, where they share no disk
+        # Each rank removes it, in case they share no disk.
         shutil.rmtree(pending.temporary, ignore_errors=True)
         if problem.code != SAVE_FAILED or not problem.retryable:
             raise problem
