@@ -1,4 +1,4 @@
-"""Every flag, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
+"""Every flag of a run, declared once: the command lines of train.py and plan.py.
 
 A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below
 it is its text in `--help`, with the unit; its first clause, up to a semicolon, is one line of it.
@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import takewhile
@@ -24,8 +25,9 @@ from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.data.sources import SOURCES
 from fabric_llm.run import metrics
-from fabric_llm.training.guard import ACTIONS
+from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
+from prepare_arguments import PrepareArguments
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
@@ -537,91 +539,7 @@ def groups_of_run() -> dict[str, type]:
     return {**groups(Arguments), **register.FLAGS}
 
 
-# ---------------------------------------------------------- prepare_data.py, export_hf.py
-
-
-@dataclass
-class PrepareArguments:
-    """Options"""
-
-    input: Optional[list[str]] = option(None, path=True)
-    """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz,
-    .zst, .bz2, .xz; dataset folders; names of datasets on the hub"""
-    output: str = option(None, path=True)
-    """dataset folder to write, such as data/mine"""
-    tasks: Optional[str] = option(
-        None,
-        path=True,
-        takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy",
-    )
-    """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its
-    YAML, comma-separated, as a validation set for --eval_data (docs/forgetting.md)"""
-    tokenizer: Optional[str] = option(
-        None, path=True, aliases="tokenizer_name tokenizer_path tokenizer_name_or_path"
-    )
-    """hub name or local directory of the tokenizer (that of your model)"""
-    train_tokenizer: Optional[int] = option(None, at_least=257)
-    """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text,
-    and more"""
-    context_length: int = option(2048, at_least=2)
-    """tokens per sequence"""
-    validation_fraction: float = option(
-        0.01,
-        at_least=0,
-        below=1,
-        aliases="val_set_size val_split_fraction validation_split_percentage",
-    )
-    """part of the documents that goes to validation, with at most about twice that part of the
-    tokens; none of a dataset with a validation split of its own"""
-    text_field: str = option("text", aliases="text_column dataset_text_field text_key")
-    """field of .jsonl, .json, .csv, .parquet and datasets that holds the text"""
-    document_separator: Optional[str] = option(None)
-    r"""string between the documents of a text file, such as '\n---\n'; none: each file is one
-    document (default: blank lines in a single text file and in those over 16 MiB, else none)"""
-    packing: Literal["concat", "best_fit"] = option(
-        "concat", aliases="sample_packing pack_sequences packed"
-    )
-    """concat: documents are cut where a row ends; best_fit: only those longer than a row, with
-    padding"""
-    deduplicate: Literal["none", "exact"] = option("none")
-    """exact: drop documents whose text has come before"""
-    min_document_tokens: int = option(0, at_least=0)
-    """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are
-    counted"""
-    on_error: Literal["skip", "stop"] = option("skip")
-    """bad records (broken JSON, not UTF-8, no field): skip and count, or stop"""
-    pattern: Optional[list[str]] = option(None)
-    """file name patterns to take from folders, such as '*.py'"""
-    exclude: Optional[list[str]] = option(None)
-    """names of folders to leave out"""
-    seed: int = option(1234)
-    """of the split"""
-    num_workers: Optional[int] = option(None, above=0)
-    """processes that tokenize (default: one a core)"""
-    overwrite: bool = option(False)
-    """replace an existing output folder"""
-
-
-@dataclass
-class ExportArguments:
-    """Options"""
-
-    checkpoint: str = option(None, path=True)
-    """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
-    output: str = option(None, path=True)
-    """Hugging Face directory to write, such as hf/mine"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto")
-    """dtype of the weights; auto: as trained"""
-    ema: bool = option(False)
-    """export the moving average of the weights that --ema_decay has kept, instead of the weights"""
-    max_shard_size: str = option("5GB")
-    """largest weight file"""
-    push_to_hub: Optional[str] = option(None, aliases="hub_model_id push_to_hub_model_id")
-    """upload to this repository, org/name, once it is verified"""
-    private: bool = option(True, aliases="hub_private_repo")
-    """make the repository private, where it is new"""
-    overwrite: bool = option(False)
-    """replace an existing output folder"""
+# --------------------------------------------------------------------------- plan.py
 
 
 @dataclass
@@ -687,6 +605,12 @@ NOT_A_FLAG = {
     "chat_template prompt_style train_on_inputs": (
         "rows are plain text: a chat template is applied before prepare_data.py"
     ),
+    # Not derived from export_hf.py, which a run doesn't import; a test compares the names.
+    "push_to_hub hub_model_id push_to_hub_model_id": "it is --push_to_hub of export_hf.py",
+    "private hub_private_repo": "it is --private of export_hf.py",
+    "dtype": "it is --dtype of export_hf.py",
+    "ema": "it is --ema of export_hf.py",
+    "max_shard_size": "it is --max_shard_size of export_hf.py",
     "compare_plan": "it was removed: plan.py --like RUN takes the speed of a run",
     "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
 }
@@ -702,7 +626,6 @@ def not_here() -> dict[str, str]:
     found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
     scripts = {
         "plan.py": PlanArguments,
-        "export_hf.py": ExportArguments,
         "prepare_data.py": PrepareArguments,
     }
     for script, group in scripts.items():
@@ -853,7 +776,7 @@ def _load_code(argv: list[str], more: list[type]) -> None:
 
 def _refuse_taken_names(flag_groups: list[type]) -> None:
     """Raises ValueError where --code registers a name that there is already."""
-    tables = {
+    tables: dict[str, tuple[Collection[str], Collection[str]]] = {
         "schedule": (register.SCHEDULES, SCHEDULES),
         "source": (register.SOURCES, SOURCES),
         "metric": (register.METRICS, metrics.STEP_NUMBERS),
@@ -887,24 +810,3 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
         Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
     ) / "arguments.yaml"
     return file if file.is_file() else None
-
-
-def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
-    """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't
-    know."""
-    about = (
-        "usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER\nRaw "
-        "text -> a packed dataset."
-    )
-    return PrepareArguments(**parse("prepare_data.py", about, [PrepareArguments], argv))
-
-
-def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
-    """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    about = (
-        "usage: python export_hf.py checkpoints/RUN --output FOLDER\nCheckpoint -> a Hugging "
-        "Face model."
-    )
-    return ExportArguments(
-        **parse("export_hf.py", about, [ExportArguments], argv, first="checkpoint")
-    )

@@ -2,57 +2,98 @@
 """Checkpoint -> a verified Hugging Face directory: `python export_hf.py checkpoints/RUN --output
 hf/mine`."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import fail
+from fabric_llm.base.command_line import fail, option, parse
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import one_line
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.weights import checks
 
+PROGRAM = "export_hf.py"
+ABOUT = """usage: python export_hf.py checkpoints/RUN --output FOLDER
+Checkpoint -> a Hugging Face model."""
+
+
+@dataclass
+class ExportArguments:
+    """Options"""
+
+    checkpoint: str = option(None, path=True)
+    """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
+    output: str = option(None, path=True)
+    """Hugging Face directory to write, such as hf/mine"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto")
+    """dtype of the weights; auto: as trained"""
+    ema: bool = option(False)
+    """export the moving average of the weights that --ema_decay has kept, instead of the weights"""
+    max_shard_size: str = option("5GB")
+    """largest weight file"""
+    push_to_hub: Optional[str] = option(None, aliases="hub_model_id push_to_hub_model_id")
+    """upload to this repository, org/name, once it is verified"""
+    private: bool = option(True, aliases="hub_private_repo")
+    """make the repository private, where it is new"""
+    overwrite: bool = option(False)
+    """replace an existing output folder"""
+
+
+def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
+    """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
+    return ExportArguments(**parse(PROGRAM, ABOUT, [ExportArguments], argv, first="checkpoint"))
+
 
 def main(argv: Optional[list[str]] = None) -> None:
-    with in_one_sentence("export_hf.py") as ending:
-        from arguments import parse_export
-
+    with in_one_sentence(PROGRAM) as ending:
         arguments = parse_export(argv)
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
         checks.check(arguments)
         source = checkpoint_at(arguments.checkpoint)
-        is_there = output.exists() and not arguments.overwrite
         register.load_of_run(source)
-        # These import torch, for which --help and mistakes don't wait.
+        # These import torch, which --help and mistakes don't wait for.
         from fabric_llm.weights import card, export
 
-        compared = ", which is there: comparing them" * is_there
-        print(
-            f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}{compared}",
-            flush=True,
+        # An export that was made before is pushed again once it is proven anew.
+        is_there = output.exists() and not arguments.overwrite
+        what = f"the moving average of {source}" if arguments.ema else str(source)
+        where = f"{output}, which is there: comparing them" if is_there else str(output)
+        print(f"Exporting {what} to {where}", flush=True)
+        proof = export.export(
+            source,
+            output,
+            dtype=arguments.dtype,
+            max_shard_size=arguments.max_shard_size,
+            ema=arguments.ema,
+            is_there=is_there,
+            describe=lambda folder, proof: card.write(folder, proof, source, arguments),
         )
-        how = {name: getattr(arguments, name) for name in ("dtype", "max_shard_size", "ema")}
-        how["describe"] = lambda folder, proof: card.write(folder, proof, source, arguments)
-        proof = export.export(source, output, **how, is_there=is_there)
         print(export.read_proof(proof))
         if is_there:
             card.rename(output, arguments.push_to_hub)
         if arguments.push_to_hub is not None:
             ending.left = f"{output} is complete, but it isn't pushed (repeat the command)"
-            try:
-                address = export.push(output, arguments.push_to_hub, arguments.private)
-            except (
-                Exception
-            ) as error:  # huggingface_hub raises its own, and those of its HTTP library
-                complete = f"{output} is complete, but pushing it failed (repeat the command)"
-                fail(
-                    "export_hf.py",
-                    f"{complete}: {one_line(error)} {one_line(error.__cause__ or '')}".rstrip(),
-                )
-            print(f"Pushed to {address}")
+            push(output, arguments)
         ending.left = f"{output} is complete"
         print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)
+
+
+def push(output: Path, arguments: ExportArguments) -> None:
+    """Upload the folder, and print its address. Exits with code 2 and one sentence where that
+    fails."""
+    from fabric_llm.weights import export
+
+    try:
+        address = export.push(output, arguments.push_to_hub, arguments.private)
+    # huggingface_hub raises its own exceptions, and those of its HTTP library.
+    except Exception as error:
+        causes = f"{one_line(error)} {one_line(error.__cause__ or '')}".rstrip()
+        complete = f"{output} is complete, but pushing it failed (repeat the command)"
+        fail(PROGRAM, f"{complete}: {causes}")
+    print(f"Pushed to {address}")
 
 
 if __name__ == "__main__":

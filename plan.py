@@ -11,8 +11,9 @@ from typing import Any, Optional
 
 from arguments import PlanArguments, parse_plan
 from fabric_llm.base import files, names
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
-from fabric_llm.base.program import in_one_sentence, plain_output, without_collection
+from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
 
 OWN = [field.name for field in fields(PlanArguments)]
@@ -44,27 +45,27 @@ def main(argv: Optional[list[str]] = None) -> int:
             rows = sweep.sweep(own, flags)
             show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
             return 0
-        outlook = changes.look(own, flags)
+        prediction = changes.predict(own, flags)
         best = changes.fastest(own, flags, progress) if own.auto else None
         if best is not None:
-            change, outlook = best
+            change, prediction = best
             words += changes.words_of(change)
-        found = [] if outlook.fits else changes.until_it_fits(own, flags, outlook)
+        found = [] if prediction.fits else changes.until_it_fits(own, flags, prediction)
         tried = [(changes.words_of(change), one) for change, one in found]
         if own.json:
             said = [{"change": " ".join(change), **numbers(one)} for change, one in tried]
             chosen = {"chosen": " ".join(changes.words_of(best[0]))} if best else {}
-            print(json.dumps({**numbers(outlook), **chosen, "changes": said}, indent=2))
+            print(json.dumps({**numbers(prediction), **chosen, "changes": said}, indent=2))
             return 0
-        show(outlook, own)
+        show(prediction, own)
         if own.html is not None:
             page.write(
-                Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook
+                Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, prediction
             )
         if own.auto and best is None:
             print("\n--auto: nothing takes less than 80 % of the device.")
         show_changes(tried)
-        last = tried[-1][1] if tried else outlook
+        last = tried[-1][1] if tried else prediction
         if not last.fits:
             print(
                 "\nIt doesn't fit with any of them: take a smaller model or --context_length, or "
@@ -91,58 +92,63 @@ def sizes_of_preset(words: list[str]) -> Optional[Path]:
     return folder if (folder / "config.json").is_file() else None
 
 
-def progress(change: dict[str, Any], outlook: Any) -> None:
+def progress(change: dict[str, Any], prediction: Any) -> None:
     """Print what --auto has tried."""
     named = ", ".join(f"{name} {value}" for name, value in change.items())
     print(
-        f"{named}: {100 * outlook.used:.0f} %, {outlook.seconds.step:.3g} s a step",
+        f"{named}: {100 * prediction.used:.0f} %, {prediction.seconds.step:.3g} s a step",
         file=sys.stderr,
         flush=True,
     )
 
 
-def numbers(outlook: Any) -> dict[str, Any]:
-    """What --json prints of an outlook."""
-    found = {**asdict(outlook), "used": outlook.used, "fits": outlook.fits, "hours": outlook.hours}
-    found["memory"] |= {"peak": outlook.memory.peak}
-    found["seconds"] |= {"step": outlook.seconds.step}
+def numbers(prediction: Any) -> dict[str, Any]:
+    """What --json prints of a prediction."""
+    found = {
+        **asdict(prediction),
+        "used": prediction.used,
+        "fits": prediction.fits,
+        "hours": prediction.hours,
+    }
+    found["memory"] |= {"peak": prediction.memory.peak}
+    found["seconds"] |= {"step": prediction.seconds.step}
     return found
 
 
-def show(outlook: Any, own: PlanArguments) -> None:
-    """Print an outlook."""
-    memory = outlook.memory
+def show(prediction: Any, own: PlanArguments) -> None:
+    """Print a prediction."""
+    memory = prediction.memory
     unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
-    print(f"{outlook.model}, {outlook.parameters / 1e6:,.1f} M parameters; {outlook.on}\n")
+    print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     print(f"Memory of a device at its peak, {unit}")
     large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
     for name, part in {**large, "the rest": memory.peak - sum(large.values())}.items():
         print(f"  {name:<51}{part / size:10,.2f}")
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
-    if outlook.device_bytes:
-        device = outlook.device_bytes / size
+    if prediction.device_bytes:
+        device = prediction.device_bytes / size
         print(
-            f"  {'of the device: ' + outlook.verdict:<51}{device:10,.2f}   "
-            f"{100 * outlook.used:.0f} %"
+            f"  {'of the device: ' + prediction.verdict:<51}{device:10,.2f}   "
+            f"{100 * prediction.used:.0f} %"
         )
     print(f"\nMemory of a node's host, {unit}")
-    for name, part in outlook.host_bytes.items():
+    for name, part in prediction.host_bytes.items():
         print(f"  {name:<51}{part / size:10,.2f}")
-    disk, kept = outlook.checkpoint_bytes / size, outlook.kept_checkpoints
+    disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
-    seconds, source = outlook.seconds, "given" if own.mfu else "assumed, see --mfu and --like"
+    seconds, source = prediction.seconds, "given" if own.mfu else "assumed, see --mfu and --like"
     source = source if own.like is None else f"as {own.like}"
-    work = f"steps of {outlook.tokens_a_step:,} tokens"
-    if outlook.steps is not None:
-        tokens = outlook.tokens_a_step * outlook.steps
-        work = f"{outlook.steps:,} {work}, {tokens:,} tokens"
-    print(f"Work: {work}; {outlook.flops_a_step:.3g} operations a step")
-    if outlook.assumed:
-        print(f"      assumed: {outlook.assumed}")
+    work = f"steps of {prediction.tokens_a_step:,} tokens"
+    if prediction.steps is not None:
+        tokens = prediction.tokens_a_step * prediction.steps
+        work = f"{prediction.steps:,} {work}, {tokens:,} tokens"
+    print(f"Work: {work}; {prediction.flops_a_step:.3g} operations a step")
+    if prediction.assumed:
+        print(f"      assumed: {prediction.assumed}")
     print(
-        f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})"
+        f"Time: {seconds.step:,.3g} s a step, at {100 * prediction.mfu:.0f} % of the peak ({source})"
     )
-    if outlook.link_bytes or outlook.network_bytes:
+    if prediction.link_bytes or prediction.network_bytes:
         hidden = (
             "hidden behind it"
             if seconds.hidden and seconds.messages <= seconds.busy
@@ -150,8 +156,8 @@ def show(outlook: Any, own: PlanArguments) -> None:
         )
         print(
             f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, "
-            f"{hidden}: {outlook.link_bytes / 1e9:,.1f} GB a device, "
-            f"{outlook.network_bytes / 1e9:,.1f} GB a node over the network"
+            f"{hidden}: {prediction.link_bytes / 1e9:,.1f} GB a device, "
+            f"{prediction.network_bytes / 1e9:,.1f} GB a node over the network"
         )
     if seconds.launch > seconds.compute:
         print(
@@ -163,9 +169,9 @@ def show(outlook: Any, own: PlanArguments) -> None:
             f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not "
             "hidden"
         )
-    rate = outlook.tokens_a_step / seconds.step
-    money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"
-    print(f"      {rate:,.0f} tokens/s, {lasting(outlook.hours)}{money}")
+    rate = prediction.tokens_a_step / seconds.step
+    money = "" if prediction.price is None else f"; {prediction.price:,.2f} for them"
+    print(f"      {rate:,.0f} tokens/s, {lasting(prediction.hours)}{money}")
 
 
 def lasting(hours: Optional[float]) -> str:
@@ -179,7 +185,7 @@ def show_sweep(
 ) -> None:
     """Print plans on more and more devices."""
     if own.json:
-        said = [{**row._asdict(), "outlook": numbers(row.outlook)} for row in rows]
+        said = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
         print(json.dumps({"rows": said, "hidden": hidden, "assumptions": assumed}, indent=2))
         return
     lines = [titles, *(row.cells() for row in rows)]

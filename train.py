@@ -55,25 +55,21 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, metrics, save, verdicts
-    from fabric_llm.training import adamw, ema, step
+    from fabric_llm.training import adamw, step
 
     run = build.build(fabric, flags, plan, signals, watch)
-    guard, log, shape = run.guard, run.log, arguments_of(flags.flat())
-    stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
-    if guard.verdict == "rewind":  # by what a process before this one would have done now
-        verdicts.rewind(run)
-    stops = stops or guard.verdict == "stop"
-    if stops and not plan.has_checkpoint:
-        save.save(run, stops=True)
+    guard, forgetting, log = run.guard, run.forgetting, run.log
+    shape = arguments_of(flags.flat())
+    stops = before_first_step(run)
 
     while not (stops or run.is_over):
         # Where the step begins and ends. Its data, its learning rate and what is due after it
         # follow from these two.
-        before, run.progress, run.losses = run.progress, run.plan.after(run.progress), None
+        before, run.progress, run.losses = run.progress, run.schedule.after(run.progress), None
         number = run.progress.step
-        logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
+        logs, evaluates, saves = save.due_after(before, run.progress, run.schedule, flags)
         log.begin(number)
-        lr = lr_at(before.step, max_step=run.plan.schedule.max_step, **shape)
+        lr = lr_at(before.step, max_step=run.schedule.max_step, **shape)
         step.set_lr(run.optimizer, lr)
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
@@ -104,7 +100,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
-        ema.update(run.optimizer, number, guard.skipped)
+        if run.average is not None:
+            run.average.update(number, guard.skipped)
         run.optimizer.zero_grad()
 
         watch.mark(number, "in the next step")
@@ -117,12 +114,12 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             log.step(loss, lr, grad_norm, update, more)
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
-        # The loss of the step asks for it, or what the evaluation says of forgetting. A request to
-        # stop waits: the next step asks again, and saves where the run is then.
-        if guard.verdict == "rewind":
+        # The loss of the step asks for a rewind, or what the evaluation says of forgetting. A
+        # request to stop waits: the next step asks again, and saves where the run is then.
+        if "rewind" in (guard.verdict, forgetting.verdict):
             verdicts.rewind(run)
             continue
-        stops = bool(stop) or guard.verdict == "stop"
+        stops = bool(stop) or forgetting.verdict == "stop"
         if saves or save_now or stops:
             save.save(run, stops=stops)
 
@@ -131,17 +128,31 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     return not run.is_over
 
 
+def before_first_step(run: Run) -> bool:
+    """The first evaluation, or one that a request to stop has cut off, and what follows from the
+    losses that are known then. True if the run stops here. All ranks call it."""
+    from fabric_llm.run import save, verdicts
+
+    stops = save.evaluates_first(run.plan, run.flags) and not evaluate(run)
+    if run.forgetting.verdict == "rewind":
+        verdicts.rewind(run)
+    stops = stops or run.forgetting.verdict == "stop"
+    if stops and not run.plan.has_checkpoint:
+        save.save(run, stops=True)
+    return stops
+
+
 def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came
     first. All ranks call it."""
     with run.log.untimed:
-        found = run.evaluation.of(run.model, run.optimizer)
+        result = run.evaluation.of(run.model, run.average)
     run.watch.mark(run.progress.step, "in the next step")
-    if found is not None and run.evaluation.is_on:
-        run.losses = found.losses
-        run.guard.accept_evaluation(run.progress.step, found.losses)
-        run.log.evaluation(found, run.guard)
-    return found is not None
+    if result is not None and run.evaluation.is_on:
+        run.losses = result.losses
+        run.forgetting.accept_evaluation(run.progress.step, result.losses)
+        run.log.evaluation(result, run.forgetting)
+    return result is not None
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from arguments import (
     ROOT,
     PlanArguments,
     TrainingArguments,
-    parse_export,
-    parse_prepare,
+    not_here,
     parse_train,
 )
+from export_hf import ExportArguments, parse_export
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import place
@@ -33,6 +33,7 @@ from fabric_llm.run.metrics import TRACKERS
 from fabric_llm.training.adamw import AdamW, decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
 from fabric_llm.training.step import clip_gradients
+from prepare_arguments import PrepareArguments, parse_prepare
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",
@@ -374,6 +375,13 @@ def test_scripts_beside_train():
         True,
     )
     assert parse_export(["--output", "hf", "--checkpoint", "c"]).checkpoint == "c"
+
+
+def test_flags_of_export_hf_are_named_where_they_are_given_to_train():
+    for name, flag in declared(ExportArguments).items():
+        others = {*declared(PrepareArguments), "checkpoint"}
+        for word in {name, *flag.aliases.split()} - others:
+            assert not_here()[word] == f"it is --{name} of export_hf.py"
 
 
 @pytest.mark.parametrize(

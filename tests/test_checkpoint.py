@@ -2,7 +2,6 @@
 to read them."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -405,8 +404,7 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
     sizes, write = [], writing.Background.write
 
     def measured(background, pending):
-        held = [*itertools.chain(*pending.parts.values()), pending.pieces.held]
-        sizes.append(sum(one.tensor.nbytes for some in held for one in some.values()))
+        sizes.append(sum(tensor.nbytes for _, tensor in pending.tensors()))
         return write(background, pending)
 
     monkeypatch.setattr(writing.Background, "write", measured)
@@ -738,7 +736,7 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
 def optimizer_after_loading(flags):
     """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not
     stepped yet."""
-    from fabric_llm.model.strategy import original_name
+    from fabric_llm.model.sharded import original_name
 
     _, _, model, optimizer = built(flags)
     state = optimizer.optimizer.state

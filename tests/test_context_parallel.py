@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.data.batches import part_of, target_count, token_places
 from fabric_llm.data.columns import Rows, pads_before_text
-from fabric_llm.model import fast_paths, gate
+from fabric_llm.model import context_parallel, gate
+from fabric_llm.model.context_parallel import context_group
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.strategy import context_group
 from fabric_llm.plan.make_plan import require_shares
 from fabric_llm.verify import __main__ as verify
 
@@ -243,20 +243,20 @@ def test_families_share_rows(toys, tmp_path, family):
 def gradients_of_parts(model_name, lengths):
     """(loss, gradients) of this rank's part of a row, each of the sum over all ranks, and how often
     heads were exchanged."""
-    ranks, exchange, calls = torch.distributed.get_world_size(), fast_paths._exchange, []
+    ranks, exchange, calls = torch.distributed.get_world_size(), context_parallel._exchange, []
 
     def counted(*args):
         calls.append(args[0].shape)
         return exchange(*args)
 
-    fast_paths._exchange = counted
+    context_parallel._exchange = counted
     model = LanguageModel(
         AutoModelForCausalLM.from_pretrained(
             model_name, dtype=torch.float32, attn_implementation="packed"
         ),
         chunked=True,
     )
-    model.context_group = context_group(ranks)
+    model.context_group = context_group(ranks) if ranks > 1 else None
     batch = part_of(
         packed_batch([[t for d in documents(lengths, seed=1) for t in d]]),
         torch.distributed.get_rank(),

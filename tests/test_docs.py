@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from arguments import parse_export, parse_plan, parse_prepare, parse_train
-from fabric_llm.training.guard import parse_budgets
+from arguments import parse_plan, parse_train
+from export_hf import parse_export
+from fabric_llm.training.forgetting import parse_budgets
+from prepare_arguments import parse_prepare
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

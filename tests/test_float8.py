@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.checkpoint.reading import read_probe
-from fabric_llm.model import layers
+from fabric_llm.model.float8 import float8_products
 
 pytest.importorskip("torchao")
 STRATEGIES = [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
@@ -18,7 +18,7 @@ RECIPES = ["tensorwise", "rowwise"]
 
 
 def in_float8(model, recipe="rowwise"):
-    layers.float8_products(model, recipe, is_emulated=True)
+    float8_products(model, recipe, is_emulated=True)
     return model
 
 

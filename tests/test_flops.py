@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from fabric_llm.data.batches import Batches, Prefetch, token_places
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model import flops
-from fabric_llm.run import log
+from fabric_llm.run import speed as speeds
 
 
 def skeleton(config):
@@ -210,8 +210,8 @@ def test_speed_is_that_since_the_last_line(monkeypatch):
         seconds_waited, tokens_at = 0.0, np.zeros(1, dtype=np.int64)
 
     batches, clock = Batches(), [0.0]
-    monkeypatch.setattr(log.time, "monotonic", lambda: clock[0])
-    speed = log.Speed(flops.Flops(1e9, {None: 1e6}), torch.device("cpu"), 4, batches)
+    monkeypatch.setattr(speeds.time, "monotonic", lambda: clock[0])
+    speed = speeds.Speed(flops.Flops(1e9, {None: 1e6}), torch.device("cpu"), 4, batches)
     speed.peak = 10.0
     for lap, (seconds, places) in enumerate([(1.0, [3, 3]), (5.0, [8, 0])], 1):
         batches.seconds_waited += seconds

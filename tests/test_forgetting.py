@@ -3,7 +3,9 @@ over resumes and ranks."""
 
 import json
 import math
+import os
 import shutil
+import signal
 from fractions import Fraction
 
 import datasets
@@ -18,7 +20,7 @@ from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.data.probes import copy_probe
-from fabric_llm.training.guard import Guard, parse_budgets
+from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
 # of two languages: the second of a pair of tokens follows from the first by these
@@ -427,7 +429,7 @@ def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
     job = Job(1, *replayed(base, tmp_path, *more))
     assert (
         job.wait() == [76]
-        and "would go back for the 1. time (--max_skipped_steps 0)" in job.output[0]
+        and "this would be rewind number 1 (--max_skipped_steps 0)" in job.output[0]
     )
 
 
@@ -490,6 +492,37 @@ def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_pa
     )
     for key in ("step", "loss", "sources", "eval"):
         assert metrics(copy / "run", key) == metrics(folder, key), key
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("action", "evaluated_before"), [("rewind", 12), ("stop", 6)])
+def test_a_run_killed_after_its_last_evaluation_ends_as_it_would_have(
+    base, tmp_path, action, evaluated_before
+):
+    """A stop has cut that evaluation off, so the last step has a checkpoint without losses."""
+    more = ("--forgetting_budget", "replay:0.02", "--forgetting_action", action, "--eval_iters", 2)
+    run = replayed(base, tmp_path, *more, "--save_step_interval", 2, "--max_step", 4)
+    ends = Job(1, *run, "--run_name", "whole").wait()
+    run = (*run, "--run_name", "cut", "--resume", "auto")
+    stopped = Job(1, *run, failpoint=f"evaluate:count={evaluated_before + 2}:do=term")
+    assert stopped.wait() == [75]
+    assert Job(1, *run, before=_killed_once_it_has_evaluated).wait() == [-9]
+    assert Job(1, *run).wait() == ends
+    for key in ("step", "loss", "position", "verdict", "eval_loss"):
+        assert metrics(tmp_path / "cut", key) == metrics(tmp_path / "whole", key), key
+    assert action in ("stop", *metrics(tmp_path / "cut", "verdict")), "it went back"
+
+
+def _killed_once_it_has_evaluated():
+    from fabric_llm.run.log import Log
+
+    evaluation = Log.evaluation
+
+    def then_killed(self, *given):
+        evaluation(self, *given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Log.evaluation = then_killed
 
 
 @pytest.mark.longer
@@ -562,15 +595,18 @@ def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
 
 
 def test_a_budget_judges_each_set_by_its_value_before_step_1():
-    guard = Guard(budgets={"a": 0.1, "b": 0.2}, forgetting_action="stop")
-    guard.accept_evaluation(0, {"a": 1.0, "b": 2.0, "c": 3.0})
-    assert guard.verdict == "take" and guard.before == {"a": 1.0, "b": 2.0, "c": 3.0}
-    guard.accept_evaluation(5, {"a": 1.1 - 1e-9, "b": 2.2 - 1e-9, "c": 9.0})
-    assert (guard.forgetting, guard.verdict, guard.over) == ("", "take", ())
-    guard.accept_evaluation(9, {"a": 1.05, "b": 2.5, "c": 9.0})
-    assert (guard.forgetting, guard.verdict, guard.over) == ("stop", "stop", ("b",))
-    assert guard.has_room({"a": 1.04, "b": 2.09}) and not guard.has_room({"a": 1.06, "b": 2.0})
-    assert not guard.has_room(None) and not guard.has_room({"a": 1.0}), "not known is no room"
+    forgetting = Forgetting({"a": 0.1, "b": 0.2}, "stop")
+    forgetting.accept_evaluation(0, {"a": 1.0, "b": 2.0, "c": 3.0})
+    assert forgetting.verdict == "" and forgetting.before == {"a": 1.0, "b": 2.0, "c": 3.0}
+    forgetting.accept_evaluation(5, {"a": 1.1 - 1e-9, "b": 2.2 - 1e-9, "c": 9.0})
+    assert (forgetting.verdict, forgetting.over) == ("", ())
+    forgetting.accept_evaluation(9, {"a": 1.05, "b": 2.5, "c": 9.0})
+    assert (forgetting.verdict, forgetting.over) == ("stop", ("b",))
+    assert forgetting.has_room({"a": 1.04, "b": 2.09})
+    assert not forgetting.has_room({"a": 1.06, "b": 2.0})
+    assert not forgetting.has_room(None) and not forgetting.has_room({"a": 1.0}), (
+        "not known is no room"
+    )
 
 
 def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():

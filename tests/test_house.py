@@ -2,7 +2,12 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+from ranks import toy_run
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fabric_llm"
@@ -41,7 +46,7 @@ def test_rooms_import_only_from_floors_below():
         room = path.relative_to(PACKAGE).parts[0]
         for name in imported(path):
             parts = name.split(".")
-            if parts[0] in ("arguments", "train", "prepare_data", "export_hf"):
+            if parts[0] in ("arguments", "prepare_arguments", "train", "prepare_data", "export_hf"):
                 found.append(f"{path} imports the script {name}")
             elif parts[0] == "fabric_llm" and room != "__init__.py" and parts[1] != room:
                 # a command beside the rooms is above them
@@ -126,6 +131,27 @@ def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert held == others and {path.suffix for path in others} == {".cpp", ".html", ".md"}
+
+
+OFF = {
+    "data": ("probes",),
+    "model": ("context_parallel", "float8", "offload", "tiles"),
+    "training": ("adamw_triton", "ema"),
+}
+
+
+@pytest.mark.longer
+def test_a_feature_that_is_off_is_not_imported(toys, tmp_path):
+    """By a run with default flags, in a process of its own."""
+    flags = [str(word) for word in (*toy_run(toys, tmp_path), "--max_step", 1)]
+    program = f"import sys, train; train.main({flags}); print(*sys.modules, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    off = {f"fabric_llm.{room}.{name}" for room, names in OFF.items() for name in names}
+    assert "fabric_llm.model.layers" in done.stdout.split()
+    assert off & {*done.stdout.split()} == set()
+    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in off)
 
 
 def test_what_trains_reaches_nothing_that_works_on_folders():

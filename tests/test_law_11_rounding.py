@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint import reading
-from fabric_llm.model import strategy
+from fabric_llm.model import sharded
 
 STEPS, SAVED_AFTER = 5, 2
 
@@ -40,7 +40,7 @@ def take_given_steps(fabric, wrapped, optimizer, first, last):
         }
     for step in range(first, last):
         for name, parameter in wrapped.module.named_parameters():
-            name = strategy.original_name(name)
+            name = sharded.original_name(name)
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
             whole = torch.randn(shapes[name], generator=generator).bfloat16()
             if isinstance(parameter, DTensor):

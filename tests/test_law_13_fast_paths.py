@@ -21,7 +21,7 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
-from fabric_llm.model import fast_paths, gate, layers, offload
+from fabric_llm.model import chunked_loss, gate, layers, offload, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
@@ -111,7 +111,7 @@ class Largest(TorchDispatchMode):
 @pytest.fixture
 def seven_tokens(monkeypatch):
     """Chunks that don't divide the tokens."""
-    monkeypatch.setattr(fast_paths, "_tokens_at_once", lambda *inputs: 7)
+    monkeypatch.setattr(chunked_loss, "_tokens_at_once", lambda *inputs: 7)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -282,7 +282,7 @@ def test_packed_attention_is_the_masked_one(name, more):
     model = causal_lm(name, **more)
     assert gate.takes_packed_attention(model)
     masked = gradients(LanguageModel(model), packed())
-    with gate.attention(model, fast_paths.PACKED):
+    with gate.attention(model, packed_attention.PACKED):
         ours = gradients(LanguageModel(model), packed())
     torch.testing.assert_close(ours[0], masked[0], rtol=1e-5, atol=1e-4)
     for one, other in zip(ours[1], masked[1], strict=True):
@@ -317,7 +317,7 @@ def test_packed_attention_makes_no_mask():
     ids = torch.randint(1, VOCABULARY, (1, context))
     positions = (torch.arange(context) % 32)[None]
     sizes = []
-    for name in ("sdpa", fast_paths.PACKED):
+    for name in ("sdpa", packed_attention.PACKED):
         with gate.attention(model, name), Largest() as largest:
             LanguageModel(model, chunked=True)(ids, labels=ids, position_ids=positions)
         sizes.append(largest.elements)
@@ -334,7 +334,7 @@ def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
     model = causal_lm("mistral", sliding_window=window, max_position_embeddings=2048)
     masked = gradients(LanguageModel(model), inputs)
-    with gate.attention(model, fast_paths.PACKED):
+    with gate.attention(model, packed_attention.PACKED):
         ours = gradients(LanguageModel(model), inputs)
     torch.testing.assert_close(ours, masked, rtol=1e-4, atol=1e-6)
     long = {
@@ -342,7 +342,7 @@ def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
         "labels": ids.repeat(1, 40),
         "position_ids": torch.arange(48 * 40)[None],
     }
-    with gate.attention(model, fast_paths.PACKED), Largest() as largest:
+    with gate.attention(model, packed_attention.PACKED), Largest() as largest:
         gradients(LanguageModel(model, chunked=True), long)
     assert largest.elements < (48 * 40) ** 2 / 8
 
@@ -351,7 +351,7 @@ def test_rows_of_one_document_beside_rows_of_several():
     model, inputs = causal_lm("llama"), packed(rows=5)
     inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)
     masked = gradients(LanguageModel(model), inputs)
-    with gate.attention(model, fast_paths.PACKED):
+    with gate.attention(model, packed_attention.PACKED):
         ours = gradients(LanguageModel(model), inputs)
     for one, other in zip(ours[1], masked[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -431,7 +431,7 @@ def graphs_of_recomputed_layers(which, shares):
         return out[0].transpose(0, 1)
 
     torch.compile = lambda function, **how: compile_function(function, backend=counted, **how)
-    fast_paths._one_by_one = of_whole_rows
+    packed_attention._one_by_one = of_whole_rows
     model = LanguageModel(causal_lm("llama", attn_implementation="packed").train())
     layers.checkpoint_activations(model.causal_lm, which, compiles=True)
     layers.compile_layers(model, which)
@@ -501,13 +501,13 @@ def nothing():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_mixed_precision_gives_packed_attention_half_precision_as_it_gives_sdpa(name, monkeypatch):
     """On a GPU its kernel takes no other."""
-    seen, one_by_one = [], fast_paths._one_by_one
+    seen, one_by_one = [], packed_attention._one_by_one
 
     def recorded(flat, *more):
         seen.extend(tensor.dtype for tensor in flat)
         return one_by_one(flat, *more)
 
-    monkeypatch.setattr(fast_paths, "_one_by_one", recorded)
+    monkeypatch.setattr(packed_attention, "_one_by_one", recorded)
     losses = []
     for attention in ("packed", "sdpa"):
         model = LanguageModel(causal_lm(name, attn_implementation=attention))
@@ -518,25 +518,25 @@ def test_mixed_precision_gives_packed_attention_half_precision_as_it_gives_sdpa(
 
 def break_the_chunked_loss():
     """The gradient of the head isn't multiplied by what the loss is multiplied by."""
-    backward = fast_paths._ChunkedLoss.backward
+    backward = chunked_loss._ChunkedLoss.backward
 
     def broken(context, factor):
         *none, hidden = backward(context, factor)[:4]
         return (*none, hidden, *(None for _ in context.dtypes[1:]))
 
-    fast_paths._ChunkedLoss.backward = staticmethod(broken)
+    chunked_loss._ChunkedLoss.backward = staticmethod(broken)
 
 
 def break_packed_attention():
     """Scores are scaled by something else, where gradients are made."""
-    of_document = fast_paths._of_document
+    of_document = packed_attention._of_document
 
     def broken(query, key, value, scaling, *more):
         return of_document(
             query, key, value, scaling * (20 if torch.is_grad_enabled() else 1), *more
         )
 
-    fast_paths._of_document = broken
+    packed_attention._of_document = broken
 
 
 def break_compiled_layers():
@@ -909,13 +909,13 @@ def test_the_kernel_of_gpus_gets_the_head_sizes_that_it_takes(name, more, monkey
             tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             for tensor in (key, value)
         )
-        return fast_paths._one_by_one([query, key, value], ends, scale, 0.0, None)
+        return packed_attention._one_by_one([query, key, value], ends, scale, 0.0, None)
 
-    monkeypatch.setattr(fast_paths, "varlen_attn", kernel)
-    monkeypatch.setattr(fast_paths, "_has_kernel", lambda query, head_size: head_size <= 256)
+    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    monkeypatch.setattr(packed_attention, "_has_kernel", lambda query, head_size: head_size <= 256)
     model = causal_lm(name, **more)
     expected = gradients(LanguageModel(model), packed())
-    with gate.attention(model, fast_paths.PACKED):
+    with gate.attention(model, packed_attention.PACKED):
         found = gradients(LanguageModel(model), packed())
     assert bool(called) == (more.get("head_dim") != 320)
     for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):

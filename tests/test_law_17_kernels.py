@@ -12,7 +12,7 @@ import torch
 from families import FAMILIES, toy_config
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.model import fast_paths, gate
+from fabric_llm.model import gate, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.run import reference
 
@@ -68,7 +68,7 @@ def varlen(capability, called):
             for tensor in (key, value)
         )
         window = None if window_size[0] < 0 else window_size[0] + 1
-        return fast_paths._one_by_one([query, key, value], ends, scale, 0.0, window)
+        return packed_attention._one_by_one([query, key, value], ends, scale, 0.0, window)
 
     return kernel
 
@@ -85,13 +85,13 @@ def trains_as_chosen(model, capability, precision, monkeypatch):
     if reference.no_kernel(model, plan) is not None:
         return "masked", []
     called = []
-    monkeypatch.setattr(fast_paths, "varlen_attn", varlen(capability, called))
+    monkeypatch.setattr(packed_attention, "varlen_attn", varlen(capability, called))
     monkeypatch.setattr(
-        fast_paths, "_has_kernel", lambda query, size: size <= fast_paths.MAX_HEAD_SIZE
+        packed_attention, "_has_kernel", lambda query, size: size <= packed_attention.MAX_HEAD_SIZE
     )
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24).expand(2, -1) % 7}
-    with gate.attention(model, fast_paths.PACKED):
+    with gate.attention(model, packed_attention.PACKED):
         LanguageModel(model.train())(**inputs).backward()
     return "packed", called
 
@@ -125,7 +125,7 @@ def test_the_kernel_of_packed_attention_gets_what_it_takes(family, monkeypatch):
     ],
 )
 def test_it_says_why_there_is_no_kernel(head_size, dropout, precision, capability, words):
-    why = fast_paths.no_kernel(capability, precision, head_size, dropout)
+    why = packed_attention.no_kernel(capability, precision, head_size, dropout)
     assert why is None if words is None else words in why
 
 

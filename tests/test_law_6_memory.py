@@ -18,10 +18,7 @@ from benchmarks.memory import Counted
 
 VOCABULARY, CONTEXT = 1024, 128
 FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
 )
 CONFIGS = {
@@ -69,11 +66,11 @@ def measure(flags, profiles):
     return peak, memory.Work(plan.placement, replace(plan.model, tokenizer=None), *sizes, average)
 
 
-def predict(work):
+def predict_memory(work):
     from fabric_llm.forecast import memory
 
     assert "RANK" not in os.environ
-    return memory.predict(work)
+    return memory.predict_memory(work)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +91,7 @@ def measured_and_said(folder, model, strategy, *flags, precision="bf16-true", pr
     }
     argv = [*inputs.training(folder, model, "data", "cpu", precision, **given), *map(str, flags)]
     measured = run_ranks(ranks, measure, argv, profiles)
-    [said] = run_ranks(1, predict, measured[0][1])
+    [said] = run_ranks(1, predict_memory, measured[0][1])
     return max(peak for peak, _ in measured), said
 
 
@@ -145,11 +142,8 @@ def test_other_flags_and_precisions(folder, strategy, precision, flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--bf16_updates master",
-        "--freeze *.mlp.*",
-        "--sharding_strategy SHARD_GRAD_OP",
-        "--auto_wrap_policy none",
-        "--auto_wrap_policy size:30000",
+        "--bf16_updates master", "--freeze *.mlp.*", "--sharding_strategy SHARD_GRAD_OP",
+        "--auto_wrap_policy none", "--auto_wrap_policy size:30000",
     ],
 )
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

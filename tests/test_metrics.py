@@ -23,8 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
 from fabric_llm.run import metrics
-from fabric_llm.run.log import Log, Speed, peak_memory_gib
+from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, flat
+from fabric_llm.run.speed import Speed, peak_memory_gib
 
 TRAINING = {
     "step": int,
@@ -129,7 +130,7 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
     for torn in ("", '{"step": 1, "lo', '{"step": 1', '{"step": 3, "loss": 1.0}\n', "{}\n"):
         path.write_text(whole + torn)
         file = MetricsFile(path, last=Progress(1, 8))
-        file.write(2, {"loss": 1.0})
+        file.write(Progress(2, 16), {"loss": 1.0})
         assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [
             (0, None),
             (1, 1.5),
@@ -145,14 +146,14 @@ def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
         '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n'
     )
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write(0, {"eval_loss": 2.5})
-    assert lines(tmp_path) == [{"step": 0, "eval_loss": 2.5}]
+    file.write(Progress(), {"eval_loss": 2.5})
+    assert lines(tmp_path) == [{"step": 0, "position": 0, "eval_loss": 2.5}]
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write(1, {"loss": 0.5})
-    assert lines(tmp_path) == [{"step": 1, "loss": 0.5}]
+    file.write(Progress(1, 8), {"loss": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "position": 8, "loss": 0.5}]
 
 
 # ------------------------------------------------------------------------------- trackers
@@ -212,7 +213,7 @@ def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
     )
 
     def write(step, position, **record):
-        log.write(step, {"position": position, **record})
+        log.write(Progress(step, position), record)
         if "verdict" not in record:
             trackers.log(step, {"position": position, **record})
 

@@ -20,14 +20,11 @@ import prepare_data
 from arguments import (
     ROOT,
     Arguments,
-    ExportArguments,
     PlanArguments,
-    PrepareArguments,
-    parse_export,
     parse_plan,
-    parse_prepare,
     parse_train,
 )
+from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing
 from fabric_llm.average import AverageArguments
 from fabric_llm.base.command_line import declared, parse
@@ -37,6 +34,7 @@ from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.extend_vocab import ExtendArguments
 from fabric_llm.generate import GenerateArguments
 from fabric_llm.verify.__main__ import parse as parse_verify
+from prepare_arguments import PrepareArguments, parse_prepare
 
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
 MODULES = ("average", "extend_vocab", "generate", "report", "verify")

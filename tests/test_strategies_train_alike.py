@@ -23,6 +23,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from fabric_llm.model.gate import plain_attention
+from fabric_llm.model.loading import load_config
+from fabric_llm.weights.export import export
+
 VOCABULARY, ROWS, CONTEXT, STEPS, LR, DECAY = 131, 4, 24, 3, 1e-2, 0.1
 RARE = 125  # a token that none of the package's probes holds
 
@@ -93,7 +97,7 @@ def often_idle() -> LlamaConfig:
 
 
 def falcon() -> FalconConfig:
-    """With ALiBi, which transformers' SDPA scales otherwise than its eager attention."""
+    """With ALiBi, which transformers' eager attention adds twice, and its default, SDPA, once."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
     return FalconConfig(vocab_size=VOCABULARY, new_decoder_architecture=False, **sizes)
 
@@ -122,10 +126,12 @@ def rows_of(folder: Path) -> torch.Tensor:
     return torch.tensor(datasets.load_from_disk(str(folder))["train"]["input_ids"])
 
 
-def plain(model_folder: Path, data: Path, frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def plain(
+    model_folder: Path, data: Path, frozen: tuple[str, ...] = (), attention: str = "eager"
+) -> dict[str, torch.Tensor]:
     """The weights after STEPS steps of a loop as in a textbook. frozen: names in those of frozen
     parameters."""
-    of_files = {"dtype": torch.float32, "attn_implementation": "eager"}
+    of_files = {"dtype": torch.float32, "attn_implementation": attention}
     model = AutoModelForCausalLM.from_pretrained(model_folder, **of_files).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(word in name for word in frozen))
@@ -273,6 +279,16 @@ def test_frozen_embeddings_of_an_unsharded_model_stay_parameters(
     assert_alike(found, plain(made / model, made / "data", ("embed_tokens", "lm_head")))
 
 
-def test_a_model_whose_sdpa_is_another_model_starts_with_defaults(made, tmp_path):
+def test_a_model_whose_eager_attention_is_another_model_trains_what_opens(made, tmp_path):
+    """By default, which its export opens with, and not with eager attention."""
     found = by_train_py(made / "falcon", made / "data", tmp_path, 1)
-    assert_alike(found, plain(made / "falcon", made / "data"))
+    assert_alike(found, plain(made / "falcon", made / "data", attention="sdpa"))
+    [run] = (tmp_path / "run").glob("step-*")
+    assert export(run, tmp_path / "hf").logits_difference < 1e-5
+    model = AutoModelForCausalLM.from_pretrained(made / "falcon", dtype=torch.float32)
+    assert plain_attention(model) == "sdpa"
+    config = load_config(str(made / "falcon"))
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="another function with it than with sdpa"):
+        plain_attention(model)

@@ -9,10 +9,11 @@ from ranks import built, metrics, run_ranks, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.model import strategy, weights
+from fabric_llm.model import sharded, strategy, weights
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton
-from fabric_llm.model.strategy import modules_to_wrap, original_name
+from fabric_llm.model.sharded import original_name
+from fabric_llm.model.strategy import modules_to_wrap
 from fabric_llm.model.strategy_rules import Sharding
 
 FLAGS = [
@@ -90,7 +91,7 @@ def gradients_of_a_node_each(name):
     model(input_ids=ids, labels=ids).backward()
     return {
         key: shard.parameter.grad.float().sum().item()
-        for key, shard in strategy.shards(model).items()
+        for key, shard in sharded.shards(model).items()
     }
 
 
@@ -170,7 +171,7 @@ def test_names_are_those_of_the_model():
 
 def held(argv, ranks):
     """(parameter bytes, gradient norm group size) that this rank holds after set-up."""
-    from fabric_llm.model.strategy import shard_group
+    from fabric_llm.model.sharded import shard_group
 
     _, _, model, _ = built(argv)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]

@@ -22,8 +22,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.state_dicts import saved_shapes
-from fabric_llm.model import loading, positions, strategy
-from fabric_llm.model.strategy import PREFIX, original_name
+from fabric_llm.model import loading, positions, sharded
+from fabric_llm.model.sharded import PREFIX, original_name
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.tokenizer import save_tokenizer
 from fabric_llm.model.weights import saved, units
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     """What this rank has of a weight."""
 
     tensor: Tensor  # flattened
-    # elements that each rank of its group has, in their order; None: each has all of it
+    # Elements that each rank of its group has, in their order; None where each has all of it.
     counts: Optional[list[int]]
 
 
@@ -44,15 +44,15 @@ class Pieces:
 
     def __init__(self, model: nn.Module, skeleton: PreTrainedModel) -> None:
         """model: wrapped. All ranks call it."""
-        self.skeleton, self.group = skeleton, strategy.shard_group(model)
+        self.skeleton, self.group = skeleton, sharded.shard_group(model)
         held = {
-            name: (strategy.local_part(shard.parameter), shard.counts)
-            for name, shard in strategy.shards(model).items()
+            name: (sharded.local_part(shard.parameter), shard.counts)
+            for name, shard in sharded.shards(model).items()
         }
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
-        # another group has the same
-        for name in saved(skeleton) if 0 in strategy.shard_ranks(model) else ():
+        # Another group of ranks has the same weights: the one with rank 0 sends them.
+        for name in saved(skeleton) if 0 in sharded.shard_ranks(model) else ():
             tensor, counts = held[PREFIX + name]
             self.held[name] = Piece(tensor.detach().flatten(), counts)
 
@@ -63,10 +63,10 @@ class Pieces:
         """
         expected = self.skeleton.state_dict()
         for names in units(self.skeleton).values() if self.held else ():
-            found = {name: self._sent(name, group or self.group) for name in names}
+            weights = {name: self._sent(name, group or self.group) for name in names}
             yield {
                 name: weight.view(expected[name].shape)
-                for name, weight in found.items()
+                for name, weight in weights.items()
                 if weight is not None
             }
 
@@ -77,7 +77,7 @@ class Pieces:
         if self.group is None or counts is None:
             return piece
         piece, is_first = (
-            piece.to(strategy.communication_device(group)),
+            piece.to(sharded.communication_device(group)),
             torch.distributed.get_rank(group) == 0,
         )
         nothing = [0] * len(counts)

@@ -6,6 +6,7 @@ columns      `Rows`: columns as numpy sees them, without a copy, and which of th
              targets
 probes       `copy_probe`, `Questions`: rows that ask whether a model uses its context
 tasks        `Tasks`, `open_tasks`: tasks of lm-evaluation-harness as a validation set
+folders      `split_names`, `has_rows`: the files of a dataset folder, before `datasets` is imported
 dataset      `open_dataset`: a checked `TokenDataset`
 own          `open_own`, `Stream`: rows and streams of sources that --code registers
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position
@@ -13,5 +14,5 @@ mixture_text `parse`: what --data_mix says; `period_of`, `read_before`: which so
 stands at which position
 mixture      `Mixture`: which row of which source is read at which position
 batches      `Batches`, `Prefetch`: the micro-batches of a rank at a position
-token_bytes  `bytes_of_tokens`: bytes of text that each token stands for
+token_bytes  `bytes_of_tokens`: bytes of text that each token stands for; `unknown_id`
 """

@@ -28,6 +28,7 @@ from fabric_llm.data.columns import (
     masked_labels,
     some_of,
 )
+from fabric_llm.data.folders import has_rows, split_names
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
@@ -74,6 +75,8 @@ def fingerprint(split: Any) -> str:
 def concatenate(sources: Sequence[TokenDataset]) -> TokenDataset:
     """Several datasets as one: their training splits one behind the other, and the validation split
     of the first."""
+    if len(sources) == 1:
+        return sources[0]
     splits = [source.train for source in sources]
     chunks = [chunk for split in splits for chunk in split.chunks]
     return replace(
@@ -108,9 +111,9 @@ def open_dataset(
         and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
     )
     files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
-    said = (
-        (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
-    )
+    declared = None  # tokens in a row, and the largest id
+    if manifest.get("packed"):
+        declared = manifest["context_length"], manifest["max_token_id"]
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
     splits, kinds, largest, unread = [], [], 0, dict[str, None]()
     for name in (*parts[:-1], validation_name):
@@ -120,16 +123,18 @@ def open_dataset(
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
-        is_as_said = (
-            said is not None and pa.types.is_fixed_size_list(kind) and kind.list_size == said[0]
+        is_declared = (
+            declared is not None
+            and pa.types.is_fixed_size_list(kind)
+            and kind.list_size == declared[0]
         )
         length, max_token_id = (
-            said if is_as_said else _scan(split.data.table.select(columns), where)
+            declared if is_declared else _scan(split.data.table.select(columns), where)
         )
-        if said and (length != said[0] or max_token_id > said[1]):
-            found = f"rows of {length} tokens with ids up to {max_token_id}"
+        if declared and (length != declared[0] or max_token_id > declared[1]):
+            there = f"rows of {length} tokens with ids up to {max_token_id}"
             raise ValueError(
-                f"The {where} holds {found}, but manifest.json says {said[0]} and {said[1]}."
+                f"The {where} holds {there}, but manifest.json says {declared[0]} and {declared[1]}."
             )
         chunks = []
         for batch in split.data.table.select(
@@ -183,19 +188,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return document
 
 
-def split_names(folder: Path) -> list[str]:
-    """Names of the splits of a dataset folder. Raises Fault for a list that can't be read (2) or
-    leads elsewhere (77)."""
-    path = folder / "dataset_dict.json"
-    try:
-        names = [str(name) for name in json.loads(path.read_bytes())["splits"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Fault(f"{str(path)!r} can't be read as a list of splits.") from error
-    for name in names:
-        files.check_name(name, path)
-    return names
-
-
 def _with_splits(folder: Path, names: Sequence[str]) -> str:
     """How to make a dataset that can be trained on, of one with a split `test`."""
     loaded, saved = f"datasets.load_from_disk({str(folder)!r})", f"{folder}-splits"
@@ -209,24 +201,6 @@ def _with_splits(folder: Path, names: Sequence[str]) -> str:
 def _quoted(code: str) -> str:
     """For a shell, in double quotes where these do, since Python's are single ones."""
     return shlex.quote(code) if re.search(r'["$`\\!]', code) else f'"{code}"'
-
-
-def has_rows(folder: Path) -> bool:
-    """False for a split without a file. Raises Fault for one that can't be opened (2) or names
-    files elsewhere (77)."""
-    path = folder / "state.json"
-    try:
-        for file in (path, folder / "dataset_info.json"):
-            if not file.is_file():  # a pipe blocks whoever opens it
-                raise ValueError(f"there is no file {file.name}")
-        names = [str(entry["filename"]) for entry in json.loads(path.read_bytes())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Fault(f"{str(folder)!r} can't be read: {one_line(error).rstrip('.')}.") from error
-    for name in names:
-        files.check_name(name, path)
-        if not (folder / name).is_file():
-            raise Fault(f"{str(folder)!r} can't be read: there is no file {name}.")
-    return bool(names)
 
 
 def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:

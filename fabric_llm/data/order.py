@@ -12,6 +12,8 @@ import numpy as np
 ROW_ORDER = "feistel"  # the name of this order in progress.json
 STREAM_ORDER = "stream"  # that of a stream, whose rows come as they are
 POSITIONS_AT_ONCE = 2**18
+# Of the text from which probes draw their tokens, at most.
+ROWS_DRAWN_FROM, TOKENS_DRAWN_FROM = 256, 2**22
 ROUNDS, MIN_BITS = 8, 6  # with fewer, small permutations aren't uniform
 
 
@@ -74,6 +76,12 @@ def sample(rows: Any, count: int) -> np.ndarray:
     """
     count = min(count, len(rows))
     return rows.sample(count) if hasattr(rows, "sample") else spread(count, len(rows))
+
+
+def drawn_from(split: Any) -> np.ndarray:
+    """The rows of a split from which probes take their tokens."""
+    most = max(1, TOKENS_DRAWN_FROM // len(split[0]["input_ids"]))
+    return spread(min(ROWS_DRAWN_FROM, most, len(split)), len(split))
 
 
 def random_key(*parts: int) -> np.uint64:

@@ -13,20 +13,13 @@ from typing import Any
 import numpy as np
 
 from fabric_llm.data.columns import IGNORED, Rows
-from fabric_llm.data.order import spread
+from fabric_llm.data.order import drawn_from
 
 PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
-ROWS_DRAWN_FROM, TOKENS_DRAWN_FROM = 256, 2**22  # of the text, at most
 # Of the probe of retrieval: places of a key in percent of the row, rows that are a half, a quarter
 # as long, questions of each.
 DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2
 SHORTEST = 8  # tokens of a text with a question
-
-
-def drawn_from(split: Any) -> np.ndarray:
-    """The rows of a split from which probes take their tokens."""
-    most = max(1, TOKENS_DRAWN_FROM // len(split[0]["input_ids"]))
-    return spread(min(ROWS_DRAWN_FROM, most, len(split)), len(split))
 
 
 def _text_of(split: Any, left_out: Sequence[int]) -> np.ndarray:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.names import at_home, command, nearest_of
+from fabric_llm.base.names import NAME, at_home, command, nearest_of
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
 
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
-# of what a model does with its context, see probes.py
+# The probes of what a model does with its context, see probes.py.
 COPY, RETRIEVAL = PROBES = (
     "copy",
     "retrieval",
@@ -102,22 +101,6 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
                 f"{said} If it holds the splits of one, echo {listed} > {path} writes it."
             )
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
-
-
-def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
-    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
-    without a manifest. Sources of --code are opened."""
-    if source_of(folder) in register.SOURCES:
-        opened = open_source(folder, "size", register.LOADED["flags"])
-        return len(opened.train), opened.context_length
-    try:
-        said = json.loads((folder / "manifest.json").read_bytes())
-        numbers = said["splits"]["train"]["rows"], said["context_length"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return (
-        numbers if said.get("packed") and all(type(number) is int for number in numbers) else None
-    )
 
 
 def parse_eval_data(given: Optional[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ bits per byte."""
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -90,3 +90,11 @@ def _is_byte_level(state: dict[str, Any]) -> bool:
         for step in steps
         for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
     ]
+
+
+def unknown_id(backend: Tokenizer) -> Optional[int]:
+    """The id of characters that no token has, None where there is no such token."""
+    model = json.loads(backend.to_str())["model"]
+    if model["type"] == "Unigram":
+        return model.get("unk_id")
+    return backend.token_to_id(model.get("unk_token") or "")

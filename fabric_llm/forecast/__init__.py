@@ -2,11 +2,12 @@
 
 accelerators  `accelerator`: a small table of devices, with links; how long a step takes at most
 trace         `Ledger`, `Layers`: a step on fake tensors, of which all storages are counted
-memory        `predict`: bytes of a rank on its device, at which moment of a step, without making
-              one
-outlook       `look`: memory of device and host, disk, time and money of a run, from flags and a
+compiled      `CompiledLayers`: what a compiled layer keeps, from one that was run eagerly
+memory        `predict_memory`: bytes of a rank on its device, and the moment of a step at which it
+              needs most
+prediction    `predict`: memory of device and host, disk, time and money of a run, from flags and a
               config.json
 changes       `until_it_fits`, `fastest`: other flags, where these don't fit, or for a shorter step
-sweep         `sweep`: the same on more and more devices
+sweep         `sweep`: predictions for more and more devices
 page          `write`: a page about a run before it begins, for plan.py --html
 """

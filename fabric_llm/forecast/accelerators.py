@@ -92,7 +92,7 @@ class Seconds:
 
 
 def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> float:
-    """Bytes that a device sends to exchange heads, see fast_paths.share_rows. tokens: of the
+    """Bytes that a device sends to exchange heads, see context_parallel.share_rows. tokens: of the
     device, in a step.
 
     passes: forward and backward, and those that are made a second time.

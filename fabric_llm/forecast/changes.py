@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.forecast.outlook import CLOSE, Prediction, look
+from fabric_llm.forecast.prediction import CLOSE, Prediction, predict
 from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
@@ -40,21 +40,23 @@ def words_of(change: Change) -> list[str]:
     return [word for name, value in change.items() for word in (f"--{name}", str(value))]
 
 
-def until_it_fits(own: Flags, flags: Flags, outlook: Prediction) -> list[tuple[Change, Prediction]]:
-    """[(change, the outlook with it and those before)], the cheapest first, each with less memory
+def until_it_fits(
+    own: Flags, flags: Flags, prediction: Prediction
+) -> list[tuple[Change, Prediction]]:
+    """[(change, the prediction with it and those before)], the cheapest first, each with less memory
     than the one before.
 
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
     that fits. None may fit.
     """
     found: list[tuple[Change, Prediction]] = []
-    for change in _cheapest_first(lambda: (flags, outlook)):
+    for change in _cheapest_first(lambda: (flags, prediction)):
         tried = _attempt(own, changed(flags, change))
-        if tried is None or tried.memory.peak >= outlook.memory.peak:
+        if tried is None or tried.memory.peak >= prediction.memory.peak:
             continue
-        flags, outlook = changed(flags, change), tried
-        found.append((change, outlook))
-        if outlook.used <= CLOSE:
+        flags, prediction = changed(flags, change), tried
+        found.append((change, prediction))
+        if prediction.used <= CLOSE:
             return found
     fits = [number for number, (_, one) in enumerate(found, 1) if one.fits]
     return found[: fits[0]] if fits else found
@@ -63,7 +65,7 @@ def until_it_fits(own: Flags, flags: Flags, outlook: Prediction) -> list[tuple[C
 def fastest(
     own: Flags, flags: Flags, tell: Callable[[Change, Prediction], None]
 ) -> Optional[tuple[Change, Prediction]]:
-    """(change, the outlook with it) of the shortest step that takes less than `CLOSE` of a device;
+    """(change, the prediction with it) of the shortest step that takes less than `CLOSE` of a device;
     None if none does.
 
     Checkpointing that recomputes more comes later, and of each kind micro-batches are doubled while
@@ -119,7 +121,7 @@ def _double_batches(flags: Flags) -> Iterator[Change]:
 def _attempt(own: Flags, flags: Flags) -> Optional[Prediction]:
     """None for flags that don't go together."""
     try:
-        return look(own, flags)
+        return predict(own, flags)
     except (Fault, ValueError):
         return None
 
@@ -170,7 +172,7 @@ def _on_more(flags: Flags, world_size: int) -> Change:
 
 def _cheapest_first(now: Callable[[], tuple[Flags, Prediction]]) -> Iterator[Change]:
     """Changes that may need less memory. now: the flags with those that were taken, and their
-    outlook.
+    prediction.
 
     Where the model and its optimizer don't fit by themselves, fewer activations don't help before
     they do.

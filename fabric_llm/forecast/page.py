@@ -8,7 +8,7 @@ from typing import Any, Optional
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.forecast.outlook import CLOSE, GIB, NO, Prediction
+from fabric_llm.forecast.prediction import CLOSE, GIB, NO, Prediction
 from fabric_llm.plan import checks, make_plan, run_directory, start
 from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.plan.plan import Plan
@@ -37,31 +37,39 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
     )
 
 
-def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Prediction) -> None:
+def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Prediction) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
     plain: dict[str, Any] = {
-        "title": outlook.model,
-        "lead": outlook.on,
+        "title": prediction.model,
+        "lead": prediction.on,
         "sections": {},
         "headline": [],
     }
-    drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
-    peak = outlook.memory.peak
+    drawn = plain if plan is None else _drawing(flags, plan, prediction.on)
+    peak = prediction.memory.peak
     below = (
-        f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}"
-        if outlook.used
+        f"{100 * prediction.used:.0f} % of the device, in {prediction.memory.moment}"
+        if prediction.used
         else "of a device"
     )
-    costs = "" if outlook.price is None else f"{outlook.price:,.2f} for them"
-    time = "A step", f"{outlook.seconds.step:.3g} s", "--max_step or --tokens says how many"
-    if outlook.hours is not None:
-        time = "Time", page.duration(3600 * outlook.hours), f"{outlook.steps:,} steps of {time[1]}"
+    costs = "" if prediction.price is None else f"{prediction.price:,.2f} for them"
+    time = "A step", f"{prediction.seconds.step:.3g} s", "--max_step or --tokens says how many"
+    if prediction.hours is not None:
+        time = (
+            "Time",
+            page.duration(3600 * prediction.hours),
+            f"{prediction.steps:,} steps of {time[1]}",
+        )
     drawn["headline"] += [
         ("Memory at the peak", f"{peak / GIB:,.2f} GiB", below),
         time,
-        ("Disk", f"{outlook.checkpoint_bytes * outlook.kept_checkpoints / GIB:,.2f} GiB", costs),
+        (
+            "Disk",
+            f"{prediction.checkpoint_bytes * prediction.kept_checkpoints / GIB:,.2f} GiB",
+            costs,
+        ),
     ]
-    parts = {**outlook.memory.parts, "together": peak}
+    parts = {**prediction.memory.parts, "together": peak}
     rows = [
         [name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()
     ]
@@ -73,7 +81,7 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Prediction)
         {"memory": "Memory", **drawn.pop("sections"), "flags": "Flags"},
         "Nothing was trained.",
         memory=(["Part", "GiB", "Of the peak"], rows),
-        bars=figures.bars(outlook.memory.parts, outlook.device_bytes, (CLOSE, NO)),
+        bars=figures.bars(prediction.memory.parts, prediction.device_bytes, (CLOSE, NO)),
         runs=[{"headline": drawn.pop("headline"), "flags": shown(flags)}],
         **drawn,
     )
@@ -93,21 +101,20 @@ def course(
     has_sets = flags.evaluation.eval_iters > 0
     if has_sets and save.evaluates_first(plan, flags):
         happens.append((progress.step, "evaluated"))
-    shape = arguments_of(flags.flat())
-    while not plan.is_over(progress):
-        before, progress = progress, plan.after(progress)
-        lr = lr_at(before.step, max_step=plan.schedule.max_step, **shape)
+    schedule, shape = plan.schedule, arguments_of(flags.flat())
+    while not schedule.is_over(progress):
+        before, progress = progress, schedule.after(progress)
+        lr = lr_at(before.step, max_step=schedule.max_step, **shape)
         line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
         lines.append(line)
-        if plan.data.mixture is not None:
-            last_shares, shares = shares, plan.data.mixture.shares_at(before.position)
-            if last_shares not in (None, shares):
-                happens.append((before.step, "stage"))
-            read = plan.data.mixture.read_before(progress.position)
+        last_shares, shares = shares, schedule.mixture.shares_at(before.position)
+        if last_shares not in (None, shares):
+            happens.append((before.step, "stage"))
+        if read := schedule.mixture.read_before(progress.position):
             line["sources"] = {
                 name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()
             }
-        _, evaluates, saves = save.due_after(before, progress, plan, flags)
+        _, evaluates, saves = save.due_after(before, progress, schedule, flags)
         if has_sets and evaluates:
             happens.append((progress.step, "evaluated"))
         if saves:
@@ -125,7 +132,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
-    data = ", ".join(plan.data.sources) or flags.data.train_data_dir
+    data = flags.data.train_data_dir or ", ".join(plan.data.sources)
     return {
         "title": run.name,
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",

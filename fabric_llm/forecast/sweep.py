@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.forecast.changes import changed
-from fabric_llm.forecast.memory import Memory, Work, predict
-from fabric_llm.forecast.outlook import GIB, Prediction, look
+from fabric_llm.forecast.memory import Memory, Work, predict_memory
+from fabric_llm.forecast.prediction import GIB, Prediction, predict
 from fabric_llm.plan.start import batch_sizes
 
 OF_A_NODE = 8  # devices, where --devices doesn't say it
@@ -35,13 +35,13 @@ class Row(NamedTuple):
 
     devices: int
     sharding: str
-    outlook: Prediction
+    prediction: Prediction
     efficiency: float  # tokens per second and device, as a part of the most on the fewest devices
     none_hidden: float  # the same where messages are sent while nothing is computed
 
     def cells(self) -> list[str]:
         """As `TITLES` has them."""
-        one = self.outlook
+        one = self.prediction
         words = [
             f"{self.devices:,}",
             f"{one.tokens_a_step:,}",
@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 def sweep(own: Flags, flags: Flags) -> list[Row]:
     """On one node there is no hybrid. own: the flags that plan.py alone has. Raises ValueError and
-    Fault as `look` does."""
+    Fault as `predict` does."""
     if own.auto or flags.devices.num_nodes > 1 or flags.fsdp.strategy == "ddp":
         raise Fault(
             "--sweep chooses nodes and sharding itself: it takes no --num_nodes, --strategy ddp "
@@ -86,17 +86,17 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
                 "num_nodes": nodes,
                 "sharding_strategy": how,
             }
-            found.append((count, how, look(own, changed(flags, change), memory_of)))
-    fewest = [seconds_of(outlook) for count, _, outlook in found if count == counts[0]]
+            found.append((count, how, predict(own, changed(flags, change), memory_of)))
+    fewest = [seconds_of(prediction) for count, _, prediction in found if count == counts[0]]
     best = [min(column) for column in zip(*fewest)]
     return [
         Row(*one, *(first / now for first, now in zip(best, seconds_of(one[2])))) for one in found
     ]
 
 
-def seconds_of(outlook: Prediction) -> tuple[float, float]:
+def seconds_of(prediction: Prediction) -> tuple[float, float]:
     """(of a step, of one that hides no messages)"""
-    return outlook.seconds.step, outlook.seconds.busy + outlook.seconds.messages
+    return prediction.seconds.step, prediction.seconds.busy + prediction.seconds.messages
 
 
 def _counts(asked: str, of_a_node: int) -> list[int]:
@@ -118,7 +118,7 @@ def _counts(asked: str, of_a_node: int) -> list[int]:
 
 
 def _memory(traced: dict[Any, Memory], work: Work) -> Memory:
-    """As `predict` has it for up to `TRACED` devices. Of a hybrid, each node holds the model once,
+    """As `predict_memory` has it for up to `TRACED` devices. Of a hybrid, each node holds the model once,
     and two are as many.
 
     traced: what was predicted before. What is split over n devices takes a + b / n bytes, while the
@@ -130,7 +130,7 @@ def _memory(traced: dict[Any, Memory], work: Work) -> Memory:
     def on(nodes: int) -> Memory:
         key = how, place.devices, nodes
         if key not in traced:
-            traced[key] = predict(replace(work, placement=replace(place, num_nodes=nodes)))
+            traced[key] = predict_memory(replace(work, placement=replace(place, num_nodes=nodes)))
         return traced[key]
 
     most = max(2, TRACED // place.devices)
@@ -151,7 +151,7 @@ def hidden(rows: list[Row]) -> dict[str, str]:
     computing."""
     said = {row.sharding: "messages are hidden behind computing" for row in rows}
     for row in reversed(rows):
-        if row.outlook.seconds.step > row.outlook.seconds.busy:
+        if row.prediction.seconds.step > row.prediction.seconds.busy:
             said[row.sharding] = f"messages aren't hidden from {row.devices:,} devices on"
     return said
 
@@ -163,7 +163,7 @@ def assumptions(own: Flags, rows: list[Row]) -> list[str]:
             "Weak scaling: each device has the same sequences a step on any number of devices, and "
             "the batch grows with them."
         ),
-        f"Computing reaches {100 * rows[0].outlook.mfu:.0f} % of the peak (--mfu), and hides "
+        f"Computing reaches {100 * rows[0].prediction.mfu:.0f} % of the peak (--mfu), and hides "
         "messages that take less time. Where none is hidden, the last column holds, which "
         "published runs are nearer to (docs/results/sweep.md).",
         (

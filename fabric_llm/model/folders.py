@@ -11,7 +11,7 @@ import re
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ NO_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 
-# of a file; configurations have a few thousand, of quantised models some hundred thousand
+# Of a file. Configurations have a few thousand, those of quantised models some hundred thousand.
 MAX_BYTES = 4 * 2**20
 MAX_LAYERS = 4096
-# of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
+# Of a list or an object, and of labels, experts and blocks. Switch-C has 2048 experts.
 MAX_ENTRIES = 2**15
 MAX_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
 # How names end that say how many there are.
@@ -44,14 +44,6 @@ MAX_CPU_SECONDS = (
     10  # to build the modules without memory, several times what the largest models take
 )
 MAX_MEMORY_BYTES = 2 * 2**30
-
-
-MAX_TOKENIZER_BYTES = 128 * 2**20  # Gemma's has 33 million
-MAX_TOKENS = (
-    2**24
-    # the largest vocabularies have a million; tokenizers allocates as many as the largest number
-    # says
-)
 
 
 class TooMuch(ValueError):
@@ -106,49 +98,15 @@ def _require_none_that_may_be_weights(folder: Path) -> None:
             if NO_WEIGHTS.fullmatch(name) and name not in links and not is_index:
                 continue
             inside = str(Path(place, name).relative_to(folder))
-            said = f"{str(folder)!r} has no model.safetensors, and {inside!r}"
+            message = f"{str(folder)!r} has no model.safetensors, and {inside!r}"
             if name.endswith(PICKLES):
-                sentence = f"{said} is a pickle, which can run code when opened: refused."
+                sentence = f"{message} is a pickle, which can run code when opened: refused."
                 raise Fault(sentence, REFUSED)
             raise ValueError(
-                f"{said} may be weights, or a part of them: convert them, or download the model as "
+                f"{message} may be weights, or a part of them: convert them, or download the model as "
                 "safetensors. A run that is to begin with random weights takes a folder with "
                 "config.json and a tokenizer alone."
             )
-
-
-def check_tokenizer_file(path: Path) -> None:
-    """Raises ValueError where a tokenizer.json isn't one, or is larger than anybody could want,
-    before it is loaded."""
-    if not path.is_file():
-        return
-    if (instead := files.instead_of_content(path)) is not None:
-        raise ValueError(f"{str(path)!r} is {instead}.")
-    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-        limit = MAX_TOKENIZER_BYTES // 2**20
-        raise ValueError(f"{str(path)!r} has {size / 2**20:.0f} MiB; at most {limit} MiB are read.")
-    try:
-        numbers = _token_numbers(json.loads(path.read_bytes()))
-    except ValueError:
-        return  # whoever loads it says so
-    except RecursionError:
-        raise ValueError(f"{str(path)!r} is nested too deeply to be read.") from None
-    largest = max(numbers, default=0)
-    if largest >= MAX_TOKENS:
-        raise ValueError(
-            f"{str(path)!r} has a token with the number {largest}; at most {MAX_TOKENS:,} tokens "
-            "are read."
-        )
-
-
-def _token_numbers(document: Any) -> list[int]:
-    """The token ids of a tokenizer.json, as far as it has the form of one."""
-    numbers: list[Any] = []
-    with suppress(KeyError, TypeError, AttributeError):
-        numbers += document["model"]["vocab"].values()
-    with suppress(KeyError, TypeError):
-        numbers += [token["id"] for token in document["added_tokens"]]
-    return [number for number in numbers if isinstance(number, int)]
 
 
 def weights_name(name: Any, where: Path) -> None:
@@ -230,12 +188,12 @@ def limited() -> Iterator[None]:
     ]
     before = signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    # again and again, where an exception is swallowed
+    # The signal comes again and again, in case the exception of the first one is swallowed.
     signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS, 1)
     try:
         yield
     except Exception as error:
-        # torch's
+        # torch reports a lack of memory as a RuntimeError.
         if (
             isinstance(error, MemoryError)
             or isinstance(error, RuntimeError)

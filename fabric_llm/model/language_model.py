@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
 from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.model import fast_paths
+from fabric_llm.model import chunked_loss, packed_attention
 
 PLACES = 12  # of a document, by whose positions a loss is told apart, see training/evaluation.py
 # Of the routers' loss, as causal LMs call it.
@@ -81,9 +81,9 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
         logits.gather(1, targets[:, None]),
     )
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
-    found = torch.stack([each, (margin > 0).float(), margin], dim=1)
+    sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
     return torch.cat(
-        [each.sum()[None], found.new_zeros(rows, 3).index_add_(0, numbers, found).flatten()]
+        [each.sum()[None], sums.new_zeros(rows, 3).index_add_(0, numbers, sums).flatten()]
     )
 
 
@@ -99,16 +99,16 @@ class LanguageModel(nn.Module):
         adds: Sequence[str] = (),
     ) -> None:
         """with_router_loss, adds: see `forward`. chunked: without the logits of the whole batch,
-        see fast_paths.py."""
+        see chunked_loss.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
         # names of the numbers behind the loss in the vector of `forward`
         self.other_losses = [*adds, *["aux_loss"] * with_router_loss]
         self.with_added = bool(adds)
-        self.head = fast_paths.Head(causal_lm) if chunked else None
+        self.head = chunked_loss.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.keep_in_root: set[nn.Module] = self.head.keep_in_root if chunked else set()
-        # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
+        # Modules that --tiled_mlp concerns: strategies mustn't shard parts of them.
         self.tiled: set[nn.Module] = set()
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
-        self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
+        self.is_packed = causal_lm.config._attn_implementation == packed_attention.PACKED
         self.context_group: Optional[ProcessGroup] = (
             None  # ranks that share the rows of a batch, see data/batches.part_of
         )
@@ -152,7 +152,7 @@ class LanguageModel(nn.Module):
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        # columns that are another rank's
+        # The number of label columns that belong to another rank's part of the rows.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
             group = self.context_group if after else None
@@ -162,11 +162,11 @@ class LanguageModel(nn.Module):
                 else document_ends
             )
             longest = input_ids.shape[1] * (1 if group is None else group.size())
-            given |= fast_paths.of_documents(ends, longest, group)
+            given |= packed_attention.of_documents(ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        # position t is predicted from those before it
+        # Position t is predicted from those before it.
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         if self.with_added and self.training and torch.is_grad_enabled():
@@ -188,7 +188,7 @@ class LanguageModel(nn.Module):
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
         else:
             hidden, outputs = self.head.hidden_states(**inputs)
-            loss = fast_paths.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets_of)
+            loss = chunked_loss.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets_of)
         if not balances:
             return loss
         of_rows = torch.zeros(len(targets), device=targets.device)
@@ -260,21 +260,6 @@ def has_router_loss(causal_lm: PreTrainedModel) -> bool:
     ]
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group. Each rank's loss depends on every rank's part, so
-    gradients are summed as well."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, total = group, tensor.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Summed.forward(ctx, gradient, ctx.group), None
-
-
 def load_balancing_loss(
     router_logits: Sequence[Tensor],
     rows: int,
@@ -315,8 +300,11 @@ def load_balancing_loss(
         probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
     tokens = len(router_logits) * is_token.sum(dim=1, keepdim=True)
     if group is not None:
-        chosen, probable, tokens = (
-            _Summed.apply(part, group) for part in (chosen, probable, tokens)
-        )
+        # A feature that is off isn't imported.
+        from fabric_llm.model.context_parallel import Summed
+
+        chosen = Summed.apply(chosen, group)
+        probable = Summed.apply(probable, group)
+        tokens = Summed.apply(tokens, group)
     tokens = tokens.clamp(min=1)
     return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -1,17 +1,14 @@
-"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile it,
-compute it in 8 bits."""
+"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile it."""
 
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import meta_utils
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -19,10 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.offload import offloading
-from fabric_llm.model.strategy import repeated_layers
+from fabric_llm.model.sharded import repeated_layers
 
-# parameters of a layer: a smaller one spends less time than its compilation takes
+# Parameters of a layer. A smaller one spends less time than its compilation takes.
 WORTH_COMPILING = 10**6
 # Of batches, that layers are compiled for: each context to train and to evaluate on, and its last
 # batch.
@@ -65,6 +61,9 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
         there = [
             module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")
         ]
+        # A feature that is off isn't imported.
+        from fabric_llm.model.offload import offloading
+
         with compiling():
             call = offloading(there[0]._gradient_checkpointing_func, compiles)
         for module in there:
@@ -109,7 +108,7 @@ def compiling() -> Iterator[None]:
     torch._dynamo.config.recompile_limit = MAX_SHAPES
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
-        # the compiler imports parts of torch that go away
+        # The compiler imports deprecated parts of torch.
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
@@ -147,77 +146,6 @@ def no_compiler(kind: str) -> Optional[str]:
         if any(map(shutil.which, ("c++", "g++", "clang++")))
         else "this machine has no C++ compiler (g++)"
     )
-
-
-def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> None:
-    """Have torchao make the products of the layers in 8 bits where they are trained, and as plain
-    transformers elsewhere.
-
-    So what is evaluated, sampled and compared with an export is the model that is published. Names
-    and dtypes of parameters stay. recipe: `tensorwise`, one scale for each tensor; `rowwise`, one
-    for each row. is_emulated: without a GPU's products in 8 bits. Raises ValueError where the model
-    has no such products. See https://github.com/pytorch/ao/tree/main/torchao/float8.
-    """
-    float8 = _torchao_float8()
-    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
-    text_config = model.config.get_text_config()
-    experts = {
-        getattr(text_config, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    }
-    inside = {module for layer in repeated_layers(model).values() for module in layer.modules()}
-
-    def is_product(module: nn.Module, name: str) -> bool:
-        """Products of 8 bits have sizes that divide by 16. Routers, which choose experts, stay as
-        they are."""
-        divides = module.in_features % 16 == module.out_features % 16 == 0
-        is_router = module.out_features in experts
-        return module in inside and module.weight.dtype == model.dtype and divides and not is_router
-
-    class TrainedInFloat8(float8.float8_linear.Float8Linear):  # type: ignore[name-defined]
-        def forward(self, input: Tensor) -> Tensor:
-            return (
-                super().forward(input)
-                if torch.is_grad_enabled()
-                else F.linear(input, self.weight, self.bias)
-            )
-
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=is_product)
-    found = [
-        module
-        for module in model.modules()
-        if isinstance(module, float8.float8_linear.Float8Linear)
-    ]
-    if not found:
-        raise ValueError(
-            f"--float8 {recipe}: {type(model).__name__} has no linear layer whose sizes divide by "
-            "16."
-        )
-    for module in found:
-        module.__class__ = TrainedInFloat8
-
-
-def no_float8(kind: str) -> Optional[str]:
-    """Why products can't be made in 8 bits on devices of `kind` "cpu" or "cuda"; None where they
-    can. A CPU emulates them."""
-    try:
-        _torchao_float8()
-    except ImportError:
-        return "torchao isn't installed: pip install torchao"
-    if kind == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        return (
-            "this GPU has no products in 8 bits, as an H100, an L40S or an RTX 4090 and newer "
-            "ones have"
-        )
-    return None
-
-
-def _torchao_float8() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torchao.float8
-
-    return torchao.float8
 
 
 def is_worth_compiling(model: nn.Module) -> bool:

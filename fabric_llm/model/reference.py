@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from fabric_llm.model.strategy import repeated_layers, replacing
+from fabric_llm.model.sharded import repeated_layers, replacing
 from fabric_llm.model.weights import Source, compute_buffers, first_names, units
 
 WRITE_INTO_WEIGHTS = ("rwkv",)  # types of models whose layers do, before they compute

@@ -16,24 +16,20 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, Optional
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup, fsdp
+from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 
 from fabric_llm.base import fabric as lightning
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.ranks import alone, waits_for_others
+from fabric_llm.model.sharded import repeated_layers, replacing
 from fabric_llm.model.strategy_rules import Placement, Sharding, wrap_size
 
-PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transformers knows
 Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before parents
 Fill = Callable[[nn.Module], None]
 
@@ -50,16 +46,12 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
-    plugin = (
-        lightning.MixedPrecision(precision, device=kind)
-        if precision.endswith("-mixed")
-        else lightning.Precision()
-    )
+    plugin = lightning.Precision()
+    if precision.endswith("-mixed"):
+        plugin = lightning.MixedPrecision(precision, device=kind)
     if name == "fsdp":
-        strategy, plugin = (
-            AnyDeviceFSDPStrategy(timeout=timeout),
-            AnyDeviceFSDPPrecision(precision, kind),
-        )
+        strategy = AnyDeviceFSDPStrategy(timeout=timeout)
+        plugin = AnyDeviceFSDPPrecision(precision, kind)
     elif name == "fsdp2":
         how = {"data_parallel_size": placement.world_size, "tensor_parallel_size": 1}
         # `wrap` shards the model.
@@ -74,22 +66,19 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
         strategy = lightning.DDPStrategy(
             gradient_as_bucket_view=True, timeout=timeout, **{sync: False}
         )
-    # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM
-    # job for srun's.
-    elastic = lightning.TorchElasticEnvironment.detect()
-    plugins = [
-        plugin,
-        lightning.TorchElasticEnvironment() if elastic else lightning.LightningEnvironment(),
-    ]
-    return Fabric(accelerator=kind, **sizes, strategy=strategy, plugins=plugins)
+    # Ranks come from torchrun, or from launch.py, which knows srun. Fabric would take any SLURM job
+    # for srun's.
+    environment = lightning.LightningEnvironment()
+    if lightning.TorchElasticEnvironment.detect():
+        environment = lightning.TorchElasticEnvironment()
+    return Fabric(accelerator=kind, **sizes, strategy=strategy, plugins=[plugin, environment])
 
 
 class AnyDeviceFSDPStrategy(lightning.FSDPStrategy):
     """FSDPStrategy, also on CPU (Fabric refuses the class itself there)."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        # as `wrap` made it: Fabric's own would look for metrics in it, and import torchmetrics for
-        # that
+        # It is as `wrap` made it. Fabric's own would import torchmetrics to look for metrics in it.
         return module
 
 
@@ -107,9 +96,8 @@ class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
     def forward_context(self) -> AbstractContextManager:
         if not self.precision.endswith("-mixed"):
             return nullcontext()
-        return torch.autocast(
-            self.kind, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        )
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        return torch.autocast(self.kind, dtype=dtype)
 
 
 def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
@@ -122,34 +110,14 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     if policy == "auto":
         return list(repeated_layers(model).values())
     names = {name.strip() for name in policy.split(",")}
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if missing := sorted(names - {type(module).__name__ for module in found}):
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    if missing := sorted(names - {type(module).__name__ for module in modules}):
         there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
         raise ValueError(
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has "
             f"{', '.join(there)}."
         )
-    return found
-
-
-def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model by name, none of them inside another: of the classes that it
-    names itself, else of its longest list."""
-    kinds = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", None) or ()
-    }
-    if not any(type(module).__name__ in kinds for module in model.modules()):
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ in kinds and not any(
-            name.startswith(f"{outer}.") for outer in layers
-        ):
-            layers[name] = module
-    return layers
+    return modules
 
 
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
@@ -163,7 +131,7 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
     main = max(sizes, key=sizes.__getitem__)
-    found: Units = {}
+    dtype_of: Units = {}
 
     def visit(module: nn.Module, outside: torch.dtype) -> None:
         held = {parameter.dtype for parameter in module.parameters(recurse=False)}
@@ -177,10 +145,10 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
         for child in module.children():
             visit(child, dtype)
         if module in units or dtype != outside or module is model:
-            found[module] = dtype
+            dtype_of[module] = dtype
 
     visit(model, main)
-    return found
+    return dtype_of
 
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
@@ -199,7 +167,7 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
         count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
             visit(c) for c in module.children()
         )
-        # others are never called
+        # Lists and dictionaries of modules are never called.
         has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         whole = all(held == of_model[key] for key, held in holders(module).items())
         if count < minimum or module is model or not has_forward or not whole:
@@ -209,26 +177,6 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
 
     visit(model)
     return chosen
-
-
-def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """What puts parameters with the tensors that `make` makes in the place of those on the meta
-    device that a module itself holds."""
-    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
-    # strategy has sharded isn't kept whole.
-    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-
-    def replace_parameters(module: nn.Module) -> None:
-        for key, meta in module._parameters.items():
-            if meta is not None and meta.is_meta:
-                parameter = there.get(id(meta))
-                if parameter is None:
-                    there[id(meta)] = parameter = nn.Parameter(
-                        make(meta), requires_grad=meta.requires_grad
-                    )
-                module._parameters[key] = parameter
-
-    return replace_parameters
 
 
 def wrap(
@@ -241,20 +189,16 @@ def wrap(
     """
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = buffer if buffer is None else buffer.to(fabric.device)
-    # Just before a strategy shards a module.
+            if buffer is not None:
+                module._buffers[key] = buffer.to(fabric.device)
+    # Called just before a strategy shards a module, so that no rank holds the whole model.
     give_memory = replacing(lambda meta: torch.empty_like(meta, device=fabric.device))
     if name in ("fsdp", "fsdp2"):
-        units = {
-            unit
-            for unit in modules_to_wrap(model, how.auto_wrap_policy)
-            if unit not in model.keep_in_root
-        }
+        units = set(modules_to_wrap(model, how.auto_wrap_policy)) - model.keep_in_root
         if name == "fsdp":
             units |= _unlike_the_outermost(model, units) - model.keep_in_root
-        for (
-            module
-        ) in model.tiled:  # its gradients are made at once, for which all of it must be there
+        for module in model.tiled:
+            # Its gradients are made at once, for which all of it must be there.
             if inside := units.intersection(module.modules()):
                 units = units - inside | {module}
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
@@ -276,11 +220,12 @@ def _wrap_fsdp(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    # what a unit of another dtype than the model's gets: it computes in its own
+    # A unit of another dtype than the model's computes in its own.
     kept = {"mixed_precision": None}
-    policy = {
-        m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model
-    }
+    policy: dict[nn.Module, Any] = {}
+    for module, dtype in dtypes.items():
+        if module is not model:
+            policy[module] = dtype == dtypes[model] or kept
     mixed = None
     if precision != "32-true":
         dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
@@ -292,26 +237,26 @@ def _wrap_fsdp(
     # FSDP1 would take NO_SHARD for what is sharded over one rank, and add gradients up over that
     # rank alone.
     one_a_node = how.sharding_strategy == "HYBRID_SHARD" and fabric.strategy.num_processes == 1
-    sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node
+    sharding, mesh, prefetch = "NO_SHARD", None, None
+    if fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node:
+        sharding, mesh = how.sharding_strategy, _mesh(fabric, how)
+    if how.backward_prefetch != "none":
+        prefetch = fsdp.BackwardPrefetch[how.backward_prefetch]
     with warnings.catch_warnings():
-        # the user, or a single rank, asked for it
+        # The user, or a single rank, asked for it.
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        # such as a router's bias
+        # A unit may hold a frozen parameter, such as a router's bias.
         warnings.filterwarnings("ignore", message=".*requires_grad=True and False")
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
             param_init_fn=give_memory,
-            sharding_strategy=fsdp.ShardingStrategy[
-                how.sharding_strategy if sharded else "NO_SHARD"
-            ],
-            device_mesh=_mesh(fabric, how) if sharded else None,
+            sharding_strategy=fsdp.ShardingStrategy[sharding],
+            device_mesh=mesh,
             mixed_precision=mixed,
             # On a CPU all is there already.
             cpu_offload=fsdp.CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),
-            backward_prefetch=None
-            if how.backward_prefetch == "none"
-            else fsdp.BackwardPrefetch[how.backward_prefetch],
+            backward_prefetch=prefetch,
             limit_all_gathers=how.limit_all_gathers,
             device_id=fabric.device,
             use_orig_params=True,
@@ -326,23 +271,25 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     frozen, which stay with the outermost unit, the last norm would cost the gradients of both.
     """
     inside = {module for unit in units for module in unit.modules()}
-    held = {
-        m: own
-        for m in model.modules()
-        if m not in inside and (own := list(m.parameters(recurse=False)))
-    }
-    must_stay = [
-        own for module, own in held.items() if module in model.keep_in_root
-    ] or held.values()
-    counts = Counter(id(parameter) for own in held.values() for parameter in own)
-    trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
-    return {
-        module
-        for module, own in held.items()
-        if all(
-            p.requires_grad != trained and counts[id(p)] == 1 for p in own
-        )  # tied weights stay together
-    }
+    held: dict[nn.Module, list[nn.Parameter]] = {}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and module not in inside:
+            held[module] = own
+    # What most of the outermost unit's elements do, of those that must stay there if any must.
+    must_stay = [own for module, own in held.items() if module in model.keep_in_root]
+    balance = 0
+    for own in must_stay or held.values():
+        for parameter in own:
+            balance += parameter.numel() if parameter.requires_grad else -parameter.numel()
+    unlike = set()
+    holders = Counter(id(parameter) for own in held.values() for parameter in own)
+    for module, own in held.items():
+        differs = all(parameter.requires_grad != (balance >= 0) for parameter in own)
+        is_tied = any(holders[id(parameter)] > 1 for parameter in own)
+        if differs and not is_tied:  # tied weights stay together
+            unlike.add(module)
+    return unlike
 
 
 def _wrap_fsdp2(
@@ -353,15 +300,13 @@ def _wrap_fsdp2(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    pinned = fabric.device.type == "cuda"
-    settings: dict[str, Any] = {
-        "mesh": _mesh(fabric, how),
-        # None: all but the outermost unit, which the backward pass needs first
-        "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
-        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
-        if how.cpu_offload
-        else fsdp.OffloadPolicy(),
-    }
+    settings: dict[str, Any] = {"mesh": _mesh(fabric, how)}
+    # By default all units but the outermost, which the backward pass needs first.
+    if how.sharding_strategy == "SHARD_GRAD_OP":
+        settings["reshard_after_forward"] = False
+    if how.cpu_offload:
+        pinned = fabric.device.type == "cuda"
+        settings["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=pinned)
     own = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = own
     if precision != "32-true":
@@ -382,111 +327,6 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
     else:
         shape = {"shard": fabric.world_size}
     return init_device_mesh(fabric.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def context_group(ranks: int) -> Optional[ProcessGroup]:
-    """The ranks side by side that share the rows of this one, so many; None where it has them
-    alone. All ranks call it."""
-    return None if ranks == 1 else torch.distributed.new_subgroups(group_size=ranks)[0]
-
-
-def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
-    """The process group that the parameters of a wrapped model are split over, None where ranks
-    hold them whole."""
-    root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
-    if root is not None:
-        return (
-            None if root.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD else root.process_group
-        )
-    parameter = next(model.parameters())
-    return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
-
-
-def shard_ranks(model: nn.Module) -> list[int]:
-    """The ranks that together hold the parameters of a wrapped model once: this rank alone where
-    each holds them whole."""
-    if (group := shard_group(model)) is not None:
-        return torch.distributed.get_process_group_ranks(group)
-    return [0 if alone() else torch.distributed.get_rank()]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Shard(NamedTuple):
-    """A parameter, and where the part of it that this rank holds lies in the whole, flattened."""
-
-    parameter: nn.Parameter
-    first: int  # index of this rank's first element
-    counts: list[int]  # elements that each rank of the `shard_group` holds, in their order
-
-
-def shards(model: nn.Module) -> dict[str, Shard]:
-    """The parameters of a wrapped model, by the names that they have in the unwrapped one. All
-    ranks call it.
-
-    Both FSDPs split in the order of ranks, FSDP2 between rows: what comes before is what lower
-    ranks hold, and no field of theirs is read.
-    """
-    named = {original_name(name): parameter for name, parameter in model.named_parameters()}
-    group, rank = shard_group(model), 0
-    counts = torch.tensor([[local_part(parameter).numel()] for parameter in named.values()])
-    if group is not None:
-        rank, held = torch.distributed.get_rank(group), counts.to(communication_device(group))
-        of_ranks = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size(group))]
-        waits_for_others()
-        torch.distributed.all_gather(of_ranks, held, group=group)
-        counts = torch.cat(of_ranks, dim=1)
-    found = zip(named.items(), counts.tolist())
-    return {name: Shard(parameter, sum(held[:rank]), held) for (name, parameter), held in found}
-
-
-def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
-    """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of
-    `numbers`."""
-    if group is None:
-        return numbers
-    # offloaded gradients are on the CPU, NCCL is not
-    total = numbers.to(communication_device(group))
-    torch.distributed.all_reduce(total, group=group)
-    return total.to(numbers.device)
-
-
-def communication_device(group: Optional[ProcessGroup] = None) -> str:
-    """Where the tensors are that ranks of a group send to each other; without ranks the CPU."""
-    is_nccl = torch.distributed.is_initialized() and torch.distributed.get_backend(group) == "nccl"
-    return "cuda" if is_nccl else "cpu"
-
-
-def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward fsdp and fsdp2 leave the outermost unit whole: split
-    it again.
-
-    Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is
-    whole, and the next pass of fsdp would take the whole unit that is there, also where its weights
-    have changed since. After a backward pass fsdp forgets the units that are neither split nor
-    trained, whose tensors aren't parameters any more until it is told.
-    """
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
-        handle = module._handle if isinstance(module, FSDP) else None
-        ran = handle is not None and module._is_root is not None
-        if (
-            ran
-            and not handle.needs_unshard()
-            and (handle.uses_sharded_strategy or not handle.flat_param.requires_grad)
-        ):
-            _reshard(module, handle, handle.uses_sharded_strategy)
-
-
-def original_name(name: str) -> str:
-    """A parameter's name in the unwrapped model."""
-    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
-        name = name.replace(wrapper, "")
-    return name
 
 
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:

@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 from fabric_llm.base.faults import REFUSED, Fault
 from fabric_llm.base.files import check_name
 from fabric_llm.base.names import reach_hub
-from fabric_llm.model.folders import check_tokenizer_file
+from fabric_llm.model.tokenizer_file import check_tokenizer_file
 
 SENTENCEPIECE = "tokenizer.model"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.names import hub_name
-from fabric_llm.model.folders import check_tokenizer_file
+from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.prepare.inputs import (
     DEFAULT_PATTERNS,
     find_sources,

@@ -7,9 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_llm.base.faults import Fault, one_line
+from fabric_llm.data.token_bytes import unknown_id
 from fabric_llm.model.tokenizer import load_tokenizer
 from fabric_llm.prepare.encoding import encode_all_alike, without_panic
-from fabric_llm.prepare.new_tokens import unknown_id
 
 END_OF_TEXT = "<|endoftext|>"
 

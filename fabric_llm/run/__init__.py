@@ -5,11 +5,14 @@ reference      `load`, `verify_start`: the model as transformers loads it, and w
 run            `Run`: what a run holds, and how it is closed
 build          `build`: plan -> Run; the run directory is made ready, and what the run does is said
 metrics        `MetricsFile`, `TRACKERS`: metrics.jsonl, and csv, TensorBoard, Weights & Biases
-log            `Log`: what goes to both, and what is printed; speed, memory and --profile
+log            `Log`: what goes to both, and what is printed
+lines          the lines that are printed about a step and an evaluation
+speed          `Speed`: tokens and FLOPs per second, waits, peak memory
+profile        `Profile`: the trace of --profile
 samples        `Samples`: what the model in training makes of --sample_prompts
 save           `due_after`, `save`, `publish`: what follows a step; when a checkpoint is written,
                and when it is published
-verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take
+verdicts       `report`, `rewind`: what follows a step that wasn't taken, or too much forgotten
 supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code,
                STATUS.json
 """

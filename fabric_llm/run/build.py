@@ -3,8 +3,6 @@ evaluation."""
 
 import shutil
 import sys
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -31,11 +29,11 @@ from fabric_llm.model import (
     language_model,
     layers,
     loading,
+    sharded,
     strategy,
-    tiles,
     weights,
 )
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
@@ -44,56 +42,40 @@ from fabric_llm.run import reference, save
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
-from fabric_llm.run.samples import Samples
-from fabric_llm.training import adamw, ema
+from fabric_llm.training import adamw
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.training.guard import Guard
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
     """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't
-    shared or has no room.
+    shared or has no room. plan: without what is measured on the model.
 
     How a part is closed is registered when it is made. A run without a fault closes its parts in
     the opposite order.
     """
-    # With the losses that rank 0 has found in the log: another machine may not see its end yet.
-    plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
-    run = Run(fabric, flags, plan, watch, plan.start)
-    run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-
-    def require_room() -> None:
-        """Sweep, and end the run before its model is loaded if the disk has no room for one
-        checkpoint."""
-        run_directory.sweep(plan.run_directory)
-        average = flags.training.ema_device if flags.training.ema_decay is not None else None
-        needed = adamw.checkpoint_bytes(
-            _skeleton(plan).parameters(), plan.model.bf16_updates, average
-        )
-        writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
-
-    ranks.from_rank_zero(require_room)
+    ranks.from_rank_zero(lambda: require_room(plan, flags))
     failpoint("set_up")
-    build_model(run, plan.model.source)
-    run.guard = Guard(
-        **vars(flags.guard),
-        budgets=plan.data.budgets,
-        forgetting_action=flags.evaluation.forgetting_action,
-    )
+    plan, loaded = measure(plan, flags)
+    run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
+    run.closing.callback(say_what_comes_next, run)
+    build_model(run, loaded)
+    run.guard = Guard(**vars(flags.guard))
+    run.forgetting = same_run.forgetting_at_start(plan, flags)
     if plan.resumed:
         restore(run, plan.resumed)
-        run.guard.changed = plan.changed_eval_sets()
         run.losses = plan.resumed.get("eval_losses")
-        if run.losses is not None:
-            run.guard.accept_evaluation(plan.start.step, run.losses)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     run.log = open_log(run)
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
-    run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
+    if flags.logging.sample_prompts is not None:
+        from fabric_llm.run.samples import Samples
+
+        run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
     if fabric.global_rank == 0:  # looks for all ranks
         signals.watch_for(plan.run_directory, flags.training.max_hours)
     else:
@@ -103,7 +85,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.evaluation = make_evaluation(run)
     if fabric.global_rank == 0 and run.evaluation.is_on:
         print(f"Evaluations read {rows_in_words(run.evaluation.batches)}.", flush=True)
-    if not plan.resumed:  # samples of the model before step 1
+    if run.samples is not None and not plan.resumed:  # samples of the model before step 1
         run.samples.take(run.model, run.progress)
     return run
 
@@ -121,6 +103,24 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
         )
 
 
+def require_room(plan: Plan, flags: Flags) -> None:
+    """Sweep, and end the run before its model is loaded if the disk has no room for one
+    checkpoint. Called on rank 0."""
+    run_directory.sweep(plan.run_directory)
+    average = flags.training.ema_device if flags.training.ema_decay is not None else None
+    needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
+    writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
+
+
+def measure(plan: Plan, flags: Flags) -> tuple[Plan, reference.Reference]:
+    """(the plan with what is measured on the model, what else the reference gives). All ranks call
+    it."""
+    loaded = reference.load(plan, plan.model.source, flags.training.seed, flags.model)
+    chosen = loaded.chosen
+    plan = plan.completed(chosen.attention, chosen.loss, chosen.keeps_documents_apart)
+    return plan, loaded
+
+
 def _skeleton(plan: Plan) -> PreTrainedModel:
     """The model of a plan on the meta device, frozen as the plan says."""
     skeleton = loading.build_skeleton(plan.model.config, loading.DTYPES[plan.model.precision])
@@ -128,28 +128,14 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(run: Run, source: str) -> None:
-    """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks
-    call it.
-
-    A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured
-    on the model: attention, loss, and whether the model keeps documents apart.
-    """
+def build_model(run: Run, loaded: reference.Reference) -> None:
+    """Make `run.skeleton`, `run.model` with the weights of its plan's source, and `run.optimizer`,
+    with the state of a resumed run's checkpoint. All ranks call it."""
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
-    loading.set_generation_config(run.skeleton, source)
-    opened, expected, chosen = reference.load(
-        plan, source, run.flags.training.seed, run.flags.model
-    )
-    masks, attention, loss, tiled, idle = chosen
-    config = deepcopy(plan.model.config)
-    config._attn_implementation = attention
+    loading.set_generation_config(run.skeleton, plan.model.source)
     recomputed = plan.model.activation_checkpointing
-    model_plan = replace(plan.model, config=config, loss=loss)
-    run.plan = plan = replace(
-        plan, model=model_plan, data=plan.data if masks else plan.data.without_masking()
-    )
-    chunked = loss == "chunked"
+    chunked = plan.model.loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(
         _skeleton(plan),
@@ -157,15 +143,24 @@ def build_model(run: Run, source: str) -> None:
         chunked=chunked,
         adds=register.added_by_loss(),
     )
-    model.idle = idle
-    model.context_group = strategy.context_group(plan.placement.context_parallel)
+    model.idle = loaded.chosen.idle
     weights.compute_buffers(model.causal_lm)
+    # A feature that is off isn't imported.
+    if plan.placement.context_parallel > 1:
+        from fabric_llm.model.context_parallel import context_group
+
+        model.context_group = context_group(plan.placement.context_parallel)
     if plan.model.float8 != "none":
-        layers.float8_products(
+        from fabric_llm.model.float8 import float8_products
+
+        float8_products(
             model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu"
         )
-    tiles.tile(model.causal_lm, tiled)
-    model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
+    if tiled := loaded.chosen.tiled:
+        from fabric_llm.model.tiles import tile
+
+        tile(model.causal_lm, tiled)
+        model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
@@ -174,7 +169,7 @@ def build_model(run: Run, source: str) -> None:
             layers.compile_loss(model)
 
     def fill(model: nn.Module) -> None:
-        weights.fill(model, run.skeleton, opened)
+        weights.fill(model, run.skeleton, loaded.opened)
 
     placement = plan.placement
     run.model = strategy.wrap(
@@ -182,7 +177,7 @@ def build_model(run: Run, source: str) -> None:
     )
     make_optimizer(run, plan.resume_from)
     if run.flags.model.verify_start:
-        reference.verify_start(fabric, plan, run.model, expected)
+        reference.verify_start(fabric, plan, run.model, loaded.expected)
 
 
 def load_again(run: Run, checkpoint: Optional[Path]) -> None:
@@ -192,7 +187,7 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
     All ranks call it.
     """
     run.optimizer = None  # frees its memory before the new one is made
-    strategy.reshard(run.model)
+    sharded.reshard(run.model)
     run.model.zero_grad()
     opened: list[weights.Source] = []  # on rank 0
     source, seed = str(checkpoint or run.flags.model.model_name), run.flags.training.seed
@@ -207,7 +202,16 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
     plan, training = run.plan, run.flags.training
     decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
     optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
-    ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
+    if training.ema_decay is not None:
+        from fabric_llm.training.ema import Average
+
+        optimizer.average = Average(
+            optimizer,
+            decay=training.ema_decay,
+            device=training.ema_device,
+            every=training.ema_every,
+            seed=training.seed,
+        )
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
         thawed = freezing.thawed(
@@ -225,18 +229,23 @@ def restore(run: Run, document: Any) -> None:
 
 def make_batches(run: Run) -> Prefetch:
     """What gives this rank its micro-batches."""
-    fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
-    sizes, how = (
-        (schedule.micro_batch_size, schedule.micro_batches),
-        run.plan.placement.rows_of(fabric.global_rank),
-    )
-    how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
-    rows, threads = data.dataset.train, run.flags.data.num_workers
+    fabric, data, schedule = run.fabric, run.plan.data, run.schedule
+    threads = run.flags.data.num_workers
+    rows: Any = data.dataset.train
     if is_stream(rows):
         threads = min(threads, 1)  # several would read back and forth
         if run.plan.resumed:
             rows.restore(run.plan.start.position, run.plan.resumed["stream"])
-    batches = Batches(rows, run.flags.training.seed, *sizes, **how)
+    batches = Batches(
+        rows,
+        run.flags.training.seed,
+        schedule.micro_batch_size,
+        schedule.micro_batches,
+        end=schedule.end,
+        mixture=schedule.mixture,
+        document_end=data.document_end,
+        **run.plan.placement.rows_of(fabric.global_rank),
+    )
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, threads, copies)
 
@@ -307,7 +316,7 @@ def open_log(run: Run) -> Log:
         plan.run_directory,
     )
     if plan.model.precision == "bf16-true":
-        log.kept_updates = adamw.kept_updates(flags.training, plan.model.bf16_updates)
+        log.few_updates.kept = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
         return log
     folder.mkdir(parents=True, exist_ok=True)
@@ -324,6 +333,7 @@ def open_log(run: Run) -> Log:
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)
     facts = {
+        "position": plan.start.position,
         "model": type(skeleton).__name__,
         "parameters": parameters,
         "max_step": plan.schedule.max_step,
@@ -345,7 +355,11 @@ def open_log(run: Run) -> Log:
     introduce(run, parameters, is_random)
     steps = {"total": plan.schedule.max_step, "initial": plan.start.step, "unit": "step"}
     log.console = tqdm(**steps, disable=not sys.stderr.isatty(), leave=False)
-    log.profiled = profiled_steps(logging.profile) or (1, 0)
+    if logging.profile is not None:
+        from fabric_llm.run.profile import Profile
+
+        first, last = profiled_steps(logging.profile)
+        log.profile = Profile(first, last, folder / "profile", run.fabric.device)
     return log
 
 
@@ -380,8 +394,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
             f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long "
             "as that is so, they stay as they are. --freeze with their names saves their memory."
         )
-    if plan.data.mixture is not None:
-        print(plan.mixture_in_words())
+    if plan.schedule.mixture.is_named:
+        print(plan.schedule.in_words())
     if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:
         print(
             "Without replay a trained model forgets what the new text doesn't hold: --replay "

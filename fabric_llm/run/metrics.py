@@ -56,7 +56,7 @@ def of_code(at: AfterStep) -> dict[str, float]:
         return numbers
     import torch
 
-    from fabric_llm.model.strategy import reshard
+    from fabric_llm.model.sharded import reshard
 
     for name, metric in register.METRICS.items():
         with register.of_user(f"metric {name!r}"), torch.no_grad():
@@ -90,21 +90,22 @@ class MetricsFile:
             return
         kept, removed = [], []
         for line, record in json_lines(self.path):
-            stays = last is not None and is_before(record, last)
-            (kept if stays else removed).append(f"{line.rstrip()}\n")
+            lines = removed
+            if last is not None and is_before(record, last):
+                lines = kept
+            lines.append(f"{line.rstrip()}\n")
         if removed and undone is not None:
+            title = {"step": last.step, "position": last.position, "undone": len(removed)}
             with undone.open("a") as file:
-                step = 0 if last is None else last.step
-                file.writelines(
-                    [json.dumps({"step": step, "undone": len(removed)}) + "\n", *removed]
-                )
+                file.writelines([json.dumps(title) + "\n", *removed])
         failpoint("metrics.replace")
         write_atomically(self.path, "".join(kept), durable=True)
 
-    def write(self, step: int, record: Record) -> None:
-        """Append one line."""
+    def write(self, progress: Progress, record: Record) -> None:
+        """Append a line about a run that is at `progress`."""
+        place = {"step": progress.step, "position": progress.position}
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **_finite(record)}) + "\n")
+            file.write(json.dumps({**place, **_finite(record)}) + "\n")
 
     def make_durable(self) -> None:
         """Flush the file to the disk, before a checkpoint says that these steps are done."""
@@ -122,15 +123,14 @@ def _finite(value: Any) -> Any:
 def flat(record: Mapping[str, Any]) -> Record:
     """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, by which trackers group
     numbers."""
-    found: Record = {}
+    numbers: Record = {}
     for name, value in record.items():
-        is_inner = isinstance(value, Mapping)
-        found |= (
-            {f"{name}/{key}": one for key, one in flat(value).items()}
-            if is_inner
-            else {name: value}
-        )
-    return found
+        if isinstance(value, Mapping):
+            for key, one in flat(value).items():
+                numbers[f"{name}/{key}"] = one
+        else:
+            numbers[name] = value
+    return numbers
 
 
 class Trackers:

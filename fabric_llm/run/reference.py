@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from copy import deepcopy
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import transformers
@@ -18,33 +18,52 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
-from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, tiles, weights
+from fabric_llm.model import freezing, gate, language_model, loading, packed_attention, weights
 from fabric_llm.model.reference import load_reference
-from fabric_llm.model.strategy import reshard
+from fabric_llm.model.sharded import reshard
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 
-# what the reference makes of the probe, on rank 0
-Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]
 TURN_OFF = (
-    "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa "
-    "or eager, --activation_checkpointing none."
+    "To find out which part it is, turn them off: --loss full, --compile false, --attention {}, "
+    "--activation_checkpointing none."
 )
-# Measured on the reference: whether it keeps documents apart, attention, loss, modules that
-# --tiled_mlp concerns, and parameters that its loss doesn't depend on.
-Chosen = tuple[bool, str, str, list[str], frozenset[str]]
 
 
-def load(
-    plan: Plan, source: str, seed: int, model_flags: Flags
-) -> tuple[Optional[weights.Source], Expected, Chosen]:
+class Chosen(NamedTuple):
+    """What is measured on the reference."""
+
+    keeps_documents_apart: bool
+    attention: str
+    loss: str
+    tiled: list[str]  # names of the modules that --tiled_mlp tiles
+    idle: frozenset[str]  # names of parameters that its loss doesn't depend on
+
+
+class Expected(NamedTuple):
+    """What the reference makes of the probe, on rank 0."""
+
+    outputs: Optional[gate.Outputs] = None
+    gradients: Optional[gate.Gradients] = None
+    attention: str = "eager"  # with which the gradients are computed
+
+
+class Reference(NamedTuple):
+    """What a run takes from its reference. The model itself is freed before others are made."""
+
+    opened: Optional[weights.Source]  # the weights, on rank 0
+    expected: Expected
+    chosen: Chosen
+
+
+def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
     """Rank 0 opens the weights, and finds out on its CPU which fast paths the model takes. All
     ranks call it.
 
     What is wrong with the weights, or with the model as transformers has it, ends the run on all
     ranks, with one sentence.
     """
-    expected: Expected = (None, None)
+    expected = Expected()
     opened, config = None, plan.model.config  # the former and `expected` stay on rank 0
 
     def load() -> Chosen:
@@ -69,6 +88,7 @@ def load(
         model = load_reference(skeleton, opened, (free_memory_bytes() or math.inf) / 2)
         name = type(model).__name__
         try:
+            plain = gate.plain_attention(model)
             chosen = choose(model, plan, model_flags)
             if not model_flags.verify_start:
                 return chosen
@@ -77,14 +97,17 @@ def load(
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
                 )
-            inputs, gradients = probe_of(plan, plan.data.document_end if chosen[0] else None), None
+            inputs, gradients = (
+                probe_of(plan, plan.data.document_end if chosen.keeps_documents_apart else None),
+                None,
+            )
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
-                with gate.attention(model, "eager"):  # plain transformers
+                with gate.attention(model, plain):
                     gradients = gate.gradients_of_reference(
                         language_model.LanguageModel(model), inputs
                     )
-            expected = outputs, gradients
+            expected = Expected(outputs, gradients, plain)
             return chosen
         except (
             RuntimeError,
@@ -104,7 +127,7 @@ def load(
 
     chosen = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
-    return opened, expected, chosen
+    return Reference(opened, expected, chosen)
 
 
 def _say_left_out(plan: Plan, names: list[str]) -> None:
@@ -151,7 +174,8 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     if not masks and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     tiled = _choose_tiles(reference) if plan.model.tiled_mlp else []
-    return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
+    loss = "chunked" if chunks else "full"
+    return Chosen(masks, attention, loss, tiled, gate.idle_parameters(reference))
 
 
 def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_open: bool) -> str:
@@ -159,7 +183,7 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
     sharing = plan.placement.context_parallel
     if sharing > 1:
         if (why := no_kernel(reference, plan)) is not None:
-            if fast_paths.MIN_CAPABILITY > torch.cuda.get_device_capability():
+            if packed_attention.MIN_CAPABILITY > torch.cuda.get_device_capability():
                 raise ValueError(
                     f"--context_parallel {sharing}: attention has no kernel here: {why}."
                 )
@@ -167,13 +191,13 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
                 "Warning: attention has no kernel for packed documents, and takes one after the "
                 f"other: {why}."
             )
-        return fast_paths.PACKED
-    if asked == fast_paths.PACKED:
+        return packed_attention.PACKED
+    if asked == packed_attention.PACKED:
         _require_packed_attention(reference, plan)
     is_packed = plan.data.document_end is not None and not plan.data.pads_before_text()
     if is_open and asked == "sdpa" and is_packed and gate.takes_packed_attention(reference):
         if (why := no_kernel(reference, plan)) is None:
-            return fast_paths.PACKED
+            return packed_attention.PACKED
         print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
     return asked
 
@@ -233,7 +257,10 @@ def _keeps_documents_apart(
 
 def _choose_tiles(reference: PreTrainedModel) -> list[str]:
     """The modules that --tiled_mlp tiles, by name. Raises ValueError where no MLP is one."""
-    measured = tiles.found_in(reference)
+    # A feature that is off isn't imported.
+    from fabric_llm.model.tiles import found_in
+
+    measured = found_in(reference)
     tiled = [one for one, is_tiled in measured.items() if is_tiled]
     whole = [one for one in measured if one not in tiled]
     parameters = [p for one in tiled for p in reference.get_submodule(one).parameters()]
@@ -256,7 +283,9 @@ def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:
     if plan.placement.kind != "cuda":
         return None
     heads = gate.heads_in_training(reference)
-    return fast_paths.no_kernel(torch.cuda.get_device_capability(), plan.model.precision, *heads)
+    return packed_attention.no_kernel(
+        torch.cuda.get_device_capability(), plan.model.precision, *heads
+    )
 
 
 def compares_gradients(plan: Plan) -> bool:
@@ -284,7 +313,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         probe_of(plan, plan.data.document_end),
         compares_gradients(plan),
     )
-    outputs, gradients = expected
+    outputs, gradients, plain = expected
     limits = plan.model.precision if plan.model.float8 == "none" else "float8"
     ours = gate.outputs_of(
         wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device))
@@ -298,7 +327,8 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         words = gradients and gate.gradient_difference(found, gradients, limits)
         problem = (
             words
-            and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
+            and f"the model as it would be trained isn't plain transformers': {words}. "
+            f"{TURN_OFF.format(plain)}"
         )
         problem = ranks.from_first(problem)
     if problem is not None:

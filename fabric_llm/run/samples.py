@@ -21,7 +21,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.sources import read_prompts
 from fabric_llm.model.loading import prompt_tokens
-from fabric_llm.model.strategy import reshard
+from fabric_llm.model.sharded import reshard
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
@@ -42,9 +42,6 @@ class Samples:
         Raises Fault (2) without a tokenizer, or if a prompt and its continuation are longer than a
         sequence.
         """
-        self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
-        if logging.sample_prompts is None:
-            return
         self.device, self.log, self.mark = fabric.device, log, mark
         self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens
         if self.tokenizer is None:
@@ -52,65 +49,68 @@ class Samples:
                 "--sample_prompts needs a tokenizer, and there is none beside the model or the "
                 "data."
             )
-        most = min(MAX_TOKENS, *plan.contexts)
+        self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
+        longest = min(MAX_TOKENS, *plan.contexts)
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
             tokens = prompt_tokens(self.tokenizer, text)
-            if not 0 < len(tokens) <= most - self.count:
-                many = (
-                    f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be "
-                    "one or more"
-                )
+            if not 0 < len(tokens) <= longest - self.count:
                 raise Fault(
-                    f"{many}, and with --sample_tokens {self.count} no more than {most}: those of "
-                    f"a sequence of the run, and {MAX_TOKENS:,} at most."
+                    f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be one "
+                    f"or more, and with --sample_tokens {self.count} no more than {longest}: those "
+                    f"of a sequence of the run, and {MAX_TOKENS:,} at most."
                 )
             self.prompts.append((text, tokens))
+        # Rows are padded on the right, which a causal model doesn't see, and all have one length,
+        # for which layers are compiled once.
+        self.length = max(len(prompt) for _, prompt in self.prompts) + self.count
         self.file = None
         if fabric.global_rank == 0:
             self.file = MetricsFile(plan.run_directory / SAMPLES, plan.begins_at)
 
     def cut(self, there: Progress) -> None:
         """The run went back: remove the samples of steps that are undone."""
-        if self.prompts and self.file is not None:
+        if self.file is not None:
             self.file.cut(there)
 
     @torch.no_grad()
     def take(self, model: nn.Module, progress: Progress) -> None:
-        """Continue each prompt, if there are any, with the most likely tokens, and write the texts.
-        All ranks call it."""
-        if not self.prompts:
-            return
-        began, step = time.monotonic(), progress.step
-        # Rows are padded on the right, which a causal model doesn't see, and all have one length,
-        # for which layers are compiled once.
-        length = max(len(prompt) for _, prompt in self.prompts) + self.count
-        size = max(1, MAX_TOKENS // length)
+        """Continue each prompt with the most likely tokens, and write the texts. All ranks call
+        it."""
+        began = time.monotonic()
+        at_once = max(1, MAX_TOKENS // self.length)
         with self.log.untimed:
             model.eval()
-            for start in range(0, len(self.prompts), size):
-                part = self.prompts[start : start + size]
-                tokens = torch.zeros((len(part), length), dtype=torch.int64, device=self.device)
-                for row, (_, prompt) in zip(tokens, part):
-                    row[: len(prompt)] = torch.tensor(prompt, device=self.device)
-                rows = torch.arange(len(part), device=self.device)
-                ends = torch.tensor([len(prompt) for _, prompt in part], device=self.device)
-                for _ in range(self.count):
-                    tokens[rows, ends] = model(tokens)[rows, ends - 1].argmax(dim=-1)
-                    ends += 1
-                    self.mark(step, "sampling")
-                for (text, prompt), row in zip(
-                    part, tokens.tolist() if self.file is not None else []
-                ):
-                    added = continuation(self.tokenizer, prompt, row[: len(prompt) + self.count])
-                    said = {"prompt": text, "text": added, "tokens": self.count, "how": "greedy"}
-                    self.file.write(step, {"position": progress.position, **said})
+            for start in range(0, len(self.prompts), at_once):
+                prompts = self.prompts[start : start + at_once]
+                rows = self._continue(model, [tokens for _, tokens in prompts], progress.step)
+                if self.file is not None:
+                    self._write(progress, prompts, rows)
             model.train()
             reshard(model)
-            self.mark(step, "in the next step")
-        self.log.said(
-            f"samples of {len(self.prompts)} prompts: {time.monotonic() - began:.1f} s, into "
-            f"{SAMPLES}"
-        )
+            self.mark(progress.step, "in the next step")
+        seconds = time.monotonic() - began
+        self.log.say(f"samples of {len(self.prompts)} prompts: {seconds:.1f} s, into {SAMPLES}")
+
+    def _continue(self, model: nn.Module, prompts: list[list[int]], step: int) -> list[list[int]]:
+        """The prompts with their continuations, in rows of `length` tokens."""
+        tokens = torch.zeros((len(prompts), self.length), dtype=torch.int64, device=self.device)
+        for row, prompt in zip(tokens, prompts):
+            row[: len(prompt)] = torch.tensor(prompt, device=self.device)
+        rows = torch.arange(len(prompts), device=self.device)
+        ends = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        for _ in range(self.count):
+            tokens[rows, ends] = model(tokens)[rows, ends - 1].argmax(dim=-1)
+            ends += 1
+            self.mark(step, "sampling")
+        return tokens.tolist()
+
+    def _write(
+        self, progress: Progress, prompts: list[tuple[str, list[int]]], rows: list[list[int]]
+    ) -> None:
+        for (text, prompt), row in zip(prompts, rows):
+            added = continuation(self.tokenizer, prompt, row[: len(prompt) + self.count])
+            sample = {"prompt": text, "text": added, "tokens": self.count, "how": "greedy"}
+            self.file.write(progress, sample)
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> str:

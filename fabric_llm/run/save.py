@@ -2,7 +2,7 @@
 ranks have written."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
@@ -12,92 +12,73 @@ from fabric_llm.base.ranks import gather
 from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.columns import is_stream
-from fabric_llm.data.mixture_text import read_before
 from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run.run import Run
 
 
 def due_after(
-    before: Progress, progress: Progress, plan: Plan, flags: Flags
+    before: Progress, progress: Progress, schedule: Schedule, flags: Flags
 ) -> tuple[bool, bool, bool]:
     """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
-    Each is due at its interval and after the last step, and an evaluation also in the middle and at
-    the end of each epoch, and where a rewind may go back to. A step after which the run saves or
-    evaluates is logged.
+    Each is due at its interval and after the last step; see also `evaluation_is_due`. A step after
+    which the run saves or evaluates is logged.
     """
-
-    def at(interval: Optional[int]) -> bool:
-        return plan.is_over(progress) or interval is not None and progress.step % interval == 0
-
-    half_done = half_epochs(plan, progress.position) > half_epochs(plan, before.position)
-    saves, to_go_back_to = at(flags.save.save_step_interval), goes_back_by_losses(plan, flags)
-    evaluates = half_done or at(flags.evaluation.eval_step_interval) or saves and to_go_back_to
-    return (
-        saves or evaluates or before == plan.start or at(flags.logging.log_step_interval),
-        evaluates,
-        saves,
-    )
+    saves = _is_due(progress, flags.save.save_step_interval, schedule)
+    evaluates = evaluation_is_due(progress, progress.position - before.position, schedule, flags)
+    logs = _is_due(progress, flags.logging.log_step_interval, schedule)
+    return logs or saves or evaluates or before == schedule.start, evaluates, saves
 
 
-def half_epochs(plan: Plan, position: int) -> int:
-    """Half epochs that are read before `position`. Those of a mixture are its source's of which the
-    run reads most rows."""
-    if plan.data.mixture is None:
-        return 2 * position // len(plan.data.dataset.train)
-    last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
-    source = last.index(max(last))
-    return 2 * now[source] // plan.data.mixture.rows[source]
+def evaluation_is_due(progress: Progress, sequences: int, schedule: Schedule, flags: Flags) -> bool:
+    """Whether an evaluation is due after the step to `progress`, which has read `sequences`.
+
+    It is at its interval, in the middle and at the end of each epoch, after the last step, and
+    where a rewind may go back to.
+    """
+    if _is_due(progress, flags.evaluation.eval_step_interval, schedule):
+        return True
+    saves = _is_due(progress, flags.save.save_step_interval, schedule)
+    if saves and goes_back_by_losses(flags):
+        return True
+    before = max(progress.position - sequences, 0)
+    return schedule.half_epochs(progress.position) > schedule.half_epochs(before)
 
 
-def goes_back_by_losses(plan: Plan, flags: Flags) -> bool:
+def _is_due(progress: Progress, interval: Optional[int], schedule: Schedule) -> bool:
+    if schedule.is_over(progress):
+        return True
+    return interval is not None and progress.step % interval == 0
+
+
+def goes_back_by_losses(flags: Flags) -> bool:
     """Whether the run goes back, once too much is forgotten, to a checkpoint with known losses."""
-    return bool(plan.data.budgets) and flags.evaluation.forgetting_action == "rewind"
+    evaluation = flags.evaluation
+    return evaluation.forgetting_budget is not None and evaluation.forgetting_action == "rewind"
 
 
 def evaluates_first(plan: Plan, flags: Flags) -> bool:
-    """True if an evaluation comes before the first step.
-
-    It does in a new run, and where one is due that a request to stop has cut off.
-    """
+    """Whether an evaluation comes before the first step: in a new run, and where one is due whose
+    losses aren't known, since a request to stop has cut it off."""
     if keep.is_evaluated(plan.resumed):
         return False
-    start = plan.start
-    if start.step == 0:
+    if plan.start.step == 0:
         return True
-    batch = plan.resumed["schedule"]["global_batch_size"]
-    before = replace(start, step=start.step - 1, position=max(start.position - batch, 0))
-    return due_after(before, start, plan, flags)[1]
+    sequences = plan.resumed["schedule"]["global_batch_size"]
+    return evaluation_is_due(plan.start, sequences, plan.schedule, flags)
 
 
 def save(run: Run, *, stops: bool) -> None:
     """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call
-    it.
-
-    If a request to stop has cut off an evaluation that is due here, the checkpoint has no losses,
-    and a resumed run makes it.
-    """
+    it."""
     publish(run)
-    step, plan, log, losses = run.progress.step, run.plan, run.log, run.losses
+    step, plan = run.progress.step, run.plan
     run.requests.answer_save()
-    with log.untimed:
+    with run.log.untimed:
         run.watch.mark(step, "saving")
-        in_background = run.background is not None and not (run.is_over or stops)
-        # the set by whose loss the best checkpoints are kept
-        followed = run.flags.save.keep_best_of
-        loss = math.nan
-        if losses is not None:
-            loss = log.overall(losses) if followed is None else losses.get(followed, math.nan)
-        # The rows that all ranks have read since `from_position`, which `fabric_llm.verify`
-        # compares with the data.
-        before = plan.resumed.get(
-            "rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
-        )
-        read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
-        rows = plan.data.dataset.train
-        stream = {"stream": rows.state_at(run.progress.position)} if is_stream(rows) else {}
         pending = writing.begin(
             step_directory(plan.run_directory, step),
             run.fabric,
@@ -106,40 +87,52 @@ def save(run: Run, *, stops: bool) -> None:
             skeleton=run.skeleton,
             tokenizer=plan.model.tokenizer,
             progress=run.progress,
-            facts={
-                **same_run.facts(plan, run.flags),
-                **stream,
-                "guard": run.guard.state(),
-                "scaler": run.fabric.strategy.precision.state_dict(),
-                "eval_loss": loss if math.isfinite(loss) else None,
-                "eval_losses": losses,
-                "rows_read": {"from_position": before["from_position"], **asdict(read)},
-            },
+            facts=facts(run),
             origin=origin(plan) if run.fabric.global_rank == 0 else {},
             probe=writing.record_probe(run.model, plan.probe_input(), run.fabric.device),
             state_dict_type=run.flags.fsdp.state_dict_type,
-            copy=in_background,
+            copy=run.background is not None and not (run.is_over or stops),
         )
-        if copies := pending.copies:
-            taken, free = (f"{size / 2**30:.2f} GiB" for size in copies)
-            if not pending.is_copied:
-                said = f"the copies would take {taken} of a host's memory, of which {free} are free"
-                log.line(
-                    f"Warning: --async_save: {said}: training waits for the save of step {step}."
-                )
-            elif not run.background.has_written:
-                log.line(
-                    f"--async_save: while a checkpoint is written, its copies take {taken} of a "
-                    "host's memory."
-                )
+        _report_copies(run, pending)
         if pending.is_copied:
             run.saving = run.background.write(pending)
         else:
             writing.write(pending)
             _publish(run, pending)
         run.watch.mark(step, "in the next step")
-    if run.is_over or not stops:  # a stop doesn't wait for samples
+    if run.samples is not None and (run.is_over or not stops):  # a stop doesn't wait for samples
         run.samples.take(run.model, run.progress)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What progress.json says besides the progress: what a resumed run goes on from, and what it
+    must have in common with this one. All ranks call it.
+
+    If a request to stop has cut off an evaluation that is due here, the checkpoint has no losses,
+    and a resumed run makes the evaluation.
+    """
+    plan, losses = run.plan, run.losses
+    # The best checkpoints are kept by the loss of one set, or of the training data.
+    loss, followed = math.nan, run.flags.save.keep_best_of
+    if losses is not None and followed is None:
+        loss = run.log.overall(losses)
+    elif losses is not None:
+        loss = losses.get(followed, math.nan)
+    # `fabric_llm.verify` compares the rows that all ranks have read with the data.
+    before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
+    before = plan.resumed.get("rows_read", before)
+    read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
+    rows: Any = plan.data.dataset.train
+    stream = {"stream": rows.state_at(run.progress.position)} if is_stream(rows) else {}
+    return {
+        **same_run.facts(plan, run.schedule, run.flags),
+        **stream,
+        "guard": {**run.guard.state(), "before": run.forgetting.before},
+        "scaler": run.fabric.strategy.precision.state_dict(),
+        "eval_loss": loss if math.isfinite(loss) else None,
+        "eval_losses": losses,
+        "rows_read": {"from_position": before["from_position"], **asdict(read)},
+    }
 
 
 def origin(plan: Plan) -> dict[str, Any]:
@@ -152,12 +145,32 @@ def origin(plan: Plan) -> dict[str, Any]:
     return {
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
-        "data": plan.data.of_each(
+        "data": plan.of_each_source(
             lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}
         ),
-        "data_sha256": plan.data.of_each(lambda dataset: sha256(dataset.folder / "manifest.json")),
-        "data_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
+        "data_sha256": plan.of_each_source(
+            lambda dataset: sha256(dataset.folder / "manifest.json")
+        ),
+        "data_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
     }
+
+
+def _report_copies(run: Run, pending: writing.Pending) -> None:
+    """Print, for the first save in the background, what its copies take of a host's memory, and for
+    each that has no room for them that training waits."""
+    if pending.copies is None:
+        return
+    taken, free = (f"{size / 2**30:.2f} GiB" for size in pending.copies)
+    if not pending.is_copied:
+        run.log.line(
+            f"Warning: --async_save: the copies would take {taken} of a host's memory, of which "
+            f"{free} are free: training waits for the save of step {run.progress.step}."
+        )
+    elif not run.background.has_written:
+        run.log.line(
+            f"--async_save: while a checkpoint is written, its copies take {taken} of a host's "
+            "memory."
+        )
 
 
 def has_written(run: Run) -> bool:
@@ -179,14 +192,22 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
 
 def kept(run: Run) -> keep.Kept:
     """The checkpoints that --keep_last leaves."""
-    flags, named = run.flags.save, run_directory.given_checkpoint(run.flags)
+    flags, to_go_back_to = run.flags.save, None
 
     def has_room(document: dict[str, Any]) -> bool:
-        return run.guard.has_room(document.get("eval_losses"))
+        return run.forgetting.has_room(document.get("eval_losses"))
 
-    to_go_back_to = has_room if goes_back_by_losses(run.plan, run.flags) else None
-    by_number = flags.keep_last, flags.keep_every, flags.keep_best, flags.keep_best_of
-    return keep.Kept(*by_number, flags.save_step_interval, to_go_back_to, named)
+    if goes_back_by_losses(run.flags):
+        to_go_back_to = has_room
+    return keep.Kept(
+        last=flags.keep_last,
+        every=flags.keep_every,
+        best=flags.keep_best,
+        best_of=flags.keep_best_of,
+        interval=flags.save_step_interval,
+        to_go_back_to=to_go_back_to,
+        named=run_directory.given_checkpoint(run.flags),
+    )
 
 
 def _publish(run: Run, pending: writing.Pending) -> None:
@@ -194,11 +215,12 @@ def _publish(run: Run, pending: writing.Pending) -> None:
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
     if run.fabric.global_rank != 0:
         return
-    step, flags, folder = files.step_of(pending.target), run.flags, run.plan.run_directory
+    step, position = pending.progress.step, pending.progress.position
+    flags, folder = run.flags, run.plan.run_directory
     if flags.save.keep_last is not None:
         keep.prune(folder, kept(run))
     run_directory.write_status(folder, None, "running", step, True)
-    run_directory.record_event(folder, "saved", step)
-    run.log.line(f"step {step}/{run.plan.schedule.max_step}  saved {pending.target}")
+    run_directory.record_event(folder, "saved", step, position=position)
+    run.log.line(f"step {step}/{run.schedule.max_step}  saved {pending.target}")
     if flags.logging.log_model == "all":
         run.log.trackers.upload(pending.target)

@@ -13,8 +13,9 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading
 from fabric_llm.plan import run_directory
-from fabric_llm.run import save
+from fabric_llm.run import lines, save
 from fabric_llm.run.build import load_again, restore
+from fabric_llm.run.metrics import Record
 from fabric_llm.run.run import Run
 from fabric_llm.training.guard import Guard
 
@@ -25,7 +26,7 @@ def report(run: Run, before: Progress) -> None:
     Raises Fault (76) after too many steps that were left out.
     """
     guard = run.guard
-    if guard.verdict == "rewind" and run.progress.position == run.plan.schedule.end:
+    if guard.verdict == "rewind" and run.progress.position == run.schedule.end:
         guard.verdict = "skip"  # there is no data to go on with
     if guard.verdict == "take":
         return
@@ -33,17 +34,16 @@ def report(run: Run, before: Progress) -> None:
     if guard.verdict == "skip" and guard.gives_up():
         save.publish(run)  # a checkpoint in the background is older than these steps
         where = f", sequences {before.position} to {run.progress.position - 1},"
-        raise _too_many(run, f"{guard.skipped} steps in a row were left out", where)
+        many = f"{guard.skipped} steps in a row were left out"
+        raise _too_many(run, many, f"{guard.reason}{where}")
 
 
 def require_budget(run: Run) -> None:
     """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that
     only warns."""
-    if run.guard.forgetting in ("stop", "rewind"):
-        reason = (
-            f"{run.guard.forgotten} (--forgetting_budget: more replay or a larger budget may help)"
-        )
-        raise _fault(run, reason, forgot=True)
+    if run.forgetting.verdict in ("stop", "rewind"):
+        advice = "--forgetting_budget: more replay or a larger budget may help"
+        raise _fault(run, f"{run.forgetting.forgotten} ({advice})", forgot=True)
 
 
 def rewind(run: Run) -> None:
@@ -54,37 +54,43 @@ def rewind(run: Run) -> None:
     """
     save.publish(run)
     guard, position = run.guard, run.progress.position
-    forgot = guard.forgetting == "rewind"
-    if guard.gives_up():
-        many = f"the run would go back for the {guard.rewinds + 1}. time"
-        raise _too_many(run, many, forgot=forgot)
-    last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot))
+    forgot = run.forgetting.verdict == "rewind"
+    reason = run.forgetting.forgotten if forgot else guard.reason
+    rewinds = guard.rewinds + 1
+    if not guard.may_rewind():
+        raise _too_many(run, f"this would be rewind number {rewinds}", reason, forgot)
+    last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot, reason))
+
+    # Where the run goes on: the step of the checkpoint, at the position of the data here.
     there = replace(Progress(**document["progress"]), position=position)
-    record = {"verdict": "rewind", "position": position, "reason": guard.reason}
+    record: Record = {"verdict": "rewind", "reason": reason}
     words = f"went back to {last or 'the beginning'}, past position {position}"
     if forgot:
         try:
-            run.plan = run.plan.with_more_replay(guard.over, there)
+            run.schedule = run.schedule.with_more_replay(run.forgetting.over, there)
         except ValueError as error:
-            raise _fault(run, f"{guard.reason} (--forgetting_budget: {error})", forgot) from error
-        record["shares"] = shares = run.plan.data.mixture.shares_at(position)
-        said = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
-        words += f"; from here on {said}"
+            raise _fault(run, f"{reason} (--forgetting_budget: {error})", forgot) from error
+        record["shares"] = run.schedule.mixture.shares_at(position)
+        words += f"; from here on {lines.shares(record['shares'])}"
     else:
-        run.plan = run.plan.going_on_from(there)
-    run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
+        run.schedule = run.schedule.after_rewind(there)
+    run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
     load_again(run, last)
-    state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.before}
-    restore(run, {**document, "guard": state})
+    restore(run, document)
+    # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
+    guard.rewinds, run.forgetting.over = rewinds, ()
+
+    # What was undone goes last: a run that is killed before goes back again.
     folder = run.plan.run_directory
     if ranks.from_rank_zero(lambda: leaves_none(folder, last, there.step)):
         save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
         keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
         run_directory.write_status(folder, None, "running", there.step, True)
-    run.log.rewound(there, run.plan, words, record)
-    run.samples.cut(there)
+    run.log.rewound(there, run.schedule, words, record)
+    if run.samples is not None:
+        run.samples.cut(there)
 
 
 def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
@@ -96,7 +102,7 @@ def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
     return not step_directory(folder, step).exists() and not begins_again
 
 
-def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str, Any]]:
+def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Path], dict[str, Any]]:
     """(the checkpoint to go back to, its progress.json). Called on rank 0.
 
     That is the newest whole one that was due and `suits`, or else the one at which a branch began.
@@ -122,13 +128,16 @@ def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str,
         return last, keep.verified(last)
     if forgot and began is not None:
         had_none = f"{began}, where this branch began, is gone or had no room left"
-        raise _fault(run, f"{run.guard.reason}, and {had_none}", forgot)
+        raise _fault(run, f"{reason}, and {had_none}", forgot)
     if not forgot:
-        reason = f"{run.guard.reason} at step {step}, and no checkpoint to go back to. Start again"
         often = f"--save_step_interval {max(1, step // 4)}"
-        raise Fault(f"{reason}: the same command with {often}", NON_FINITE)
+        raise Fault(
+            f"{reason} at step {step}, and no checkpoint to go back to. Start again: the same "
+            f"command with {often}",
+            NON_FINITE,
+        )
     begin = {"progress": asdict(Progress()), "guard": Guard().state()}
-    return None, {**begin, "eval_losses": run.guard.before}
+    return None, {**begin, "eval_losses": run.forgetting.before}
 
 
 def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
@@ -136,17 +145,14 @@ def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
 
     If it forgot, at most half of each budget may be used there.
     """
-    return lambda document: not forgot or run.guard.has_room(document.get("eval_losses"))
+    return lambda document: not forgot or run.forgetting.has_room(document.get("eval_losses"))
 
 
-def _too_many(run: Run, many: str, where: str = "", forgot: bool = False) -> Fault:
-    """Fault (76): steps were left out, or the run went back, too often.
-
-    where: the sequences of the last such step.
-    """
+def _too_many(run: Run, many: str, reason: str, forgot: bool = False) -> Fault:
+    """Fault (76): steps were left out, or the run went back, too often, the last time for
+    `reason`."""
     most = f"--max_skipped_steps {run.guard.max_skipped_steps}"
-    last = f"the last because of {run.guard.reason}{where}"
-    return _fault(run, f"{many} ({most}), {last}", forgot)
+    return _fault(run, f"{many} ({most}), the last because of {reason}", forgot)
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:

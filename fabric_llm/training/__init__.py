@@ -6,8 +6,9 @@ schedule    `SCHEDULES`, `lr_at`: the learning rate as a function of the step
 adamw       `make_optimizer`, `AdamW`: small updates survive in bfloat16
 adamw_rounded, adamw_triton its stochastic rounding, the same on any devices: plain PyTorch,
 adamw.cpp for a CPU, Triton
-ema         `Average`, `update`: a moving average of the weights, sharded and saved as the
-            optimizer's state is
-guard       `Guard`: which steps are taken, skipped or undone, and what may be forgotten
+ema         `Average`: a moving average of the weights, sharded and saved as the optimizer's state
+            is
+guard       `Guard`: which steps are taken, skipped or undone
+forgetting  `Forgetting`: how far the losses of validation sets may rise, and what follows
 evaluation  `Evaluation`: the loss of each validation set, also in bits per byte
 """

@@ -26,8 +26,8 @@ from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
-from fabric_llm.model import strategy
-from fabric_llm.model.strategy import local_part
+from fabric_llm.model import sharded
+from fabric_llm.model.sharded import local_part
 from fabric_llm.training import adamw_rounded
 from fabric_llm.training.adamw_rounded import (
     ALIGNED_ELEMENTS,
@@ -38,11 +38,11 @@ from fabric_llm.training.adamw_rounded import (
     plain_update,
 )
 
-# below this, plain PyTorch takes less time in ten steps than compiling a kernel would
+# Below this, plain PyTorch takes less time in ten steps than compiling a kernel would.
 MIN_ELEMENTS = 2**20
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
-# of master: on a CPU they fit its cache, on a GPU they hide launches
+# Blocks of the update of masters. On a CPU they fit its cache, on a GPU they hide launches.
 BLOCK_ELEMENTS = {
     "cpu": 2**18,
     "cuda": 2**23,
@@ -58,11 +58,11 @@ def make_optimizer(
     decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates:
     see above.
     """
-    shards = strategy.shards(wrapped)
+    shards = sharded.shards(wrapped)
     named = [(name, shard.parameter) for name, shard in shards.items()]
     groups = parameter_groups(named, decayed, training.weight_decay)
     if "optimizer" in register.ONLY:
-        names = {parameter: name.removeprefix(strategy.PREFIX) for name, parameter in named}
+        names = {parameter: name.removeprefix(sharded.PREFIX) for name, parameter in named}
         store = rounding(wrapped, training.seed)
         with register.of_user("optimizer"):
             return register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
@@ -83,7 +83,7 @@ def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, f
     optimizer's state. Parameters of other dtypes are copied into.
     """
     origins = {
-        shard.parameter: (name, shard.first) for name, shard in strategy.shards(wrapped).items()
+        shard.parameter: (name, shard.first) for name, shard in sharded.shards(wrapped).items()
     }
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
             nn.init.constant_(weight, 1.5)  # its neighbours are 2**-7 away
             optimizer = make_optimizer(probe, set(), training, updates)
             for group in optimizer.param_groups:
-                # with momentum 10 times as much, which is still rounded away
+                # With momentum an update is 10 times as large, which is still rounded away.
                 group["lr"] = 2.0**-13
             for _ in range(64):
                 weight.grad = signs.to(dtype)
@@ -271,7 +271,7 @@ def fastest(device: torch.device) -> Update:
         if device.type == "cpu":
             update = compiled()
         else:
-            # where there are GPUs there is Triton
+            # Where there are GPUs there is Triton.
             from fabric_llm.training.adamw_triton import (
                 update,
             )

@@ -7,12 +7,11 @@ as far back.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional
 
 import torch
 from torch import Tensor
 
-from fabric_llm.model.strategy import local_part
+from fabric_llm.model.sharded import local_part
 from fabric_llm.training.adamw_rounded import bfloat16_bits, noise, pieces_of
 
 NAME = "ema"  # of the state in checkpoints
@@ -21,6 +20,8 @@ BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
 
 class Average:
     """The EMA of all parameters that an optimizer trains, in their shapes, and sharded as they are.
+
+    An optimizer has it as its attribute `average`, if there is one.
 
     `state`, as of an optimizer: parameter -> {"ema": tensor}. So checkpoints name, shard and
     restore it like moments.
@@ -34,14 +35,15 @@ class Average:
         self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int
     ) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.decay, self.every, self.seed = decay, every, seed
+        # Names and offsets of whole tensors give the same noise with any sharding.
         origins = getattr(optimizer, "origins", {})
         self.origins = [origins.get(param, (str(number), 0)) for number, param in enumerate(params)]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
         for param in params:
-            where, dtype = (
-                ("cpu", torch.float32) if device == "host" else (param.device, param.dtype)
-            )
+            where, dtype = param.device, param.dtype
+            if device == "host":
+                where, dtype = torch.device("cpu"), torch.float32
             average = param.detach().to(
                 where, dtype, copy=True, memory_format=torch.contiguous_format
             )
@@ -62,16 +64,15 @@ class Average:
                 ema.copy_(param)
                 continue
             origin = f"{NAME} of {name}", offset
-            for (old, new), first, key in pieces_of(
-                [ema, param], origin, BLOCK_ELEMENTS, self.seed, step
-            ):
+            pieces = pieces_of([ema, param], origin, BLOCK_ELEMENTS, self.seed, step)
+            for (old, new), first, key in pieces:
                 # No fused operations: they give other bits at the end of a vector, and so with
                 # other shards.
                 wide = old.float()
                 moved = new.to(old.device, torch.float32).sub(wide).mul_(weight).add_(wide)
                 if ema.dtype == torch.bfloat16:
-                    bits = bfloat16_bits(moved, noise(first, moved.numel(), key, moved.device)[0])
-                    old.view(torch.int16).copy_(bits)
+                    random = noise(first, moved.numel(), key, moved.device)[0]
+                    old.view(torch.int16).copy_(bfloat16_bits(moved, random))
                 else:
                     old.copy_(moved)
 
@@ -92,22 +93,5 @@ class Average:
     def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, average) of this rank, one-dimensional."""
         for param, state in self.state.items():
-            yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, state[NAME]))
-
-
-def begin(
-    optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int
-) -> None:
-    """Give an optimizer an `Average` of its weights, as its attribute `average`, unless decay is
-    None."""
-    if decay is not None:
-        optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
-
-
-def update(optimizer: torch.optim.Optimizer, step: int, left_out: int) -> None:
-    """Update the average of an optimizer, if it has one, after the run's step `step`.
-
-    left_out: see `Average.update`.
-    """
-    if (average := getattr(optimizer, "average", None)) is not None:
-        average.update(step, left_out)
+            average = state[NAME]
+            yield local_part(param).detach().view(-1), local_part(average).detach().view(-1)

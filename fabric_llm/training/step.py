@@ -15,7 +15,7 @@ from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
 from fabric_llm.model.gate import square
-from fabric_llm.model.strategy import (
+from fabric_llm.model.sharded import (
     PREFIX,
     local_part,
     original_name,

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -25,8 +26,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.reading import optimizer_state
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER, RowsRead, claimed_by, claimed_rows
-from fabric_llm.data.sources import ONE_SET
+from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER, RowsRead, claimed_by
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import (
     DTYPES,
@@ -190,10 +190,9 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_rows, path / "trainer" / "progress.json", progress)
     if len(report.findings) > before:
         return None
-    read, position, shares = None, reached["position"], {ONE_SET: 1.0}
-    if "mixture" in progress:
-        mixture = mixture_of(progress)
-        read, shares = mixture.read_before(position), mixture.shares_at(max(position - 1, 0))
+    mixture, position = mixture_of(progress), reached["position"]
+    # Of one dataset, the log names no sources.
+    read, shares = mixture.read_before(position) or None, mixture.shares_at(max(position - 1, 0))
     evaluated = dict(progress.get("eval_losses") or {})
     if shares.keys() <= evaluated.keys():
         together = sum(share * evaluated[name] for name, share in shares.items())
@@ -273,11 +272,9 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
     first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
-    mixture = mixture_of(progress) if "mixture" in progress else None
-    rows, order = (
-        fixed["train_rows"] if mixture is None else sum(mixture.rows),
-        fixed.get("row_order"),
-    )
+    mixture, order = mixture_of(progress), fixed.get("row_order")
+    # the rows of a stream are their positions
+    rows_at = np.asarray if order == STREAM_ORDER else mixture.rows_at
     if read.count != end - first:
         report.find(
             f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}."
@@ -288,24 +285,14 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
         report.find(
             f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}."
         )
-    elif rows <= 0 or end - first > MAX_ROWS:
+    elif sum(mixture.rows) <= 0 or end - first > MAX_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != _claimed(progress, mixture, first, end):
+    elif read != claimed_by(rows_at, first, end):
         report.find(
             f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, "
             "others never."
         )
     return f"{span} were each read by one rank"
-
-
-def _claimed(progress: dict[str, Any], mixture: Any, first: int, end: int) -> RowsRead:
-    """The record of the rows that belong to the positions `first` to `end` - 1."""
-    fixed = progress["fixed"]
-    if mixture is not None:
-        return claimed_by(mixture.rows_at, first, end)
-    if fixed["row_order"] == STREAM_ORDER:
-        return claimed_by(lambda positions: positions, first, end)
-    return claimed_rows(fixed["train_rows"], fixed["seed"], first, end)
 
 
 def check_export(newest: Path, report: Report) -> str:

@@ -21,7 +21,6 @@ from fabric_llm.base.command_line import MAX_YAML_BYTES, load_yaml
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.model import loading
-from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import Proof, read_proof
 
 # What is measured of validation sets, by its name in metrics.jsonl.
@@ -49,7 +48,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     )
     # A path of this machine says nothing elsewhere.
     title = given.push_to_hub or Path(given.output).resolve().name
-    events = run_directory.read_events(run)
+    events = [event for _, event in files.json_lines(run / "events.jsonl")]
     evaluations, reached = [line for line in lines if "eval" in line], progress["progress"]["step"]
     is_of_these_weights = evaluations and evaluations[-1]["step"] == reached and not proof.of_ema
     now = evaluations[-1]["eval"] if is_of_these_weights else {}

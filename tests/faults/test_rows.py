@@ -1135,10 +1135,10 @@ def test_a_full_disk_at_the_log(toys, tmp_path):
 
         write = MetricsFile.write
 
-        def failing(self, step, record):
-            if step == 5:
+        def failing(self, progress, record):
+            if progress.step == 5:
                 raise OSError(28, os.strerror(28), str(self.path))
-            write(self, step, record)
+            write(self, progress, record)
 
         MetricsFile.write = failing
 

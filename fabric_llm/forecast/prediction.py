@@ -1,6 +1,7 @@
 """Flags and a config.json -> what a run needs: memory of device and host, disk, time and money.
 Nothing is loaded or started."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil, lcm
@@ -8,21 +9,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
+from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import ENDLESS
-from fabric_llm.data.sources import said_of_rows
+from fabric_llm.data.sources import open_source, source_of
 from fabric_llm.forecast import accelerators, trace
-from fabric_llm.forecast.memory import Memory, Work, predict
+from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.model import (
-    fast_paths,
     flops,
     freezing,
     language_model,
     loading,
+    packed_attention,
     positions,
+    sharded,
     strategy_rules,
     weights,
 )
@@ -30,8 +33,8 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks
 from fabric_llm.plan.make_plan import model_plan, require_shares
-from fabric_llm.plan.mixture import lay_out
 from fabric_llm.plan.plan import ModelPlan
+from fabric_llm.plan.schedule import lay_out
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
@@ -95,7 +98,9 @@ class Prediction:
         return None if self.steps is None else self.steps * self.seconds.step / 3600
 
 
-def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Prediction:
+def predict(
+    own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict_memory
+) -> Prediction:
     """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what
     can't be planned."""
     device = accelerators.accelerator(
@@ -122,9 +127,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         of_a_token = model.config.get_text_config().hidden_size * (
             4 if model.precision == "32-true" else 2
         )
-        host["inputs of layers"] = (
-            tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
-        )
+        host["inputs of layers"] = tokens_held * of_a_token * len(sharded.repeated_layers(skeleton))
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sent = _sent(flags, placement, model, skeleton, micro_batches)
@@ -186,7 +189,7 @@ def _sent(
         else parameters[0].element_size()
     )
     syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
-    syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
+    syncs, units = micro_batches if syncs_all else 1, len(sharded.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(
         placement, count * (4 if wide else 2), reduced, syncs, micro_batches
     )
@@ -283,7 +286,14 @@ def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     folders = [flags.data.train_data_dir] if flags.data.train_data_dir is not None else []
     if flags.data.data_mix:
         folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
-    return [said_of_rows(Path(folder)) for folder in folders]
+    datasets: list[Optional[tuple[int, int]]] = []
+    for folder in map(Path, folders):
+        if source_of(folder) in register.SOURCES:
+            opened = open_source(folder, "size", flags)
+            datasets.append((len(opened.train), opened.context_length))
+        else:
+            datasets.append(declared_rows(folder))
+    return datasets
 
 
 def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
@@ -329,7 +339,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
-    packs = packs and fast_paths.takes_documents(loading.causal_lm_class(config))
+    packs = packs and packed_attention.takes_documents(loading.causal_lm_class(config))
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
     dtype = loading.DTYPES[asked.precision]
@@ -386,3 +396,16 @@ def _host(
     if flags.model.verify_start:
         found["reference, before step 1 (less where less is free)"] = held
     return found
+
+
+def declared_rows(folder: Path) -> Optional[tuple[int, int]]:
+    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
+    without a manifest."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        numbers = manifest["splits"]["train"]["rows"], manifest["context_length"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not manifest.get("packed") or any(type(number) is not int for number in numbers):
+        return None
+    return numbers

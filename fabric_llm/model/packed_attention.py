@@ -1,0 +1,210 @@
+"""Attention of rows of packed documents, at the cost of the sum of the documents' squares, without
+a mask of context x context, to plain transformers' numbers.
+
+transformers knows it as "packed", and a model's layers hear where documents end in the arguments
+that are there for flash attention (`cu_seq_lens_q` and so on).
+"""
+
+import inspect
+from functools import partial
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
+from torch.distributed import ProcessGroup
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import AttentionMaskInterface
+
+PACKED = "packed"
+# What varlen_attn, PyTorch's kernel for packed documents on GPUs, takes: heads of one size, a
+# multiple of the one number and up to the other, and GPUs of this compute capability. See
+# pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+# Arguments of some models' attention that aren't computed here.
+NOT_HERE = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+)
+
+
+def takes_documents(model_class: type[PreTrainedModel]) -> bool:
+    """Whether transformers says that the class takes `of_documents`. gate.takes_packed_attention
+    measures if it uses them."""
+    return model_class._supports_flash_attn and model_class._supports_sdpa
+
+
+def of_documents(ends: Tensor, longest: int, group: Optional[ProcessGroup]) -> dict[str, Any]:
+    """What transformers hands to the attention of each layer. ends: see batches.document_ends.
+    longest: at least the tokens of the longest document. One such number for all batches, and a
+    mark that batches differ in their documents, spare compiled layers from being compiled again.
+    group: the ranks that share the rows, each of which has a part of them."""
+    maybe_mark_dynamic(ends, 0)
+    given = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return given if group is None else {**given, "context_group": group}
+
+
+def no_kernel(
+    capability: tuple[int, int], precision: str, head_size: int, dropout: float
+) -> Optional[str]:
+    """Why a GPU of this compute capability has no kernel for packed documents, in words; None where
+    it has one.
+
+    head_size, dropout: the largest that the model's attention has in training.
+    """
+    if precision == "32-true":
+        return "it takes 16 bits"
+    if capability < MIN_CAPABILITY:
+        needed, here = (".".join(map(str, one)) for one in (MIN_CAPABILITY, capability))
+        return f"it needs a GPU of compute capability {needed}, and this one has {here}"
+    if head_size > MAX_HEAD_SIZE:
+        return f"it takes heads of up to {MAX_HEAD_SIZE} dimensions, not of {head_size}"
+    return "it has no dropout, and the model has" if dropout else None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Optional[Tensor] = None,
+    scaling: Optional[float] = None,
+    dropout: float = 0.0,
+    sliding_window: Optional[int] = None,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    max_length_q: Optional[int] = None,
+    context_group: Optional[ProcessGroup] = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document, as transformers calls it. Returns [rows, context,
+    heads, head size].
+
+    query: [rows, heads, context, head size], key and value: the same, with as many heads or a part
+    of them. Without boundaries each row is one document. Raises NotImplementedError for what some
+    models add to the scores.
+
+    context_group: ranks that have a part of each row's positions, see context_parallel.py.
+    """
+    if context_group is not None:
+        more |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        more |= {
+            "sliding_window": sliding_window,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "max_length_q": max_length_q,
+        }
+        whole = partial(packed_attention, module, **more)
+        # A feature that is off isn't imported.
+        from fabric_llm.model.context_parallel import share_rows
+
+        return share_rows(
+            lambda *tensors: whole(*tensors)[0], context_group, query, key, value
+        ), None
+    if added := [name for name in NOT_HERE if more.get(name) is not None]:
+        raise NotImplementedError(f"packed attention has no {added[0]}")
+    rows, heads, context, _ = query.shape
+    groups = heads // key.shape[1]
+    # As it does for SDPA: rotary positions leave query and key in float32.
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(
+            0, rows * context + 1, context, dtype=torch.int32, device=query.device
+        )
+        max_length_q = context
+    sizes = query.shape[-1], value.shape[-1]
+    is_flash = _has_kernel(query, max(sizes)) and not dropout
+    if groups > 1 and not (is_flash and KNOWS_GROUPS):
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    # [tokens, heads, head size]
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    if is_flash:
+        ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
+        options: dict[str, Any] = {"enable_gqa": True} if groups > 1 and KNOWS_GROUPS else {}
+        options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
+        flat, scaling = _of_one_size(flat), sizes[0] ** -0.5 if scaling is None else scaling
+        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, **options)[
+            ..., : sizes[1]
+        ]
+    else:
+        out = _one_by_one(flat, cu_seq_lens_q, scaling, dropout, sliding_window)
+    return out.unflatten(0, (rows, context)), None
+
+
+def _has_kernel(query: Tensor, head_size: int) -> bool:
+    """GPUs that are too old for it never get here, see run/reference.py."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head_size <= MAX_HEAD_SIZE
+    )
+
+
+def _of_one_size(flat: list[Tensor]) -> list[Tensor]:
+    """[tokens, heads, head size], filled up with zeros to the one head size that varlen_attn takes:
+    they add nothing to a score."""
+    wanted = -(-max(tensor.shape[-1] for tensor in flat) // HEAD_SIZES) * HEAD_SIZES
+    return [
+        tensor if tensor.shape[-1] == wanted else F.pad(tensor, (0, wanted - tensor.shape[-1]))
+        for tensor in flat
+    ]
+
+
+@torch.compiler.disable  # the number and lengths of documents differ from batch to batch
+def _one_by_one(
+    flat: list[Tensor],
+    ends: Tensor,
+    scaling: Optional[float],
+    dropout: float,
+    window: Optional[int],
+) -> Tensor:
+    lengths = ends.diff().tolist()
+    queries, keys, values = (tensor.split(lengths) for tensor in flat)
+    return torch.cat(
+        [_of_document(*one, scaling, dropout, window) for one in zip(queries, keys, values)]
+    )
+
+
+def _of_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: Optional[float],
+    dropout: float,
+    window: Optional[int],
+) -> Tensor:
+    """query, key, value: [tokens, heads, head size]. Of a window as many queries at once: a mask of
+    all would be tokens x tokens."""
+    length = len(query)
+    size = length if window is None or window >= length else window
+    outputs = []
+    for begin in range(0, length, size):
+        end, first, mask = min(begin + size, length), max(0, begin - size + 1), None
+        if size < length:
+            places = torch.arange(first, end, device=query.device)
+            apart = places[begin - first :, None] - places
+            mask = (apart >= 0) & (apart < window)
+        some = (
+            tensor.transpose(0, 1)[None]
+            for tensor in (query[begin:end], key[first:end], value[first:end])
+        )
+        out = F.scaled_dot_product_attention(
+            *some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+AttentionInterface.register(PACKED, packed_attention)
+# Documents and windows are arguments of the attention function instead of a mask.
+AttentionMaskInterface.register(PACKED, lambda *args, **more: None)

@@ -1,0 +1,78 @@
+"""--forgetting_budget: how far the losses of validation sets may rise, and what follows if they rise
+further, by numbers that all ranks share."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Optional
+
+NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
+ACTIONS = ("warn", "stop", "rewind")
+# Fraction of a budget that may be used at a checkpoint to rewind to: more replay needs time to work.
+ROOM = 0.5
+
+
+@dataclass
+class Forgetting:
+    """Judges each evaluation by what was forgotten: how far the losses of validation sets rose above
+    their values before step 1."""
+
+    budgets: Mapping[str, float] = field(default_factory=dict)  # of some validation sets, nats
+    action: str = "warn"  # one of ACTIONS, when a set is above its budget
+    before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats
+    changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than then
+    over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
+    forgotten: str = ""  # how far these are above it, in words
+
+    @property
+    def verdict(self) -> str:
+        """What the last evaluation asks for: one of ACTIONS, or "" if no set was above its
+        budget."""
+        return self.action if self.over else ""
+
+    def accept_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Judge the losses of the validation sets after `step` steps, nats. Those at step 0 become
+        `before`. Sets `over` and `forgotten`."""
+        if step == 0:
+            self.before = dict(losses)
+        rises = self.rises(losses)
+        over, words = [], []
+        for name, budget in self.budgets.items():
+            rise = rises.get(name, 0.0)
+            if not rise <= budget:  # a loss that is NaN is above any budget
+                over.append(name)
+                words.append(
+                    f"{name} {self.before[name]:.4f} -> {losses[name]:.4f}, {rise:+.4f} of "
+                    f"{budget:g} nats"
+                )
+        self.over, self.forgotten = tuple(over), f"forgotten: {'; '.join(words)}"
+
+    def rises(self, losses: Mapping[str, float]) -> dict[str, float]:
+        """{set: nats that its loss is above its value before step 1}, of sets for which that is
+        known."""
+        known = self.before.keys() - self.changed
+        return {name: loss - self.before[name] for name, loss in losses.items() if name in known}
+
+    def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
+        """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it
+        wasn't evaluated."""
+        if losses is None or not self.budgets.keys() <= losses.keys():
+            return False
+        rises = self.rises(losses)
+        return all(rises.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
+
+
+def parse_budgets(given: Optional[str]) -> dict[str, float]:
+    """--forgetting_budget as {name of a validation set: nats}. Raises ValueError."""
+    budgets: dict[str, float] = {}
+    for part in [] if given is None else given.split(","):
+        name, _, number = part.strip().rpartition(":")
+        if not name or not re.fullmatch(NUMBER, number):
+            raise ValueError(
+                "--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not "
+                f"{part!r}."
+            )
+        if name in budgets:
+            raise ValueError(f"--forgetting_budget: {name!r} is there twice.")
+        budgets[name] = float(number)
+    return budgets
