@@ -68,7 +68,8 @@ class DataPlan:
     @cached_property
     def dataset(self) -> TokenDataset:
         """The training splits of all sources, and the validation split of the first."""
-        return concatenate(list(self.sources.values()))
+        first, *others = self.sources.values()
+        return concatenate([first, *others]) if others else first
 
     @property
     def opened(self) -> list[TokenDataset]:
