@@ -5,8 +5,10 @@
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.base.ending import in_one_sentence
+
 from fabric_llm.base.names import command
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 
 
 def main(argv: Optional[list[str]] = None) -> None:

@@ -1,10 +1,10 @@
 """What pure bfloat16 loses, and what each --bf16_updates gives back: loss, weights that move,
 memory, time.
 
-    python train.py --output_dir work --run_name base python prepare_data.py --input PYDOC_DATA
-    SITE_PACKAGES --pattern METADATA topics.py --tokenizer data/demo/tokenizer \\
-        --context_length 256 --validation_fraction 0.1 --deduplicate exact --output
-        work/documentation
+    python train.py --output_dir work --run_name base
+    python prepare_data.py --input PYDOC_DATA SITE_PACKAGES --pattern METADATA topics.py \\
+        --tokenizer data/demo/tokenizer --context_length 256 --validation_fraction 0.1 \\
+        --deduplicate exact --output work/documentation
     python benchmarks/bf16_updates.py work/base/step-00000400 work/documentation --output_dir work
     python -m fabric_llm.report work/fp32 work/stochastic work/nearest      # draws the runs
 
@@ -13,23 +13,20 @@ second prepares another kind of text to continue on, the documentation that ever
 installation carries: the language reference of pydoc's topics and the descriptions of the installed
 packages. Any other pretrained model will do, with data in its tokens.
 
-Each row is a run of train.py, one after the other, from the same weights on the same data. That
-nearest is what torch.optim.AdamW does is tested in tests/test_adamw.py.
-docs/results/bf16_updates.md says what the columns are; bytes are those of a checkpoint.
+Each row is a run of train.py, one after the other, from the same weights on the same data; one that
+--output_dir has already isn't run again. That nearest is what torch.optim.AdamW does is tested in
+tests/test_adamw.py. docs/results/bf16_updates.md says what the columns are; bytes are those of a
+checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import inputs, page
 
@@ -43,112 +40,92 @@ MOVED = ("updated_fraction", "update_ratio")
 COLUMNS = {
     "before": page.number("before", ".4f"),
     "after": page.number("after", ".4f"),
-    **{"minus fp32": page.number("minus_fp32", "+.4f"), "gain": page.number("gain", ".1%")},
-    **{
-        "changed": page.number("updated_fraction", ".1%"),
-        "update/weight": page.number("update_ratio", ".1e"),
-    },
+    "minus fp32": page.number("minus_fp32", "+.4f"),
+    "gain": page.number("gain", ".1%"),
+    "changed": page.number("updated_fraction", ".1%"),
+    "update/weight": page.number("update_ratio", ".1e"),
     "bytes a parameter: weights": page.number("weight_bytes", ".1f"),
     "state": page.number("optimizer_bytes", ".1f"),
-    **{"step, ms": page.step, "x nearest": page.number("times_nearest")},
+    "step, ms": page.step,
+    "x nearest": page.number("times_nearest"),
 }
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main() -> int:
     parser = page.parser(__doc__)
-    parser.add_argument("model_name", help="pretrained model, hub name or directory")
-    parser.add_argument(
-        "train_data_dir", type=Path, help="dataset in that model's tokens, of prepare_data.py"
-    )
-    parser.add_argument("--steps", type=int, default=200, help="steps of each row")
-    parser.add_argument("--lr", type=float, default=2e-5, help="peak learning rate of each row")
-    parser.add_argument("--global_batch_size", type=int, default=8, help="sequences a step")
-    parser.add_argument(
-        "--eval_iters", type=int, default=25, help="batches of 8 sequences an evaluation"
-    )
-    parser.add_argument(
-        "--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run"
-    )
-    parser.add_argument("--output_dir", type=Path, help="folder to keep the runs in")
-    options = page.parse(parser, argv)
-    size, steps = options.global_batch_size, options.steps
+    add = parser.add_argument
+    add("model_name", help="pretrained model, hub name or directory")
+    add("train_data_dir", type=Path, help="dataset of prepare_data.py in that model's tokens")
+    add("--steps", type=int, default=200, help="steps of each row")
+    add("--lr", type=float, default=2e-5, help="peak learning rate of each row")
+    add("--global_batch_size", type=int, default=8, help="sequences a step")
+    add("--eval_iters", type=int, default=25, help="batches of 8 sequences an evaluation")
+    add("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
+    add("--output_dir", type=Path, help="folder to keep the runs in")
+    options = page.parse(parser)
+    size, steps, model = options.global_batch_size, options.steps, Path(options.model_name)
     common = {
-        "model_name": options.model_name,
+        "model_name": model.resolve() if model.is_dir() else model,
         "train_data_dir": options.train_data_dir.resolve(),
         "keep_last": 1,
-    }
-    common |= {
         "max_step": steps,
         "lr": options.lr,
         "min_lr": options.lr / 10,
-        "accelerator": options.accelerator,
-    }
-    common |= {
         "global_batch_size": size,
         "micro_batch_size": size,
         "eval_iters": options.eval_iters,
-        "devices": 1,
-    }
-    common |= {
         "eval_step_interval": max(1, steps // 5),
         "log_step_interval": max(1, min(10, steps // 5)),
+        "accelerator": options.accelerator,
+        "devices": 1,
     }
-    with tempfile.TemporaryDirectory() as name:  # not used with --output_dir
-        folder = (options.output_dir or Path(name)).resolve()
-        rows = [measure(folder, name, **common, **flags) for name, flags in ROWS.items()]
-    of = {row["name"]: row for row in rows}
-    for row in rows:
-        row["minus_fp32"] = row["after"] - of["fp32"]["after"]
-        row["gain"] = (row["before"] - row["after"]) / (of["fp32"]["before"] - of["fp32"]["after"])
-        row["times_nearest"] = page.over(row, of["nearest"])
-    recipe = (
-        f"Recipe: {steps} steps of {size} sequences, lr {options.lr:g} falling to a tenth "
-        "along a cosine"
+    rows = {}
+    with tempfile.TemporaryDirectory() as temporary:  # not used with --output_dir
+        folder = (options.output_dir or Path(temporary)).resolve()
+        for name, flags in ROWS.items():
+            inputs.train(folder / name, **common, **flags)
+            rows[name] = measured(folder / name, steps)
+    fp32 = rows["fp32"]
+    for row in rows.values():
+        row["minus_fp32"] = row["after"] - fp32["after"]
+        row["gain"] = (row["before"] - row["after"]) / (fp32["before"] - fp32["after"])
+        row["times_nearest"] = page.over(row, rows["nearest"])
+    note = (
+        f"Recipe: {steps} steps of {size} sequences, lr {options.lr:g} falling to a tenth along a "
+        "cosine, otherwise the defaults of train.py; the same start, data and order in each row"
     )
-    notes = [
-        f"{recipe}, otherwise the defaults of train.py; the same start, data and order in each row"
-    ]
-    page.write(
-        "bf16_updates.py", "bfloat16 updates", notes, options, page.compare(rows, COLUMNS), rows
-    )
+    lines = list(rows.values())
+    page.write("bfloat16 updates", [note], options, page.compare(lines, COLUMNS), lines)
     return 0
 
 
-def measure(folder: Path, name: str, **flags: Any) -> page.Row:
+def measured(run: Path, steps: int) -> page.Row:
     """What a run logged and saved. The first stretch of steps, with its warming up, isn't timed."""
     from safetensors.torch import load_file
 
-    words = inputs.flags(**flags, output_dir=folder, run_name=name)
-    subprocess.run([sys.executable, ROOT / "train.py", *words], stdout=sys.stderr, check=True)
-    lines = [
-        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
-    ]
-    evaluated, trained = (
-        [line for line in lines if "eval_loss" in line],
-        [line for line in lines if "loss" in line],
-    )
+    evaluated, trained = inputs.log(run, "eval_loss"), inputs.log(run, "loss")
     tokens_a_step = trained[-1]["tokens"] / trained[-1]["step"]
-    checkpoint = folder / name / f"step-{flags['max_step']:08d}"
-    weights = [one for file in checkpoint.glob("*.safetensors") for one in load_file(file).values()]
-    state = [
-        one
-        for file in checkpoint.glob("trainer/optimizer/*.safetensors")
-        for one in load_file(file).values()
-    ]
+    checkpoint = run / f"step-{steps:08d}"
+    weights, state = [], []
+    for file in checkpoint.glob("*.safetensors"):
+        weights += load_file(file).values()
+    for file in checkpoint.glob("trainer/optimizer/*.safetensors"):
+        state += load_file(file).values()
     count = sum(one.numel() for one in weights)
-    return {
-        **{
-            "name": name,
-            "error": None,
-            "parameters": count,
-            "eval_steps": [line["step"] for line in evaluated],
-        },
-        **{"before": evaluated[0]["eval_loss"], "after": evaluated[-1]["eval_loss"]},
-        **{key: statistics.fmean(line[key] for line in trained if key in line) for key in MOVED},
+    row = {
+        "name": run.name,
+        "error": None,
+        "parameters": count,
+        "eval_steps": [line["step"] for line in evaluated],
+        "before": evaluated[0]["eval_loss"],
+        "after": evaluated[-1]["eval_loss"],
         "weight_bytes": sum(one.nbytes for one in weights) / count,
         "optimizer_bytes": sum(one.nbytes for one in state) / count,
         "seconds": [tokens_a_step / line["tokens_per_second"] for line in trained[1:]],
     }
+    for key in MOVED:
+        row[key] = statistics.fmean(line[key] for line in trained if key in line)
+    return row
 
 
 if __name__ == "__main__":

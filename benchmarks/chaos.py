@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -54,81 +53,60 @@ COUNTS = {
     # kills that left a half-written or half-removed folder, swept at the next start
     "leftovers": "leftovers swept",
 }
+TITLES = ["strategy", "checkpoint", "async", *COUNTS.values(), "exit codes", "seconds"]
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main() -> int:
     parser = page.parser(__doc__)
-    parser.add_argument("--kills", type=int, default=500, help="of all kinds of runs together")
-    parser.add_argument(
-        "--early",
-        type=float,
-        default=0.0,
-        help="part of the kills that come while ranks still set up",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    options = page.parse(parser, argv)
-    found: list[Counter[str]] = []
+    add = parser.add_argument
+    add("--kills", type=int, default=500, help="of all kinds of runs together")
+    add("--early", type=float, default=0.0, help="fraction of the kills while ranks still set up")
+    add("--seed", type=int, default=0, help="of the moments")
+    options = page.parse(parser)
+    kills = -(-options.kills // len(KINDS))
+    counted, lines = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"]).save_pretrained(
-            folder / "gpt2"
-        )
+        model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])
+        model.save_pretrained(folder / "gpt2")
         conftest.make_dataset(folder / "data", np.random.default_rng(0))
         for number, kind in enumerate(KINDS):
-            found.append(Counter())
-            chaos(
-                folder,
-                kind,
-                found[-1],
-                -(-options.kills // len(KINDS)),
-                options.early,
-                options.seed + number,
-            )
-    lines = []
-    for kind, counts in zip(KINDS, found):
-        codes = ", ".join(
-            f"{counts[key]} x {key}" for key in counts if key not in (*COUNTS, "seconds")
-        )
-        lines.append([*kind, *(counts[key] for key in COUNTS), codes, counts["seconds"]])
+            generator = random.Random(options.seed + number)
+            counts = chaos(folder, kind, kills, options.early, generator)
+            counted.append(counts)
+            codes = [key for key in counts if key not in (*COUNTS, "seconds")]
+            exits = ", ".join(f"{counts[code]} x {code}" for code in codes)
+            lines.append([*kind, *(counts[key] for key in COUNTS), exits, counts["seconds"]])
     notes = [
         f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}",
-        (
-            f"Exit codes: of ranks that weren't killed themselves; they ended with {PEER_LOST}, or "
-            "were done"
-        ),
+        "Exit codes: of ranks that weren't killed themselves; they ended with "
+        f"{PEER_LOST}, or were done",
     ]
-    table = page.table(
-        ["strategy", "checkpoint", "async", *COUNTS.values(), "exit codes", "seconds"],
-        lines,
-        words=3,
-    )
-    page.write("chaos.py", "Chaos: random kills", notes, options, table, list(zip(KINDS, found)))
-    return int(
-        any(counts["unreadable"] or counts["different"] or counts["orphans"] for counts in found)
-    )
+    table = page.table(TITLES, lines, words=3)
+    page.write("Chaos: random kills", notes, options, table, list(zip(KINDS, counted)))
+    faults = ("unreadable", "different", "orphans")
+    return int(any(counts[fault] for counts in counted for fault in faults))
 
 
 def chaos(
-    folder: Path,
-    kind: tuple[str, str, str],
-    counts: Counter[str],
-    kills: int,
-    early: float,
-    seed: int,
-) -> None:
+    folder: Path, kind: tuple[str, str, str], kills: int, early: float, generator: random.Random
+) -> Counter[str]:
     """Run after run until there were so many kills."""
-    generator, began, output = random.Random(seed), time.monotonic(), folder / "-".join(kind)
-    job = train(folder, output / "undisturbed", kind)
+    counts, began, output = Counter(), time.monotonic(), folder / "-".join(kind)
+    job = train(output / "undisturbed", kind)
     assert job.wait() == [0, 0], job.output
     longest = time.monotonic() - began
     while counts["kills"] < kills:
         run = output / f"run-{counts['runs']}"
-        while not attempt(folder, run, kind, counts, generator, moment(generator, longest, early)):
+        while True:
+            # The moment of the kill; early kills come while ranks still set up.
+            latest = longest * (0.3 if generator.random() < early else 1.1)
+            if attempt(run, kind, counts, generator, generator.uniform(0.0, latest)):
+                break
             if counts["kills"] % 20 == 0:
-                page.progress(
-                    f"{output.name}: {counts['kills']} kills, {counts['runs']} runs ended"
-                )
+                progress = f"{counts['kills']} kills, {counts['runs']} runs ended"
+                page.progress(f"{output.name}: {progress}")
         counts["runs"] += 1
         try:
             tests.assert_same_run(run, output / "undisturbed")
@@ -137,30 +115,17 @@ def chaos(
             counts["different"] += 1
         shutil.rmtree(run)
     counts["seconds"] = round(time.monotonic() - began)
+    return counts
 
 
-def moment(generator: random.Random, longest: float, early: float) -> float:
-    """Seconds after a start at which to kill; an undisturbed run takes `longest`."""
-    return generator.uniform(0.0, longest * (0.3 if generator.random() < early else 1.1))
-
-
-def train(folder: Path, run: Path, kind: tuple[str, str, str]) -> Job:
+def train(run: Path, kind: tuple[str, str, str]) -> Job:
     strategy, state_dict_type, async_save = kind
-    more = (
-        "--strategy",
-        strategy,
-        "--async_save",
-        async_save,
-        "--run_name",
-        run.name,
-        "--hang_timeout",
-        60,
-    )
-    return Job(2, *tests.flags(folder, run.parent, state_dict_type, *more))
+    more = ["--strategy", strategy, "--async_save", async_save]
+    more += ["--run_name", run.name, "--hang_timeout", 60]
+    return Job(2, *tests.flags(run.parents[1], run.parent, state_dict_type, *more))
 
 
 def attempt(
-    folder: Path,
     run: Path,
     kind: tuple[str, str, str],
     counts: Counter[str],
@@ -169,7 +134,7 @@ def attempt(
 ) -> bool:
     """One start of `run`, and the kill after `seconds`. True if it came to its end, False if it was
     killed, which is counted."""
-    job = train(folder, run, kind)
+    job = train(run, kind)
     time.sleep(seconds)
     victims = generator.choice([[0], [1], [0, 1], [0, 1]])
     job.kill(victims)
@@ -183,9 +148,8 @@ def attempt(
         return True
     counts["kills"] += 1
     counts.update(str(code) for code in ended if code != -9)
-    counts["leftovers"] += any(
-        path.name.startswith((".tmp-", ".trash-")) for path in run.glob(".t*")
-    )
+    leftovers = [*run.glob(".tmp-*"), *run.glob(".trash-*")]
+    counts["leftovers"] += bool(leftovers)
     try:
         durable = tests.assert_intact(run, tests.STEPS)
         counts["lost"] = max(counts["lost"], max(tests.logged_steps(run), default=0) - durable)

@@ -15,11 +15,11 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import page, turns
+from benchmarks import inputs, page, turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,49 +33,46 @@ HEADS = {  # tokens x hidden size x vocabulary
     "cuda": ["2048x512x8192", "1024x576x49152", "8192x4096x128256"],
 }
 COLUMNS = {
-    **{"ms": page.step, "quartiles": page.spread, "times as fast": page.number("times")},
+    "ms": page.step,
+    "quartiles": page.spread,
+    "times as fast": page.number("times"),
     "additional peak, MiB": page.mebibytes("additional_bytes"),
 }
+NOTE = (
+    "Tokens x hidden size x vocabulary; additional peak: above hidden states, head and targets, so "
+    "with both gradients"
+)
 
 
-def main(argv: Optional[list[str]] = None) -> int:
-    options = turns.resolve(turns.parser(__doc__), argv)
+def main() -> int:
+    options = turns.resolve(turns.parser(__doc__))
     rows: list[page.Row] = []
     tables = []
-    for head, dtype in itertools.product(
-        HEADS["smoke" if options.smoke else options.kind], options.dtypes
-    ):
-        given = tuple(map(int, head.split("x"))), dtype, options.kind
-        known = {"size": head, "dtype": dtype}
-        contenders = [
-            turns.Contender(options, {"name": way, **known}, loss_step, way, *given)
-            for way in LOSSES
-        ]
-        rows += turns.in_turns(contenders, options)
-        table = page.compare(rows[-len(LOSSES) :], COLUMNS, beside="full")
+    heads = HEADS["smoke" if options.smoke else options.kind]
+    for head, dtype in itertools.product(heads, options.dtypes):
+        contenders = []
+        for way in LOSSES:
+            row = {"name": way, "size": head, "dtype": dtype}
+            contenders.append(turns.Contender(options, row, loss_step, way, row, options.kind))
+        measured = turns.in_turns(contenders, options)
+        table = page.compare(measured, COLUMNS, beside="full")
         tables.append(f"{head} in {dtype}, beside full\n\n{table}")
-    notes = [
-        (
-            "Tokens x hidden size x vocabulary; additional peak: above hidden states, head and "
-            "targets, so with both gradients"
-        )
-    ]
-    page.write("fast_paths.py", "The loss head", notes, options, "\n\n".join(tables), rows)
+        rows += measured
+    page.write("The loss head", [NOTE], options, "\n\n".join(tables), rows)
     return 0
 
 
-def loss_step(turns: Any, way: str, size: tuple[int, int, int], dtype: str, kind: str) -> None:
+def loss_step(turns: Any, way: str, row: page.Row, kind: str) -> None:
     import torch
 
-    tokens, hidden_size, vocabulary = size
-    generator = torch.Generator(kind).manual_seed(0)
-    given = {"generator": generator, "device": kind}
-    hidden = torch.randn(tokens, hidden_size, **given).to(getattr(torch, dtype)).requires_grad_()
-    head = torch.nn.Parameter(
-        (torch.randn(vocabulary, hidden_size, **given) * hidden_size**-0.5).to(hidden.dtype)
-    )
+    tokens, hidden_size, vocabulary = map(int, row["size"].split("x"))
+    given = {"generator": torch.Generator(kind).manual_seed(0), "device": kind}
+    dtype = getattr(torch, row["dtype"])
+    hidden = torch.randn(tokens, hidden_size, **given).to(dtype).requires_grad_()
+    head = torch.randn(vocabulary, hidden_size, **given) * hidden_size**-0.5
+    head = torch.nn.Parameter(head.to(dtype))
     targets = torch.randint(vocabulary, (tokens,), **given)
-    loss_of = LOSSES[way](hidden, head)
+    loss_of = LOSSES[way](head)
     loss = None
     while turns.go_on(loss):
         loss = loss_of(hidden, head, targets)
@@ -84,13 +81,13 @@ def loss_step(turns: Any, way: str, size: tuple[int, int, int], dtype: str, kind
         hidden.grad = head.grad = None
 
 
-def full(hidden: Tensor, head: Tensor) -> Loss:
+def full(head: Tensor) -> Loss:
     from fabric_llm.model.language_model import token_loss
 
     return lambda hidden, head, targets: token_loss(hidden @ head.T, targets)
 
 
-def chunked(hidden: Tensor, head: Tensor) -> Loss:
+def chunked(head: Tensor) -> Loss:
     """A Llama of one small layer, with this head."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -99,13 +96,7 @@ def chunked(hidden: Tensor, head: Tensor) -> Loss:
     from fabric_llm.model.language_model import token_loss
 
     vocabulary, hidden_size = head.shape
-    shape = {
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-        "num_attention_heads": 1,
-        "tie_word_embeddings": False,
-    }
-    config = LlamaConfig(hidden_size=hidden_size, vocab_size=vocabulary, **shape)
+    config = LlamaConfig(**inputs.llama(hidden_size, 8, 1, 1), vocab_size=vocabulary)
     with torch.device("meta"):  # only the head is used
         model = AutoModelForCausalLM.from_config(config, dtype=head.dtype)
         ours = Head(model)
@@ -115,7 +106,7 @@ def chunked(hidden: Tensor, head: Tensor) -> Loss:
     return lambda hidden, head, targets: chunked_loss(ours, token_loss, hidden, targets)
 
 
-def of_torch(hidden: Tensor, head: Tensor) -> Loss:
+def of_torch(head: Tensor) -> Loss:
     from torch.nn.functional import linear_cross_entropy
 
     return lambda hidden, head, targets: linear_cross_entropy(

@@ -30,50 +30,24 @@ from typing import Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import inputs, page, turns
+from benchmarks.inputs import llama
 
 VOCABULARY = 128256
-
-
-def llama(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    key_value_heads: int,
-    tied: bool,
-    vocabulary: int,
-) -> dict[str, Any]:
-    """Fields of LlamaConfig."""
-    shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
-    return shape | {"tie_word_embeddings": tied, "vocab_size": vocabulary}
-
-
 SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
-    "1B": llama(2048, 8192, 16, 32, 8, True, VOCABULARY),
-    "3B": llama(3072, 8192, 28, 24, 8, True, VOCABULARY),
-    "8B": llama(4096, 14336, 32, 32, 8, False, VOCABULARY),
-    "toy": llama(64, 128, 2, 4, 2, True, 256),
+    "1B": llama(2048, 8192, 16, 32, 8, tie_word_embeddings=True, vocab_size=VOCABULARY),
+    "3B": llama(3072, 8192, 28, 24, 8, tie_word_embeddings=True, vocab_size=VOCABULARY),
+    "8B": llama(4096, 14336, 32, 32, 8, vocab_size=VOCABULARY),
+    "toy": llama(64, 128, 2, 4, 2, tie_word_embeddings=True, vocab_size=256),
 }
 # vocabulary, context, rows, tokens of a document
-DATA, TOY_DATA = (
-    (VOCABULARY, 4096, 64, 1000),
-    (256, 64, 64, 16),
-)
+DATA, TOY_DATA = (VOCABULARY, 4096, 64, 1000), (256, 64, 64, 16)
 TIMED_SECONDS, CASE_SECONDS, MIN_SECONDS = 4.0, 75.0, 15.0
 # flags of all cases that don't say otherwise
-USUAL = {
-    "compile": "true",
-    "loss": "chunked",
-    "attention": "packed",
-}
-SIZE, FULL, SELECTIVE = (
-    "--micro_batch_size",
-    "--activation_checkpointing full",
-    "--activation_checkpointing selective",
+USUAL = {"compile": "true", "loss": "chunked", "attention": "packed"}
+SIZE, FLOAT8 = "--micro_batch_size", "--float8 rowwise"
+FULL, SELECTIVE, OFFLOAD, EVERY_SECOND = (
+    f"--activation_checkpointing {mode}" for mode in ("full", "selective", "offload", "every:2")
 )
-OFFLOAD, FLOAT8 = "--activation_checkpointing offload", "--float8 rowwise"
-EVERY_SECOND = "--activation_checkpointing every:2"
 PLAIN = "--compile false --loss full --attention sdpa"
 # a shape and flags of train.py; what matters most first: the last ones may not be reached
 CASES = [
@@ -110,35 +84,34 @@ TOY_CASES = [
 ]
 COLUMNS = {
     "dtype": lambda row: row["dtype"],
-    **{"tokens/s": page.number("tokens_per_second", ",.0f"), "MFU": page.number("mfu", ".1%")},
-    **{"peak, GiB": page.number("peak_bytes", ".1f", 2**30), "step, ms": page.step},
+    "tokens/s": page.number("tokens_per_second", ",.0f"),
+    "MFU": page.number("mfu", ".1%"),
+    "peak, GiB": page.number("peak_bytes", ".1f", page.GIB),
+    "step, ms": page.step,
 }
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main() -> int:
     began = time.monotonic()
     parser = turns.parser(__doc__, rounds=3)
     parser.set_defaults(dtypes=["bfloat16"], warm_up=3)
-    parser.add_argument(
-        "--minutes", type=float, default=7.5, help="after which nothing new is started"
-    )
-    parser.add_argument(
-        "--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of the cases"
-    )
-    options = turns.resolve(parser, argv)
+    parser.add_argument("--minutes", type=float, default=7.5, help="nothing starts after these")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    options = turns.resolve(parser)
     if options.kind == "cpu" and not options.smoke:
         parser.error("this machine shows no GPU to PyTorch; --smoke runs toy sizes on the CPU.")
     # 8B fills a GPU: less must be lost between blocks
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     deadline = began + 60 * options.minutes
+    cases = TOY_CASES if options.smoke else CASES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for shape in {"toy"} if options.smoke else set(SHAPES) - {"toy"}:
+        for shape in {case.split()[0] for case in cases}:
             inputs.write_llama(folder / shape, **SHAPES[shape])
         inputs.write_rows(folder / "data", *(TOY_DATA if options.smoke else DATA))
         before = measured(options.output)
         rows = list(before.values())
-        for case, dtype in itertools.product(TOY_CASES if options.smoke else CASES, options.dtypes):
+        for case, dtype in itertools.product(cases, options.dtypes):
             if case.split()[0] in options.shapes and (case, dtype) not in before:
                 rows.append(try_case(case, dtype, folder, options, deadline))
                 text = written(options, rows, began)
@@ -161,10 +134,8 @@ def try_case(
         return {**row, "error": "not run: the minutes are over"}
     ends = min(deadline, time.monotonic() + CASE_SECONDS)
     shape, *more = case.split()
-    flags = (
-        inputs.training(folder, shape, "data", options.kind, turns.DTYPES[dtype], **USUAL) + more
-    )
-    contender = turns.Contender(options, row, training, flags)
+    flags = inputs.training(folder, shape, "data", options.kind, turns.DTYPES[dtype], **USUAL)
+    contender = turns.Contender(options, row, training, [*flags, *more])
     row = contender.row
     contender.ask("time", max(1, options.warm_up), ends - time.monotonic())
     probe = contender.ask("time", 1, ends - time.monotonic())
@@ -187,7 +158,7 @@ def training(turns: Any, flags: list[str]) -> None:
     run = one_step.set_up(flags, drawn_on_device=True)
     tokens_at = token_places(run.batches.batches.at(0))
     operations = flops.of_model(run.model.causal_lm).of(tokens_at)
-    turns.said = {"tokens": int(tokens_at.sum()), "operations": operations}
+    turns.extra = {"tokens": int(tokens_at.sum()), "operations": operations}
     one_step.train(turns, run)
 
 
@@ -201,20 +172,19 @@ def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> 
         if (seconds := page.median(row)) is not None:
             row["tokens_per_second"] = row["tokens"] / seconds
             row["tflops"] = row["operations"] / seconds / 1e12
-            row["mfu"] = (
-                None if peak is None or row["dtype"] != "bfloat16" else row["tflops"] / peak
-            )
+            known = peak is not None and row["dtype"] == "bfloat16"
+            row["mfu"] = row["tflops"] / peak if known else None
+    of_peak = "unknown, so there is no MFU"
+    if peak is not None:
+        of_peak = f"{peak} TFLOP/s, bfloat16, dense"
     notes = [
         f"Seconds so far: {time.monotonic() - began:.0f}",
-        (
-            "Peak of this device: "
-            f"{'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}"
-        ),
+        f"Peak of this device: {of_peak}",
         f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens "
         f"on average, context {context}; {' '.join(inputs.flags(**USUAL))} where a case doesn't "
         "say otherwise; peak: the allocator's high-water mark in a step, with weights and moments",
     ]
-    return page.keep("gpu.py", "One GPU", notes, options, page.compare(rows, COLUMNS), rows)
+    return page.keep("One GPU", notes, options, page.compare(rows, COLUMNS), rows)
 
 
 if __name__ == "__main__":

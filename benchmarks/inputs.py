@@ -1,5 +1,4 @@
-"""What benchmarks train on: Llamas with random weights or none, rows of random tokens; flags, and
-commands of this repository."""
+"""What benchmarks train on: Llamas and rows of random tokens; and commands of this repository."""
 
 from __future__ import annotations
 
@@ -7,30 +6,28 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
-
-LLAMA = {
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-}
-TOY_LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-DEEP = {"num_hidden_layers": 31, "vocab_size": 8192}
-LARGE_LLAMAS = {  # GiB in bfloat16 -> fields of LlamaConfig
-    2: {"hidden_size": 1664, "intermediate_size": 4576, "num_attention_heads": 26, **DEEP},
-    0.5: {"hidden_size": 832, "intermediate_size": 2288, "num_attention_heads": 13, **DEEP},
-    0.125: {"hidden_size": 416, "intermediate_size": 1144, "num_attention_heads": 13, **DEEP},
-}
 DOCUMENT_END = 0  # the token that ends each document of packed rows
 DOCUMENT_TOKENS = 300  # of a document, on average
+
+
+def llama(
+    hidden: int, mlp: int, layers: int, heads: int, key_values: Optional[int] = None, **more: Any
+) -> dict[str, Any]:
+    """Fields of LlamaConfig."""
+    shape = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    return {
+        **shape,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_values or heads,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+LLAMA, TOY_LLAMA = llama(512, 1376, 8, 8), llama(32, 64, 2, 2)
 
 
 def write_llama(
@@ -43,13 +40,12 @@ def write_llama(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = LlamaConfig(**{"tie_word_embeddings": False, "max_position_embeddings": 8192, **shape})
+    config = LlamaConfig(**{"max_position_embeddings": 8192, **shape})
     config.save_pretrained(folder)
     if with_weights:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(
-            folder
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model.save_pretrained(folder)
 
 
 def write_rows(
@@ -66,21 +62,20 @@ def write_rows(
 
     datasets.disable_progress_bars()
     generator = np.random.default_rng(0)
-    features = datasets.Features(
-        {"input_ids": datasets.List(datasets.Value("int32"), length=context)}
-    )
+    row = datasets.List(datasets.Value("int32"), length=context)
     splits = datasets.DatasetDict()
     for split, count in (("train", rows), ("validation", min(rows, 8))):
         tokens = generator.integers(1, vocabulary, (count, context), dtype="int32")
         if document_tokens:
             tokens[generator.random(tokens.shape) < 1 / document_tokens] = DOCUMENT_END
-        splits[split] = datasets.Dataset.from_dict({"input_ids": tokens}, features=features)
+        splits[split] = datasets.Dataset.from_dict(
+            {"input_ids": tokens}, features=datasets.Features({"input_ids": row})
+        )
     splits.save_to_disk(str(folder))
     if document_tokens:
         manifest = {"packed": True, "context_length": context, "max_token_id": vocabulary - 1}
-        (folder / "manifest.json").write_text(
-            json.dumps({**manifest, "eos_token_id": DOCUMENT_END})
-        )
+        manifest["eos_token_id"] = DOCUMENT_END
+        (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def flags(**given: Any) -> list[str]:
@@ -93,29 +88,20 @@ def training(
 ) -> list[str]:
     """The flags of train.py that every benchmark gives, for one device unless `more` says
     otherwise."""
-    common = {
+    folders = {
         "model_name": folder / model,
         "train_data_dir": folder / data,
         "output_dir": folder / "runs",
     }
-    common |= {
-        "accelerator": kind,
-        "devices": 1,
-        "precision": precision,
-        "max_step": 10**6,
-        "verify_start": "false",
-    }
-    return flags(**{**common, **more})
+    how = {"accelerator": kind, "devices": 1, "precision": precision, "verify_start": "false"}
+    return flags(**{**folders, **how, "max_step": 10**6, **more})
 
 
 def call(script: str, *words: object, **given: object) -> None:
     """A command of this repository, printed as one would type it."""
-    command = [
-        *(["-m"] if script.startswith("fabric_llm.") else []),
-        script,
-        *map(str, words),
-        *flags(**given),
-    ]
+    command = [script, *map(str, words), *flags(**given)]
+    if script.startswith("fabric_llm."):
+        command.insert(0, "-m")
     print("$ python", *command, file=sys.stderr, flush=True)
     subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=True)
 
@@ -128,7 +114,7 @@ def train(run: Path, **given: object) -> None:
         call("train.py", output_dir=run.parent, run_name=run.name, **given)
 
 
-def evaluations(run: Path) -> list[dict[str, Any]]:
-    """Of each evaluation of a run what every dataset gave."""
+def log(run: Path, key: str) -> list[dict[str, Any]]:
+    """The lines of a run's log that have this key."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["eval"] for line in lines if "eval" in line]
+    return [line for line in lines if key in line]

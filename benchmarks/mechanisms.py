@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,19 +41,10 @@ PATCHED = "FABRIC_LLM_PATCHED"  # another: a file, made once done
 TIMEOUT_SECONDS = 400  # without its mechanism a test may hang, which is a failure as well
 KILLS, ROWS, DAMAGE = "faults/test_kills.py", "faults/test_rows.py", "faults/test_damage.py"
 WORLD_CYCLE, NON_FINITE = "faults/test_world_cycle.py", "faults/test_non_finite.py"
-CHECKPOINT, SECURITY, STOP, WATCH = (
-    "test_checkpoint.py",
-    "test_security.py",
-    "test_stop.py",
-    "test_watch.py",
-)
+CHECKPOINT, SECURITY, STOP = "test_checkpoint.py", "test_security.py", "test_stop.py"
+WATCH, BAD_INPUT, NUMERICS = "test_watch.py", "test_bad_input.py", "test_numerics.py"
 EVALUATION, WORLD, FALLBACK = "test_evaluation.py", "test_launched_world.py", "test_fallback.py"
-BAD_INPUT, NUMERICS, GUARD, METRICS = (
-    "test_bad_input.py",
-    "test_numerics.py",
-    "test_guard.py",
-    "test_metrics.py",
-)
+GUARD, METRICS = "test_guard.py", "test_metrics.py"
 LAW_1, LAW_12 = "test_law_1_one_big_batch.py", "test_law_12_mixture.py"
 
 
@@ -100,21 +90,20 @@ def without_trace_of_unreadable(original, *args):
         raise fault.__cause__ or fault
 
 
+def there(folder, entries):
+    return {name: entry for name, entry in entries.items() if (folder / name).is_file()}
+
+
 @wrapping
 def with_actual_sizes(original, folder, entries, *rest):
-    sizes = {name: (folder / name).stat().st_size for name in entries if (folder / name).is_file()}
-    original(
-        folder,
-        {name: {**e, "bytes": sizes.get(name, e["bytes"])} for name, e in entries.items()},
-        *rest,
-    )
+    sizes = {name: {"bytes": (folder / name).stat().st_size} for name in there(folder, entries)}
+    entries = {name: {**entry, **sizes.get(name, {})} for name, entry in entries.items()}
+    original(folder, entries, *rest)
 
 
 @wrapping
 def those_that_are_there(original, folder, entries, *rest):
-    original(
-        folder, {name: entry for name, entry in entries.items() if (folder / name).is_file()}, *rest
-    )
+    original(folder, there(folder, entries), *rest)
 
 
 @wrapping
@@ -126,10 +115,8 @@ def only_listed(original, folder):
 
 @wrapping
 def own_problem_alone(original, pending, problems):
-    return original(
-        pending,
-        [problem if rank == pending.rank else None for rank, problem in enumerate(problems)],
-    )
+    own = [problem if rank == pending.rank else None for rank, problem in enumerate(problems)]
+    return original(pending, own)
 
 
 @wrapping
@@ -164,9 +151,8 @@ def hangup_as_sigterm(original, self, number, frame):
 
 @wrapping
 def without_given(original, arguments, directory):
-    return original(
-        replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory
-    )
+    checkpoint = replace(arguments.checkpoint, checkpoint=None)
+    return original(replace(arguments, checkpoint=checkpoint), directory)
 
 
 @wrapping
@@ -289,209 +275,180 @@ class Mechanism:
 
 
 MECHANISMS = [Mechanism(*entry) for entry in [
-    ("kill", (
-        "log is cut back to the checkpoint"
-    ), "run.metrics:is_before", KILLS, "named_point and between_steps",
-     gives(True)),
+    ("kill", "log is cut back to the checkpoint", "run.metrics:is_before", KILLS,
+     "named_point and between_steps", gives(True)),
     ("kill", "optimizer state is loaded", "checkpoint.reading:load_optimizer",
      KILLS, "named_point and between_steps and full"),
-    ("kill", "randomness follows the step", "training.step:seed_step", KILLS, (
-        "named_point and between_steps and full"
-    )),
+    ("kill", "randomness follows the step", "training.step:seed_step", KILLS,
+     "named_point and between_steps and full"),
     ("kill in a save", "written beside its name", "checkpoint.writing:from_first",
      KILLS, "named_point and save.parts and sharded",
      wrapping(lambda original, value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)))),
-    ("kill in a save", (
-        "on the disk before the name"
-    ), "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
-    ("kill in a save", "files are durable", "base.files:fsync", CHECKPOINT, "everything_is_on_disk"),
-    ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS, (
-        "named_point and save.parts and full"
-    ),
-     gives([])),
+    ("kill in a save", "on the disk before the name", "checkpoint.writing:fsync", CHECKPOINT,
+     "everything_is_on_disk"),
+    ("kill in a save", "files are durable", "base.files:fsync", CHECKPOINT,
+     "everything_is_on_disk"),
+    ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS,
+     "named_point and save.parts and full", gives([])),
     ("kill in a save", "leftovers go before the disk is asked", "plan.run_directory:sweep",
      CHECKPOINT, "killed_save_left"),
     ("kill in a save", "published with what all have written", "checkpoint.writing:_require_seen",
      ROWS, "published_only"),
-    ("kill in a prune", "renamed before it is removed", "checkpoint.keep:_discard",
-     CHECKPOINT, "prune_that_is_cut_off", wrapping(lambda original, path, renamed=False: original(path))),
+    ("kill in a prune", "renamed before it is removed", "checkpoint.keep:_discard", CHECKPOINT,
+     "prune_that_is_cut_off", wrapping(lambda original, path, renamed=False: original(path))),
     ("kill in a background save", "a copy is written", "checkpoint.writing:begin",
      ROWS, "save_in_the_background_writes", without_copies),
-    ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises", own_problem_alone),
-    ("a save raises", (
-        "in the background as well"
-    ), "checkpoint.writing:commit", ROWS, "save_that_raises",
-     without_background_problem),
-    ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS, "save_that_raises",
-     with_names(rmtree=nothing)),
-    ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable", log_before_commit),
+    ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises",
+     own_problem_alone),
+    ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS,
+     "save_that_raises", without_background_problem),
+    ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS,
+     "save_that_raises", with_names(rmtree=nothing)),
+    ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable",
+     log_before_commit),
     ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
      own_request_alone),
-    ("signals", (
-        "nobody needs to read what is printed"
-    ), "base.program:outlast_readers", ROWS, "ctrl_c"),
-    ("signals", "nobody waits for a reader", "base.program:SECONDS_FOR_A_READER", ROWS, "does_not_read",
-     is_now(3600.0)),
+    ("signals", "nobody needs to read what is printed", "base.program:outlast_readers", ROWS,
+     "ctrl_c"),
+    ("signals", "nobody waits for a reader", "base.program:SECONDS_FOR_A_READER", ROWS,
+     "does_not_read", is_now(3600.0)),
     ("signals", "handled at all", "processes.stop:_under_nohup", ROWS, "sigterm", gives(True)),
     ("signals", "a lost terminal asks once", "processes.stop:StopSignal._handle", STOP, "terminal",
      hangup_as_sigterm),
     ("signals", "nohup is heeded", "processes.stop:_under_nohup", STOP, "terminal", gives(False)),
-    ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP, "second_signal",
-     without_interrupt),
-    ("signals", (
-        "one that is delivered twice is one"
-    ), "processes.stop:StopSignal._handle", STOP, "delivered_twice",
-     each_anew),
-    ("signals", "a request to stop ends an evaluation", "training.evaluation:Evaluation._until_stopped",
-     EVALUATION, "heard_inside", is_now(lambda self: self.batches.stream(0))),
-    ("signals", (
-        "an evaluation that was cut off is made up"
-    ), "run.save:evaluates_first", EVALUATION, "heard_inside",
-     wrapping(lambda original, plan: original(replace(plan, resumed={})))),
+    ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP,
+     "second_signal", without_interrupt),
+    ("signals", "one that is delivered twice is one", "processes.stop:StopSignal._handle", STOP,
+     "delivered_twice", each_anew),
+    ("signals", "a request to stop ends an evaluation",
+     "training.evaluation:Evaluation._until_stopped", EVALUATION, "heard_inside",
+     is_now(lambda self: self.batches.stream(0))),
+    ("signals", "an evaluation that was cut off is made up", "run.save:evaluates_first", EVALUATION,
+     "heard_inside", wrapping(lambda original, plan: original(replace(plan, resumed={})))),
     ("signals", "torchrun doesn't start again what was stopped", "processes.launch:for_launcher",
      ROWS, "asked_to_stop_is_not", is_now(lambda code: code)),
     ("signals", "stop and save_now files", "processes.stop:STOP_FILE", STOP, "file", is_now("no")),
     ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
      without_trace_of_unreadable),
-    ("damage", (
-        "in what a new run starts from"
-    ), "plan.make_plan:_require_whole", FALLBACK, "new_run_from"),
+    ("damage", "in what a new run starts from", "plan.make_plan:_require_whole", FALLBACK,
+     "new_run_from"),
     ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
-     wrapping(lambda original, folder, entries, hashes, *rest: original(folder, entries, False, *rest))),
+     wrapping(lambda check, folder, entries, hashes, *rest: check(folder, entries, False, *rest))),
     ("damage", "sizes", "base.files:check_files", DAMAGE, "truncated", with_actual_sizes),
     ("damage", "missing files", "base.files:check_files", DAMAGE, "missing", those_that_are_there),
-    ("damage", (
-        "files that nobody wrote"
-    ), "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
-    ("damage", (
-        "falls back to the newest whole one"
-    ), "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
-     newest_or_none),
-    ("damage", (
-        "a named one is never replaced"
-    ), "plan.run_directory:choose", FALLBACK, "never_replaced",
-     without_given),
-    ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch", gives(False)),
-    ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS, "first_error", own_fault),
-    ("a rank fails", (
-        "its fault is remembered when the store has gone"
-    ), "processes.watch:Watch.refresh",
-     WATCH, "known_once_the_store_has_gone", forgetful),
+    ("damage", "files that nobody wrote", "base.files:files_in", DAMAGE, "nobody_wrote",
+     only_listed),
+    ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK,
+     "falls_back", newest_or_none),
+    ("damage", "a named one is never replaced", "plan.run_directory:choose", FALLBACK,
+     "never_replaced", without_given),
+    ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch",
+     gives(False)),
+    ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS,
+     "first_error", own_fault),
+    ("a rank fails", "its fault is remembered when the store has gone",
+     "processes.watch:Watch.refresh", WATCH, "known_once_the_store_has_gone", forgetful),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
      ROWS, "killed_rank_of_a_plain"),
-    ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
-     is_now(0)),
-    ("a rank fails", (
-        "a command ends as its first rank"
-    ), "run.supervision:_end", ROWS, "ends_as_the_first",
-     lost_with_the_others),
+    ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS,
+     "frozen_rank_of_a_plain", is_now(0)),
+    ("a rank fails", "a command ends as its first rank", "run.supervision:_end", ROWS,
+     "ends_as_the_first", lost_with_the_others),
     ("a rank fails", "one command for all ranks", "run.supervision:ranks", ROWS, "two_commands",
      with_names(gather=lambda value: [value])),
-    ("a rank fails", (
-        "ranks get their own numbers"
-    ), "processes.launch:subprocess", ROWS, "numbered_already",
-     with_the_same_rank),
-    ("a rank fails", (
-        "an end before training is told"
-    ), "plan.run_directory:leave", ROWS, "ends_before_training"),
+    ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS,
+     "numbered_already", with_the_same_rank),
+    ("a rank fails", "an end before training is told", "plan.run_directory:leave", ROWS,
+     "ends_before_training"),
     ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch.refresh",
      ROWS, "while_rank_0_is_frozen", patient),
-    ("a rank hangs", "heartbeats are listened to", "processes.watch:hanging", ROWS, "hangs_or_is_frozen and hang"),
+    ("a rank hangs", "heartbeats are listened to", "processes.watch:hanging", ROWS,
+     "hangs_or_is_frozen and hang"),
     ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
      ROWS, "hangs_or_is_frozen and hang", without_counts),
-    ("a rank hangs", "work that goes on is no hang", "processes.watch:MAX_SECONDS_BETWEEN_LOOKS", WATCH, "suspended",
-     is_now(float("inf"))),
+    ("a rank hangs", "work that goes on is no hang", "processes.watch:MAX_SECONDS_BETWEEN_LOOKS",
+     WATCH, "suspended", is_now(float("inf"))),
     ("a rank hangs", "a silent rank is told from a busy one", "processes.watch:Watch._silence",
      ROWS, "hangs_or_is_frozen and stop", gives(0.0)),
     ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._silent",
      ROWS, "hears_of_rank_0s_death"),
-    ("a rank hangs", (
-        "nobody waits for a frozen store"
-    ), "processes.watch:Watch.refresh", ROWS, "while_rank_0_is_frozen",
-     patient),
-    ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS, "told_by_rank_0",
-     with_names(read_status=lambda folder: {})),
+    ("a rank hangs", "nobody waits for a frozen store", "processes.watch:Watch.refresh", ROWS,
+     "while_rank_0_is_frozen", patient),
+    ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS,
+     "told_by_rank_0", with_names(read_status=lambda folder: {})),
     ("node lost", "ranks are counted anew", "processes.launch:launched_world", ROWS, "lost_node"),
     ("ranks", "a flag that isn't the launcher's is refused", "processes.launch:launched_world",
      WORLD, "world_is_the_launchers", wrapping(lambda original, asked: original({}))),
-    ("ranks", "what was read is recorded", "verify.inspect_run:claimed_by", WORLD, "not_read_as_claimed",
-     gives(ANY)),
+    ("ranks", "what was read is recorded", "verify.inspect_run:claimed_by", WORLD,
+     "not_read_as_claimed", gives(ANY)),
     ("disk full", "room is asked for", "base.files:room", ROWS, "no_room"),
-    ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS, "do_not_share"),
-    ("directory", "one run at a time", "plan.run_directory:fcntl", ROWS, "two_runs", with_names(flock=nothing)),
-    ("directory", (
-        "a file system without locks is no obstacle"
-    ), "plan.run_directory:NO_LOCKS", ROWS, "without_locks",
-     is_now(())),
-    ("directory", (
-        "an end isn't hidden by a status that can't be written"
-    ), "plan.run_directory:write_atomically",
-     ROWS, "hides_nothing", with_another_error),
+    ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS,
+     "do_not_share"),
+    ("directory", "one run at a time", "plan.run_directory:fcntl", ROWS, "two_runs",
+     with_names(flock=nothing)),
+    ("directory", "a file system without locks is no obstacle", "plan.run_directory:NO_LOCKS", ROWS,
+     "without_locks", is_now(())),
+    ("directory", "an end isn't hidden by a status that can't be written",
+     "plan.run_directory:write_atomically", ROWS, "hides_nothing", with_another_error),
     ("directory", "tried before the model is built", "plan.run_directory:require_writable",
      CHECKPOINT, "cannot_be_made"),
-    ("directory", (
-        "a fresh one goes when the plan is wrong"
-    ), "plan.run_directory:leave", BAD_INPUT, "another_tokenizer",
-     wrapping(lambda original, fault, has_plan=True: original(fault))),
-    ("another model", "shapes are compared", "plan.make_plan:state_dicts", BAD_INPUT, "another_model",
-     with_names(saved_shapes=lambda skeleton: [])),
-    ("another model", (
-        "precision, data and seed stay"
-    ), "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
+    ("directory", "a fresh one goes when the plan is wrong", "plan.run_directory:leave", BAD_INPUT,
+     "another_tokenizer", wrapping(lambda original, fault, has_plan=True: original(fault))),
+    ("another model", "shapes are compared", "plan.make_plan:state_dicts", BAD_INPUT,
+     "another_model", with_names(saved_shapes=lambda skeleton: [])),
+    ("another model", "precision, data and seed stay", "plan.same_run:_differences", BAD_INPUT,
+     "run_that_is_there",
      wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
-    ("other ranks", (
-        "order doesn't depend on their number"
-    ), "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
-     wrapping(lambda original, self, positions: original(replace(self, seed=self.seed + self.world_size), positions))),
-    ("other schedule", "refused unless named", "plan.checks:overrides", BAD_INPUT, "run_that_is_there",
-     wrapping(lambda original, flags: list(flags.declared()))),
-    ("other schedule", (
-        "the new curve is shown"
-    ), "plan.same_run:_curves", ROWS, "extending", gives([])),
-    ("rollback", (
-        "later checkpoints are moved aside"
-    ), "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
-    ("rollback", "isn't made again by a restart", "plan.run_directory:_goes_on_from", ROWS, "rollback_that_is_restarted",
-     gives(False)),
+    ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices",
+     WORLD_CYCLE, "sharded-fsdp",
+     wrapping(lambda read, self, at: read(replace(self, seed=self.seed + self.world_size), at))),
+    ("other schedule", "refused unless named", "plan.checks:overrides", BAD_INPUT,
+     "run_that_is_there", wrapping(lambda original, flags: list(flags.declared()))),
+    ("other schedule", "the new curve is shown", "plan.same_run:_curves", ROWS, "extending",
+     gives([])),
+    ("rollback", "later checkpoints are moved aside", "checkpoint.keep:move_aside", CHECKPOINT,
+     "rollback", gives([])),
+    ("rollback", "isn't made again by a restart", "plan.run_directory:_goes_on_from", ROWS,
+     "rollback_that_is_restarted", gives(False)),
     ("other machines", "take what rank 0 has chosen", "run.supervision:ranks",
      ROWS, "machines_without_torchrun", newest_by_name_elsewhere),
-    ("dataset", "its hashes", "base.files:check_files", DAMAGE, "dataset", is_now(lambda *args: None)),
-    ("dataset", "token ids fit the vocabulary", "plan.make_plan:_require_rows_for", BAD_INPUT, "test_datasets"),
-    ("dataset", "a batch without targets", "training.step:count_targets", NUMERICS, "without_any_target",
-     without_minimum),
+    ("dataset", "its hashes", "base.files:check_files", DAMAGE, "dataset",
+     is_now(lambda *args: None)),
+    ("dataset", "token ids fit the vocabulary", "plan.make_plan:_require_rows_for", BAD_INPUT,
+     "test_datasets"),
+    ("dataset", "a batch without targets", "training.step:count_targets", NUMERICS,
+     "without_any_target", without_minimum),
     ("mixture", "no source is read more often than it may be", "plan.schedule:_first_passed",
      LAW_12, "do_not_go_together"),
-    ("mixture", "all sources have one tokenizer", "plan.make_plan:_require_one_tokenizer", LAW_12, "different_tokenizers"),
-    ("mixture", "what was read is recorded", "verify.inspect_run:claimed_by", LAW_12, "that_were_not_read",
-     gives(ANY)),
-    ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
-     takes_anything),
-    ("not finite", (
-        "loss and NaN of one rank are everybody's"
-    ), "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
-     wrapping(lambda original, fabric, tensor: tensor if tensor.is_floating_point() else original(fabric, tensor))),
-    ("not finite", "no checkpoint holds one", "checkpoint.writing:is_finite", NON_FINITE, "checkpoint_of_a_model",
-     gives(True)),
+    ("mixture", "all sources have one tokenizer", "plan.make_plan:_require_one_tokenizer", LAW_12,
+     "different_tokenizers"),
+    ("mixture", "what was read is recorded", "verify.inspect_run:claimed_by", LAW_12,
+     "that_were_not_read", gives(ANY)),
+    ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE,
+     "none_of_them and fsdp2", takes_anything),
+    ("not finite", "loss and NaN of one rank are everybody's", "training.step:sum_over_ranks",
+     LAW_1, "fsdp2-2",
+     wrapping(lambda add, fabric, one: one if one.is_floating_point() else add(fabric, one))),
+    ("not finite", "no checkpoint holds one", "checkpoint.writing:is_finite", NON_FINITE,
+     "checkpoint_of_a_model", gives(True)),
     ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
-    ("tracker", (
-        "its failures are no failures"
-    ), "run.metrics:Trackers._work", METRICS, "tracker_that_fails",
-     without_try),
-    ("tracker", (
-        "it never holds the run up"
-    ), "run.metrics:Trackers.log", METRICS, "tracker_that_is_slow",
+    ("tracker", "its failures are no failures", "run.metrics:Trackers._work", METRICS,
+     "tracker_that_fails", without_try),
+    ("tracker", "it never holds the run up", "run.metrics:Trackers.log", METRICS,
+     "tracker_that_is_slow",
      is_now(lambda self, step, record: [log(step, record) for log, _ in self.opened.values()])),
     ("device memory", "recognised", "base.faults:_MEMORY_WORDS", ROWS, "out_of_memory", is_now(())),
-    ("security", (
-        "files that could run code"
-    ), "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
+    ("security", "files that could run code", "base.files:CODE_SUFFIXES", SECURITY,
+     "attack and pickle", is_now(())),
     ("security", "names that lead outside", "base.files:check_name",
      SECURITY, "attack and (above or absolute or backslashes)"),
-    ("security", "links", "plan.run_directory:no_link", SECURITY, "attack and link", is_now(lambda path: path)),
+    ("security", "links", "plan.run_directory:no_link", SECURITY, "attack and link",
+     is_now(lambda path: path)),
     ("clock", "order is by step", "base.files:step_directories", ROWS, "clocks",
      wrapping(lambda original, run: sorted(original(run), key=lambda path: path.stat().st_mtime))),
     ("retention", "pinned", "checkpoint.keep:is_pinned", ROWS, "retention", gives(False)),
-    ("retention", "the best", "checkpoint.keep:_eval_loss", CHECKPOINT, "prune_keeps_the_best", gives(float("inf"))),
+    ("retention", "the best", "checkpoint.keep:_eval_loss", CHECKPOINT, "prune_keeps_the_best",
+     gives(float("inf"))),
     ("retention", "the one resumed from", "checkpoint.keep:prune", ROWS, "retention",
      wrapping(lambda original, *args: original(*args[:-1], None))),
 ]]  # fmt: skip
@@ -542,36 +499,25 @@ def owner_of(mechanism: Mechanism, module: ModuleType) -> tuple[Any, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="*", default=[""], help="mechanisms whose row or name holds one of these"
-    )
-    parser.add_argument(
-        "--markdown", type=Path, default=None, help="Markdown file for the results as a table"
-    )
+    parser.add_argument("--only", nargs="*", default=[""], help="with one of these in the name")
+    parser.add_argument("--markdown", type=Path, help="file to write the table to")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from benchmarks import page
 
     lines = []
     with tempfile.TemporaryDirectory() as name:
-        for mechanism in [
-            one for one in MECHANISMS if any(words in one.key for words in options.only)
-        ]:
+        for one in MECHANISMS:
+            if not any(words in one.key for words in options.only):
+                continue
             began = time.monotonic()
-            found = verdict(Path(name), mechanism)
-            lines.append(
-                [
-                    mechanism.row,
-                    mechanism.name,
-                    found,
-                    f"`tests/{mechanism.tests} -k '{mechanism.select}'`",
-                ]
-            )
-            print(f"{found:9} {mechanism.key} ({time.monotonic() - began:.0f} s)", flush=True)
+            result = verdict(Path(name), one)
+            lines.append([one.row, one.name, result, f"`tests/{one.tests} -k '{one.select}'`"])
+            print(f"{result:9} {one.key} ({time.monotonic() - began:.0f} s)", flush=True)
     if options.markdown is not None:
         table = page.table(["row", "mechanism taken away", "by the tests", "tests"], lines, words=4)
         options.markdown.write_text(table + "\n")
-    noticed = sum(found == "noticed" for _, _, found, _ in lines)
+    noticed = sum(line[2] == "noticed" for line in lines)
     print(f"Of {len(lines)} mechanisms that were taken away, tests noticed {noticed}.")
     raise SystemExit(noticed < len(lines))
 
@@ -581,23 +527,17 @@ def verdict(folder: Path, mechanism: Mechanism) -> str:
     tests) or broken."""
     if is_stale(mechanism):
         return "stale"
-    if not passes(folder, mechanism.tests, mechanism.select):
+    if not passes(mechanism.tests, mechanism.select):
         return "broken"
     patched = folder / "patched"
     patched.unlink(missing_ok=True)
-    site = folder / "site"
-    site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(
-        "from benchmarks.mechanisms import install\n\ninstall()\n"
-    )
-    variables = {
-        TAKEN_AWAY: mechanism.key,
-        PATCHED: str(patched),
-        "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
-    }
-    if _run(folder, mechanism.tests, mechanism.select, variables):
-        return "unnoticed" if patched.exists() else "unused"
-    return "noticed" if patched.exists() else "broken"
+    hook = "from benchmarks.mechanisms import install\n\ninstall()\n"
+    (folder / "sitecustomize.py").write_text(hook)
+    variables = {TAKEN_AWAY: mechanism.key, PATCHED: str(patched)}
+    passed = _run(mechanism.tests, mechanism.select, PYTHONPATH=f"{folder}:{ROOT}", **variables)
+    if not patched.exists():
+        return "unused" if passed else "broken"
+    return "unnoticed" if passed else "noticed"
 
 
 def is_stale(mechanism: Mechanism) -> bool:
@@ -611,40 +551,31 @@ def is_stale(mechanism: Mechanism) -> bool:
 
 
 @cache
-def passes(folder: Path, tests: str, select: str) -> bool:
+def passes(tests: str, select: str) -> bool:
     """Whether the tests pass with everything in its place."""
-    return _run(folder, tests, select, {"PYTHONPATH": str(ROOT)})
+    return _run(tests, select, PYTHONPATH=str(ROOT))
 
 
-def _run(folder: Path, tests: str, select: str, variables: dict[str, str]) -> bool:
+def _run(tests: str, select: str, **variables: str) -> bool:
     """Whether tests pass in the time there is; at least one must be selected."""
-    command = [
-        sys.executable,
-        *"-m pytest -q -x -p no:cacheprovider -m".split(),
-        "",
-        "-k",
-        select,
-        f"tests/{tests}",
-    ]
-    temporary = folder / "tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables},
-        stdout=(folder / "output").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(TIMEOUT_SECONDS) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
-        process.wait()
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", select]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, f"tests/{tests}"],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": temporary, "OMP_NUM_THREADS": "1", **variables},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(TIMEOUT_SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
+            process.wait()
 
 
 if __name__ == "__main__":

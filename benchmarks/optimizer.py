@@ -12,9 +12,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,82 +33,47 @@ SHAPES = {  # hidden size, of the MLP, of keys and values, layers, vocabulary; e
     "1B": (2048, 8192, 512, 16, 128256),  # Llama 3.2 1B, for a GPU
 }
 COLUMNS = {
-    **{"step, ms": page.step, "x torch fused": page.number("times_fused")},
+    "step, ms": page.step,
+    "x torch fused": page.number("times_fused"),
     "bytes a parameter, at least": lambda row: str(row["bytes"]),
-    **{"GB/s": page.number("rate", ".1f", 1e9), "of a copy's": page.number("of_copy", ".0%")},
+    "GB/s": page.number("rate", ".1f", 1e9),
+    "of a copy's": page.number("of_copy", ".0%"),
 }
 MAX_COPIED = 2**28  # float32 numbers, far more than a cache holds
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-class Row(NamedTuple):
-    """An optimizer: its parameters' dtype, how it is made, and the bytes a parameter that a step
-    must read and write."""
-
-    name: str
-    dtype: torch.dtype
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    bytes: int
-    kernel: Optional[str] = None  # stochastic: plain or the fastest
-
-
-ROWS = [
-    Row(
-        "torch fused",
-        torch.bfloat16,
-        lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True),
-        14,
-    ),
-    Row(
-        "torch foreach",
-        torch.bfloat16,
-        lambda params: torch.optim.AdamW(params, **SETTINGS, foreach=True),
-        14,
-    ),
-    Row("nearest", torch.bfloat16, lambda params: AdamW(params, **SETTINGS, updates="nearest"), 14),
-    Row(
-        "stochastic, plain PyTorch",
-        torch.bfloat16,
-        lambda params: AdamW(params, **SETTINGS),
-        14,
-        "plain",
-    ),
-    Row(
-        "stochastic, kernel", torch.bfloat16, lambda params: AdamW(params, **SETTINGS), 14, "kernel"
-    ),
-    Row("master", torch.bfloat16, lambda params: AdamW(params, **SETTINGS, updates="master"), 28),
-    Row(
-        "torch fused, float32",
-        torch.float32,
-        lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True),
-        28,
-    ),
+TORCH, OURS = partial(torch.optim.AdamW, **SETTINGS), partial(AdamW, **SETTINGS)
+# name -> dtype of parameters, how it is made, bytes a parameter that a step must read and write
+OPTIMIZERS = {
+    "torch fused": (torch.bfloat16, partial(TORCH, fused=True), 14),
+    "torch foreach": (torch.bfloat16, partial(TORCH, foreach=True), 14),
+    "nearest": (torch.bfloat16, partial(OURS, updates="nearest"), 14),
+    "stochastic, plain PyTorch": (torch.bfloat16, OURS, 14),
+    "stochastic, kernel": (torch.bfloat16, OURS, 14),
+    "master": (torch.bfloat16, partial(OURS, updates="master"), 28),
+    "torch fused, float32": (torch.float32, partial(TORCH, fused=True), 28),
+}
+NOTES = [
+    "Times: medians over rounds, in turns. x torch fused: median of the ratios within a round to "
+    "torch.optim.AdamW(fused=True) on bfloat16 parameters",
+    "Bytes a parameter: reading and writing each tensor once; GB/s: these bytes in the time",
 ]
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main() -> int:
     parser = page.parser(__doc__, rounds=9)
-    parser.add_argument(
-        "--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="parameters"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument(
-        "--accelerator", default="cpu", choices=("cpu", "cuda"), help="where to run"
-    )
-    options = page.parse(parser, argv)
+    parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES)
+    parser.add_argument("--threads", type=page.positive, default=1, help="of a CPU")
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"))
+    options = page.parse(parser)
     device = torch.device(options.accelerator)
     if device.type == "cuda":
-        options.device = {"name": torch.cuda.get_device_name()}
+        options.device["name"] = torch.cuda.get_device_name()
     torch.set_num_threads(options.threads)
-    tables = [("Compiling", compiling(device))]
-    tables += [(size, timing(size, device, options.rounds)) for size in options.sizes]
-    notes = [
-        "Times: medians over rounds, in turns. x torch fused: median of the ratios within a round "
-        "to torch.optim.AdamW(fused=True) on bfloat16 parameters",
-        "Bytes a parameter: reading and writing each tensor once; GB/s: these bytes in the time",
-    ]
-    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables)
-    page.write("optimizer.py", "What a step of the optimizer costs", notes, options, body, tables)
+    tables = {"Compiling": compiling(device)}
+    for size in options.sizes:
+        tables[size] = timing(size, device, options.rounds)
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables.items())
+    page.write("What a step of the optimizer costs", NOTES, options, body, tables)
     return 0
 
 
@@ -120,44 +85,43 @@ def compiling(device: torch.device) -> str:
     built = time.perf_counter() - began
     used = adamw.fastest(device) is not adamw_rounded.plain_update
     whole = time.perf_counter() - began - built
+    outcome = "The kernel isn't used here."
+    if used:
+        outcome = "The bits are the same, and the kernel is used."
     return (
         f"The compiler takes {built:.2f} s in each process. Compiling and comparing with plain "
-        f"PyTorch take {whole:.2f} s. "
-    ) + (
-        "The bits are the same, and the kernel is used." if used else "The kernel isn't used here."
+        f"PyTorch take {whole:.2f} s. {outcome}"
     )
 
 
 def timing(size: str, device: torch.device, rounds: int) -> str:
     """A table of times, ratios to torch's fused kernel in bfloat16, and bytes a second."""
-    steps, count = {}, sum(shape[0] * shape[-1] for shape in shapes(*SHAPES[size]))
-    params = {
-        dtype: random_parameters(size, dtype, device) for dtype in (torch.bfloat16, torch.float32)
-    }
-    for row in ROWS:
-        optimizer = row.make(params[row.dtype])
-        if row.kernel == "kernel":
+    dtypes = (torch.bfloat16, torch.float32)
+    params = {dtype: random_parameters(size, dtype, device) for dtype in dtypes}
+    count = sum(param.numel() for param in params[torch.float32])
+    steps = {}
+    for name, (dtype, make, _) in OPTIMIZERS.items():
+        optimizer = make(params[dtype])
+        if name == "stochastic, kernel":
             optimizer.elements = max(optimizer.elements, adamw.MIN_ELEMENTS)
-        elif row.kernel == "plain":
+        elif name == "stochastic, plain PyTorch":
             optimizer.elements = 0
-        steps[row.name] = optimizer.step
+        steps[name] = optimizer.step
     source = torch.randn(min(count, MAX_COPIED), device=device)
-    steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
+    steps["copy"] = partial(torch.empty_like(source).copy_, source)
     times = seconds_in_turns(steps, rounds, device.type)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
-    rows = [
-        {"name": row.name, "error": None, "seconds": times[row.name], "bytes": row.bytes}
-        for row in ROWS
-    ]
-    for row in rows:
+    rows = []
+    for name, (_, _, size_of_step) in OPTIMIZERS.items():
+        row = {"name": name, "error": None, "seconds": times[name], "bytes": size_of_step}
+        rows.append(row)
         row["times_fused"] = page.times_faster(rows[0], row)
-        row["rate"] = row["bytes"] * count / page.median(row)
+        row["rate"] = size_of_step * count / page.median(row)
         row["of_copy"] = row["rate"] / copied
-    notes = (
-        f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read "
-        "and written)."
+    return (
+        f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read and "
+        f"written).\n\n{page.compare(rows, COLUMNS)}"
     )
-    return f"{notes}\n\n{page.compare(rows, COLUMNS)}"
 
 
 def shapes(

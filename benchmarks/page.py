@@ -1,5 +1,4 @@
-"""A benchmark's page: the options that all have, what was run where, tables, and the numbers as
-JSON."""
+"""A benchmark's page: its options, what was run where, tables, and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -12,43 +11,44 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Optional
 
 PACKAGES = (
-    "torch",
-    "lightning",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "numpy",
-    "pyarrow",
-    "accelerate",
-    "litgpt",
+    *("torch", "lightning", "transformers", "tokenizers", "datasets"),
+    *("numpy", "pyarrow", "accelerate"),
 )
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was, or None
 
 
-def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
-    """The options that all benchmarks have, under the first line of the script's docstring."""
+def positive(text: str) -> int:
+    """The type of a flag that is a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1.")
+    return int(text)
+
+
+def parser(document: Optional[str], rounds: int = 0) -> argparse.ArgumentParser:
+    """The options that all benchmarks have, under the first line of the script's docstring.
+
+    rounds: the default of --rounds; 0: the benchmark has no rounds.
+    """
     form = argparse.ArgumentDefaultsHelpFormatter
-    options = argparse.ArgumentParser(
-        description=(document or "").splitlines()[0], formatter_class=form
-    )
-    options.add_argument("--rounds", type=int, default=rounds, help="timed turns of each contender")
+    description = (document or "").splitlines()[0]
+    options = argparse.ArgumentParser(description=description, formatter_class=form)
+    if rounds:
+        options.add_argument("--rounds", type=positive, default=rounds, help="timed turns of each")
     options.add_argument("--markdown", type=Path, help="file to write the page to")
     options.add_argument("--output", type=Path, help="JSON file to write the numbers to")
     return options
 
 
-def parse(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argparse.Namespace:
-    """Parse `argv`, and note what the page says of the start."""
-    given = options.parse_args(argv)
-    if given.rounds < 1:
-        options.error(f"--rounds {given.rounds}: at least 1.")
-    given.argv = list(sys.argv[1:] if argv is None else argv)
+def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command's flags, and note what the page says of the start."""
+    given = options.parse_args()
     given.load, given.device = os.getloadavg()[0], {}
     return given
 
@@ -103,97 +103,95 @@ def mebibytes(key: str) -> Callable[[Row], str]:
 def compare(
     rows: list[Row], columns: dict[str, Callable[[Row], str]], beside: Optional[str] = None
 ) -> str:
-    """A table with a line for each row, which gets "times": how many times as fast it is as the row
-    `beside`.
+    """A table with a line for each row, without columns in which no row has anything.
 
-    A column in which no row has anything is left out.
+    A row gets "times": how many times as fast it is as the row `beside`.
     """
     for row in rows:
         for other in rows:
             if other["name"] == beside:
                 row["times"] = times_faster(row, other)
     measured = [row for row in rows if not row["error"]]
-    columns = {
-        title: cell for title, cell in columns.items() if not measured or any(map(cell, measured))
-    }
-    cells = (
-        [row["error"]] if row["error"] else [cell(row) for cell in columns.values()] for row in rows
-    )
-    return table(["", *columns], ([row["name"], *line] for row, line in zip(rows, cells)))
+    if measured:
+        columns = {title: cell for title, cell in columns.items() if any(map(cell, measured))}
+    lines = []
+    for row in rows:
+        cells = [row["error"]] if row["error"] else [cell(row) for cell in columns.values()]
+        lines.append([row["name"], *cells])
+    return table(["", *columns], lines)
 
 
 def table(titles: Iterable[str], lines: Iterable[Iterable[Any]], words: int = 1) -> str:
-    """Markdown. The first columns are of words, the others of numbers. A short line is filled
-    up."""
+    """Markdown. The first columns are of words, the others of numbers; a short line is filled."""
     titles = list(titles)
-    ruler = ["---"] * words + ["--:"] * (len(titles) - words)
-    rows = [titles, ruler, *([str(cell) for cell in line] for line in lines)]
-    return "\n".join(
-        "| " + " | ".join(cells + [""] * (len(titles) - len(cells))) + " |" for cells in rows
-    )
+    rows = [titles, ["---"] * words + ["--:"] * (len(titles) - words), *lines]
+    text = []
+    for row in rows:
+        cells = [str(cell) for cell in row]
+        text.append("| " + " | ".join(cells + [""] * (len(titles) - len(cells))) + " |")
+    return "\n".join(text)
 
 
-def flags(rows: list[Row]) -> str:
-    """The last section of a page on what others have published: how each of their runs was
-    planned."""
-    lines = sorted({(row["run"], row["source"], f"`{row['flags']}`") for row in rows})
-    shape = "a folder of that shape's `config.json`"
-    return (
-        "## Flags of plan.py\n\nBesides `--model_name` with "
-        f"{shape}.\n\n{table(['run', 'source', 'flags'], lines, words=3)}"
-    )
+def table_under(text: str, heading: str) -> list[dict[str, str]]:
+    """The lines of the first table below a heading ("": of the page), by the columns' titles."""
+    below = text.partition(f"\n{heading}\n")[2].splitlines()
+    first = next(place for place, line in enumerate(below) if line.startswith("|"))
+    cells = []
+    for line in below[first:]:
+        if not line.startswith("|"):
+            break
+        cells.append([cell.strip() for cell in line.split("|")[1:-1]])
+    return [dict(zip(cells[0], row)) for row in cells[2:]]
 
 
-def about(script: str, options: argparse.Namespace) -> dict[str, str]:
+def about(options: argparse.Namespace) -> dict[str, str]:
     """What was run, when, where and with which versions."""
-    threads = getattr(options, "threads", None)
-    of_process = (
-        f", {threads} thread{'s' * (threads > 1)} a process" if isinstance(threads, int) else ""
-    )
-    return {
-        "command": f"`{shlex.join(['python', f'benchmarks/{script}', *map(str, options.argv)])}`",
+    command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    hardware = options.device.get("name") or f"{cpu_name()}, {os.cpu_count()} cores"
+    if hasattr(options, "threads") and not options.device:
+        hardware += f", {options.threads} thread{'s' * (options.threads > 1)} a process"
+    run = {
+        "command": f"`{shlex.join(command)}`",
         "date": str(datetime.date.today()),
-        "hardware": options.device.get("name")
-        or f"{cpu_name()}, {os.cpu_count()} cores{of_process}",
+        "hardware": hardware,
         "load": f"average {options.load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
-        **(
-            {"smoke": "toy sizes, these figures mean nothing"}
-            if getattr(options, "smoke", False)
-            else {}
-        ),
     }
+    if getattr(options, "smoke", False):
+        run["smoke"] = "toy sizes, these figures mean nothing"
+    return run
 
 
 def versions() -> list[str]:
     """Of the packages that are installed."""
-    found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
-    return [f"{name} {one.version}" for name, one in found.items() if one is not None]
+    installed = []
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed.append(f"{name} {version(name)}")
+    return installed
 
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()
 
 
 def keep(
-    script: str, title: str, notes: Iterable[str], options: argparse.Namespace, body: str, rows: Any
+    title: str, notes: Iterable[str], options: argparse.Namespace, body: str, rows: Any
 ) -> str:
     """The page: a heading, what was run where, and the tables. It and the numbers are in the files
     that were asked for."""
-    run = about(script, options)
-    facts = [f"{name[0].upper()}{name[1:]}: {value}" for name, value in run.items()]
-    text = "\n".join([f"# {title}", "", *(f"- {line}" for line in [*facts, *notes]), "", body])
+    run = about(options)
+    facts = [f"- {name.capitalize()}: {value}" for name, value in run.items()]
+    text = "\n".join([f"# {title}", "", *facts, *(f"- {note}" for note in notes), "", body])
     if options.markdown is not None:
         options.markdown.write_text(text + "\n")
     if options.output is not None:
-        options.output.write_text(
-            json.dumps({"about": run, "rows": rows}, indent=1, default=str) + "\n"
-        )
+        numbers = json.dumps({"about": run, "rows": rows}, indent=1, default=str)
+        options.output.write_text(numbers + "\n")
     return text
 
 

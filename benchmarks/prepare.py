@@ -1,7 +1,6 @@
 """How fast prepare_data.py tokenizes, beside the tokenizer itself and other builders of datasets.
 
-    python benchmarks/prepare.py --megabytes 100 --rounds 3 --cores 1 2 --markdown
-    docs/results/prepare.md
+    python benchmarks/prepare.py --megabytes 100 --rounds 3 --cores 1 2 --markdown prepare.md
 
 The text is that of this machine: sources and documentation of the standard library and of installed
 packages. A byte-level BPE of 32,000 tokens is trained on it. Each contender is a process of its
@@ -11,7 +10,6 @@ all of them. Ratios are medians over rounds of the same round.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import os
@@ -24,7 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -41,9 +39,7 @@ COLUMNS = {
     "tokens/s": lambda row: f"{row['tokens'] / page.median(row):,.0f}",
     "of the tokenizer": page.number("times", ".3f"),
     "processor seconds": lambda row: f"{statistics.median(row['processor_seconds']):.1f}",
-    "bytes a token": lambda row: (
-        f"{row['left_bytes'] / row['tokens']:.2f}" if row["left_bytes"] else ""
-    ),
+    "bytes a token": page.number("bytes_a_token"),
     "padding": page.number("padding", ".2%"),
     "peak memory, MiB": lambda row: f"{statistics.median(row['peak_bytes']) / page.MIB:,.0f}",
 }
@@ -52,22 +48,21 @@ EACH_ROUND = ("seconds", "processor_seconds", "peak_bytes")  # what a row has a 
 Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main() -> int:
     if sys.argv[1:2] == ["--work"]:
         return work(*sys.argv[2:])
     parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--megabytes", type=int, default=100, help="of text")
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
-    options = page.parse(parser, argv)
+    options = page.parse(parser)
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         documents, size = make_corpus(folder, options.megabytes * 10**6)
-        known = {"error": None, "text_bytes": size, **{key: [] for key in EACH_ROUND}}
-        rows = [
-            {"name": name, "cores": n, **copy.deepcopy(known)}
-            for n in options.cores
-            for name in CONTENDERS
-        ]
+        for cores in options.cores:
+            for name in CONTENDERS:
+                row = {"name": name, "cores": cores, "error": None, "text_bytes": size}
+                rows.append({**row, **{key: [] for key in EACH_ROUND}})
         for row in alternate(rows, options.rounds):
             report = turn(row["name"], folder, row["cores"])
             page.progress(f"{row['cores']} cores, {row['name']}: {report}")
@@ -75,50 +70,36 @@ def main(argv: Optional[list[str]] = None) -> int:
                 row[key] = [*row[key], value] if key in EACH_ROUND else value
     notes = [
         f"Text: {size / 1e6:,.0f} MB in {documents:,} documents, sources and documentation of "
-        "installed packages; byte-level"
-        f" BPE of {VOCABULARY:,} tokens trained on it; rows of {CONTEXT} tokens",
+        f"installed packages; byte-level BPE of {VOCABULARY:,} tokens trained on it; rows of "
+        f"{CONTEXT} tokens",
         f"Medians of {options.rounds} rounds, in turns; ratios are medians of the same round. "
         "Start-up (imports) of the contender's process is left out, that of the processes it "
         "starts is not. Processor seconds: of all processes",
     ]
     tables = []
     for cores in options.cores:
-        table = page.compare(
-            [row for row in rows if row["cores"] == cores], COLUMNS, beside="the tokenizer itself"
-        )
+        of_cores = [row for row in rows if row["cores"] == cores]
+        table = page.compare(of_cores, COLUMNS, beside="the tokenizer itself")
         tables.append(f"## {cores} core{'s' * (cores > 1)}\n\n{table}")
-    page.write(
-        "prepare.py",
-        "Preparing data: how fast, beside what",
-        notes,
-        options,
-        "\n\n".join(tables),
-        rows,
-    )
+    title = "Preparing data: how fast, beside what"
+    page.write(title, notes, options, "\n\n".join(tables), rows)
     return 0
 
 
 def library_texts(most_bytes: int) -> list[str]:
     """Files of text on this machine, each once."""
-    roots = (
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-        "/usr/share/doc",
-        "/usr/include",
-    )
-    files = (
-        path for root in roots for path in sorted(Path(root).rglob("*")) if path.suffix in SUFFIXES
-    )
+    roots = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     texts: dict[str, None] = {}
     total = 0
-    for path in files:
-        if total >= most_bytes:
-            break
-        with suppress(OSError, UnicodeDecodeError):
-            text = path.read_bytes().decode()
-            if text.strip() and text not in texts and len(text) <= MAX_CHARACTERS:
-                texts[text] = None
-                total += len(text.encode())
+    for root in (*roots, "/usr/share/doc", "/usr/include"):
+        for path in sorted(Path(root).rglob("*")):
+            if total >= most_bytes:
+                return list(texts)
+            with suppress(OSError, UnicodeDecodeError):
+                text = path.read_bytes().decode() if path.suffix in SUFFIXES else ""
+                if text.strip() and text not in texts and len(text) <= MAX_CHARACTERS:
+                    texts[text] = None
+                    total += len(text.encode())
     return list(texts)
 
 
@@ -142,12 +123,11 @@ def tokenizer_itself(folder: Path, output: Path, cores: int) -> Contender:
         texts = [json.loads(line)["text"] for line in file]
 
     def encode() -> int:
-        batches = (texts[at : at + 1000] for at in range(0, len(texts), 1000))
-        return sum(
-            len(one)
-            for batch in batches
-            for one in backend.encode_batch_fast(batch, add_special_tokens=False)
-        )
+        count = 0
+        for at in range(0, len(texts), 1000):
+            batch = backend.encode_batch_fast(texts[at : at + 1000], add_special_tokens=False)
+            count += sum(map(len, batch))
+        return count
 
     return encode, lambda tokens: {"tokens": tokens}
 
@@ -158,18 +138,13 @@ def prepared(folder: Path, output: Path, cores: int, packing: str = "concat") ->
 
     def report(manifest: dict[str, Any]) -> dict[str, Any]:
         splits = manifest["splits"].values()
-        padding = sum(split.get("padding_tokens", 0) for split in splits) / sum(
-            s["rows"] * CONTEXT for s in splits
-        )
-        return {"tokens": sum(split["tokens"] for split in splits), "padding": padding}
+        padding = sum(split.get("padding_tokens", 0) for split in splits)
+        places = CONTEXT * sum(split["rows"] for split in splits)
+        return {"tokens": sum(split["tokens"] for split in splits), "padding": padding / places}
 
-    given = {
-        "inputs": [folder / "corpus.jsonl"],
-        "output": output,
-        "tokenizer": str(folder / "tokenizer"),
-    }
+    given = {"inputs": [folder / "corpus.jsonl"], "tokenizer": str(folder / "tokenizer")}
     given |= {"context_length": CONTEXT, "packing": packing, "num_workers": cores}
-    return functools.partial(prepare.prepare, **given), report
+    return functools.partial(prepare.prepare, output=output, **given), report
 
 
 def mapped(folder: Path, output: Path, cores: int) -> Contender:
@@ -180,13 +155,10 @@ def mapped(folder: Path, output: Path, cores: int) -> Contender:
 
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    given = {
-        "truncation": True,
-        "max_length": CONTEXT,
-        "padding": "max_length",
-        "return_overflowing_tokens": True,
-    }
+    given = {"truncation": True, "max_length": CONTEXT, "padding": "max_length"}
+    given["return_overflowing_tokens"] = True
     file, cache = str(folder / "corpus.jsonl"), str(output / "cache")
+    processes = cores if cores > 1 else None
 
     def rows(batch: dict) -> dict:
         made = tokenizer([text + tokenizer.eos_token for text in batch["text"]], **given)
@@ -194,9 +166,7 @@ def mapped(folder: Path, output: Path, cores: int) -> Contender:
 
     def build() -> Any:
         loaded = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
-        done = loaded.map(
-            rows, batched=True, num_proc=cores if cores > 1 else None, remove_columns=["text"]
-        )
+        done = loaded.map(rows, batched=True, num_proc=processes, remove_columns=["text"])
         done.save_to_disk(output / "saved")
         return done
 
@@ -219,34 +189,24 @@ CONTENDERS: dict[str, Callable[[Path, Path, int], Contender]] = {
 def turn(name: str, folder: Path, cores: int) -> dict[str, Any]:
     """One contender in a process on so many cores: its report, its peak memory and the bytes that
     it leaves."""
-    output, said = folder / "output", folder / "said"
+    output, report_file = folder / "output", folder / "report"
     output.mkdir()
     held: list[int] = []
-    with said.open("w") as file:
-        code = memory.watched(
-            [sys.executable, __file__, "--work", name, str(folder), str(output), str(cores)],
-            SAMPLE_SECONDS,
-            lambda now: held.append(now.pss),
-            env={
-                **os.environ,
-                "RAYON_NUM_THREADS": str(cores),
-                "TOKENIZERS_PARALLELISM": str(cores > 1).lower(),
-            },
-            stdout=file,
-        )
-    left = sum(
-        file.stat().st_size
-        for file in output.rglob("*")
-        if file.is_file() and "tokenizer" not in file.parts
-    )
+    command = [sys.executable, __file__, "--work", name, str(folder), str(output), str(cores)]
+    threads = {"RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": str(cores > 1).lower()}
+    with report_file.open("w") as file:
+        settings = {"env": {**os.environ, **threads}, "stdout": file}
+        code = memory.watched(command, SAMPLE_SECONDS, lambda now: held.append(now.pss), **settings)
+    left = 0
+    for file in output.rglob("*"):
+        if file.is_file() and "tokenizer" not in file.parts:
+            left += file.stat().st_size
     shutil.rmtree(output)
     if code:
         return {"error": f"exit code {code}"}
-    return {
-        **json.loads(said.read_text().splitlines()[-1]),
-        "peak_bytes": max(held),
-        "left_bytes": left,
-    }
+    report = json.loads(report_file.read_text().splitlines()[-1])
+    bytes_a_token = left / report["tokens"] if left else None
+    return {**report, "peak_bytes": max(held), "bytes_a_token": bytes_a_token}
 
 
 def work(name: str, folder: str, output: str, cores: str) -> int:
@@ -254,16 +214,11 @@ def work(name: str, folder: str, output: str, cores: str) -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
     run, report = CONTENDERS[name](Path(folder), Path(output), int(cores))
     # of this process, and of its children that have ended
-    before, began = (
-        sum(os.times()[:4]),
-        time.perf_counter(),
-    )
+    before, began = sum(os.times()[:4]), time.perf_counter()
     result = run()
-    seconds = {
-        "seconds": time.perf_counter() - began,
-        "processor_seconds": sum(os.times()[:4]) - before,
-    }
-    print(json.dumps({**seconds, **report(result)}), flush=True)
+    seconds = time.perf_counter() - began
+    numbers = {"seconds": seconds, "processor_seconds": sum(os.times()[:4]) - before}
+    print(json.dumps({**numbers, **report(result)}), flush=True)
     return 0
 
 

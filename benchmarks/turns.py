@@ -25,51 +25,40 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 from benchmarks import page
-from benchmarks.page import Row, progress
+from benchmarks.page import Row, positive, progress
 
 DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision calls them
 PRELOADED = [
-    "fabric_llm.base.fabric",
-    "transformers.models.llama.modeling_llama",
-    "datasets",
-    "benchmarks.one_step",
+    *("fabric_llm.base.fabric", "transformers.models.llama.modeling_llama"),
+    *("datasets", "benchmarks.one_step"),
 ]
 REST = ("rest", 0)
 FORGET = "the peak so far is forgotten"
+ASK_GPU = (
+    "import torch; gpu = torch.cuda.get_device_properties(0); print(gpu.total_memory, gpu.name)"
+)
 Each = TypeVar("Each")
 
 
 def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
     """The options of benchmarks whose contenders are processes of their own."""
     options = page.parser(document, rounds)
-    options.add_argument("--steps", type=int, default=1, help="steps in a turn")
-    options.add_argument(
-        "--warm_up", type=int, default=2, help="steps of each contender before the first timed one"
-    )
-    options.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="threads of each process on a CPU"
-    )
-    options.add_argument(
-        "--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run"
-    )
-    options.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, help="of parameters (default: on a GPU both)"
-    )
-    options.add_argument(
-        "--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is"
-    )
+    add, cores = options.add_argument, os.cpu_count() or 1
+    add("--steps", type=positive, default=1, help="steps in a turn")
+    add("--warm_up", type=int, default=2, help="steps of each before the first timed one")
+    add("--threads", type=positive, default=cores, help="threads of each process on a CPU")
+    add("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
+    add("--dtypes", nargs="+", choices=DTYPES, help="of parameters (default: on a GPU both)")
+    add("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
     return options
 
 
-def resolve(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argparse.Namespace:
-    """Parse `argv`, and settle what depends on the machine. Sets the environment of the contenders'
-    processes."""
-    given = page.parse(options, argv)
-    if min(given.steps, given.threads) < 1 or given.warm_up < 0:
-        options.error("--steps and --threads must be at least 1.")
-    os.environ.update(
-        OMP_NUM_THREADS=str(given.threads), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
-    )
+def resolve(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command's flags, and settle what depends on the machine. Sets the environment of
+    the contenders' processes."""
+    given = page.parse(options)
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     import torch  # after the environment is set: it makes its threads from it
 
@@ -78,13 +67,8 @@ def resolve(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argp
     given.kind = "cuda" if given.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     given.dtypes = given.dtypes or (list(DTYPES) if given.kind == "cuda" else ["float32"])
     if given.kind == "cuda":  # another process asks: a context takes memory of the GPU
-        ask = [
-            sys.executable,
-            "-c",
-            "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, p.name)",
-        ]
-        answer = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
-        memory, given.device["name"] = answer.strip().split(maxsplit=1)
+        asked = subprocess.run([sys.executable, "-c", ASK_GPU], stdout=subprocess.PIPE, check=True)
+        memory, given.device["name"] = asked.stdout.decode().strip().split(maxsplit=1)
         given.device["memory_bytes"] = int(memory)
     return given
 
@@ -113,13 +97,6 @@ def seconds_in_turns(
     return times
 
 
-def _give_memory_back() -> None:
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def synchronize(kind: str) -> None:
     import torch
 
@@ -131,27 +108,29 @@ class Turns:
     """What a contender hears of the others: when it is its turn."""
 
     def __init__(self, pipe: Connection, kind: str) -> None:
-        self.pipe, self.kind = pipe, kind
-        self.said: dict[str, Any] = {}  # by the contender, goes with each report
-        self.what, self.asked, self.left, self.began, self.peak = "time", 0, 0, 0.0, Peak(kind)
-        self.losses: list[Any] = []
+        self.pipe, self.kind, self.peak = pipe, kind, Peak(kind)
+        self.extra: dict[str, Any] = {}  # what the contender adds to each report
+        self.what, self.steps, self.began = "time", 0, 0.0
+        self.losses: list[Any] = []  # of the steps of this turn
 
     def go_on(self, loss: Any = None) -> bool:
         """Call it before the first step, and after each with its loss. Returns when the next is
         due; False: no more."""
-        if self.left:
+        if self.steps:
             self.losses.append(loss)
-            self.left -= 1
-            if self.left:
+            if len(self.losses) < self.steps:
                 return True
             self.pipe.send(("done", self._report()))
         while (request := self.pipe.recv()) == REST:
-            _give_memory_back()
+            import torch
+
+            gc.collect()
+            torch.cuda.empty_cache()
             self.pipe.send(("done", {}))
         if request is None:
             return False
-        self.what, self.asked = request
-        self.left, self.losses = self.asked, []
+        self.what, self.steps = request
+        self.losses = []
         if self.what == "memory":
             self.peak.begin()
         synchronize(self.kind)
@@ -160,11 +139,11 @@ class Turns:
 
     def _report(self) -> dict[str, Any]:
         synchronize(self.kind)
-        report = {"seconds": (time.perf_counter() - self.began) / self.asked}
+        report = {"seconds": (time.perf_counter() - self.began) / self.steps}
         if self.what == "memory":
             report["peak_bytes"], report["additional_bytes"] = self.peak.end()
         losses = [float(loss) for loss in self.losses if loss is not None]
-        return {**report, "losses": losses, **self.said}
+        return {**report, "losses": losses, **self.extra}
 
 
 def training(turns: Turns, flags: list[str]) -> None:
@@ -217,11 +196,13 @@ class Peak:
             return peak, peak - self.held
         self.profiler.__exit__(None, None, None)
         held = peak = 0
-        for event in sorted(
-            self.profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-        ):
-            held += event.nbytes() if event.name() == "[memory]" else 0
-            peak = held if event.name() == FORGET else max(peak, held)
+        events = self.profiler.profiler.kineto_results.events()
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == FORGET:
+                peak = held
+            elif event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
         return None, peak
 
 
@@ -229,55 +210,44 @@ def work(
     function: Callable[..., None],
     pipe: Connection,
     place: tuple[int, int, Path],
-    kind: str,
-    threads: int,
+    options: argparse.Namespace,
     args: Any,
 ) -> None:
     """One process of a contender. place: (rank, ranks, the file that the ranks meet in)."""
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
     os.dup2(2, 1)  # standard output is the page's
     warnings.filterwarnings("ignore", message=".*`srun` command is available")
     try:
         if place[1] > 1:
-            join(*place, kind)
-        function(Turns(pipe, kind), *args)
+            join(*place, options.kind)
+        function(Turns(pipe, options.kind), *args)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except EOFError:  # the benchmark is gone
         pass
+    except ImportError as error:
+        pipe.send(("failed", f"not installed ({' '.join(str(error).split())[:80]})"))
     except BaseException as error:
-        if not isinstance(error, ImportError):
-            traceback.print_exc()
-        pipe.send(("failed", sentence_of(error)))
+        traceback.print_exc()
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        pipe.send(("failed", message.replace("|", "/")))
 
 
 def join(rank: int, ranks: int, store: Path, kind: str) -> None:
     """Form the process group as torchrun would, but meet in a file."""
     import torch
 
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "GROUP_RANK": 0,
-    }
-    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "benchmark"}
-    os.environ.update({name: str(value) for name, value in {**numbers, **addresses}.items()})
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    numbers |= {"GROUP_RANK": 0, "MASTER_PORT": 0}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "benchmark"}
     if kind == "cuda":
         torch.cuda.set_device(rank)
     file_store = torch.distributed.FileStore(str(store), ranks)
     backend = "nccl" if kind == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=file_store, rank=rank, world_size=ranks)
-
-
-def sentence_of(error: BaseException) -> str:
-    """What a row says of an error."""
-    if isinstance(error, ImportError):
-        return f"not installed ({' '.join(str(error).split())[:80]})"
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160].replace("|", "/")
 
 
 class Contender:
@@ -297,46 +267,41 @@ class Contender:
         ranks, self.processes = row.get("ranks", 1), {}
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            place = (rank, ranks, row.get("store"))
-            given = (function, theirs, place, options.kind, options.threads, args)
+            given = (function, theirs, (rank, ranks, row.get("store")), options, args)
             self.processes[ours] = context.Process(target=work, args=given, daemon=True)
             self.processes[ours].start()
             theirs.close()  # so that a process that dies closes the pipe
 
-    def ask(
-        self, what: str, steps: int, within_seconds: Optional[float] = None
-    ) -> Optional[dict[str, Any]]:
+    def ask(self, what: str, steps: int, within_seconds: float = 10**6) -> Optional[Row]:
         """The report on `steps` steps, of all ranks the largest numbers; None, and the row has an
         error, without one."""
         if self.row["error"]:
             return None
-        deadline = None if within_seconds is None else time.monotonic() + within_seconds
+        deadline = time.monotonic() + within_seconds
         self._send((what, steps))
         left, reports = list(self.processes), []
         while left:
-            ready = wait(left, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            ready = wait(left, max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = (
-                    f"stopped: it didn't answer within the {max(0.0, within_seconds):.0f} s "
-                    "that it had left"
-                )
-                return self._failed(late)
+                limit = max(0.0, within_seconds)
+                message = f"stopped: it didn't answer within the {limit:.0f} s that it had left"
+                return self._failed(message)
             for pipe in ready:
                 try:
                     kind, report = pipe.recv()
                 except EOFError:
-                    self.processes[pipe].join(5)
-                    return self._failed(
-                        f"its process ended with exit code {self.processes[pipe].exitcode}"
-                    )
+                    process = self.processes[pipe]
+                    process.join(5)
+                    return self._failed(f"its process ended with exit code {process.exitcode}")
                 if kind == "failed":
                     return self._failed(report)
                 reports.append(report)
                 left.remove(pipe)
-        return {
-            key: max((r[key] for r in reports if r[key] is not None), default=None)
-            for key in reports[0]
-        }
+        largest = {}
+        for key in reports[0]:
+            numbers = [report[key] for report in reports if report[key] is not None]
+            largest[key] = max(numbers, default=None)
+        return largest
 
     def _send(self, request: Optional[tuple[str, int]]) -> None:
         """A process that has ended has said why, or is found at its end of the pipe."""
@@ -344,8 +309,8 @@ class Contender:
             with suppress(OSError):
                 pipe.send(request)
 
-    def _failed(self, sentence: str) -> None:
-        self.row["error"] = sentence
+    def _failed(self, message: str) -> None:
+        self.row["error"] = message
         self.close()
 
     def close(self) -> None:
@@ -367,21 +332,19 @@ def in_turns(contenders: list[Contender], options: argparse.Namespace) -> list[R
     """
     on_gpu = options.kind == "cuda"
     for contender in contenders:
-        report = contender.ask("time", max(1, options.warm_up))
-        contender.row.update(report and {"losses": report["losses"]} or {})
+        if report := contender.ask("time", max(1, options.warm_up)):
+            contender.row["losses"] = report["losses"]
         if on_gpu:
             contender.ask(*REST)
     for contender in alternate(contenders, options.rounds):
         if on_gpu:
             contender.ask("time", 1)
-        if (report := contender.ask("time", options.steps)) is not None:
+        if report := contender.ask("time", options.steps):
             contender.row["seconds"].append(report["seconds"])
         if on_gpu:
             contender.ask(*REST)
     for contender in contenders:
         report = contender.ask("memory", 1) or {}
-        contender.row.update(
-            {key: value for key, value in report.items() if key not in ("seconds", "losses")}
-        )
+        contender.row |= {key: report[key] for key in report if key not in ("seconds", "losses")}
         contender.close()
     return [contender.row for contender in contenders]

@@ -36,10 +36,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import on_disk, uninterrupted
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, printable
 from fabric_llm.base.names import command, shown
-from fabric_llm.base.program import cores, on_disk, uninterrupted
+from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, plan

@@ -21,9 +21,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import on_disk, uninterrupted
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import nearest, reach_hub
-from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
 from fabric_llm.prepare.tokenizer import packing_tokenizer

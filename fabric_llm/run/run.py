@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -43,7 +42,6 @@ SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0
 kept_alive: list[Any] = []
 
 
-@dataclass
 class Run:
     """The objects of a run on this rank, in the order in which build.py makes them.
 
@@ -51,30 +49,35 @@ class Run:
     not hold two.
     """
 
-    fabric: Fabric
-    flags: Flags
-    plan: Plan
-    watch: Watch
-    # Where the run is, and which steps it will make from there. A rewind changes both.
-    progress: Progress
-    schedule: Schedule
-    closing: ExitStack = field(default_factory=ExitStack)  # a run that fails doesn't close it
-    model: nn.Module = field(init=False)  # wrapped
-    optimizer: torch.optim.Optimizer = field(init=False)
-    # the unwrapped model on the meta device, without memory
-    skeleton: PreTrainedModel = field(init=False)
-    guard: Guard = field(init=False)
-    forgetting: Forgetting = field(init=False)
-    batches: Prefetch = field(init=False)
-    log: Log = field(init=False)
-    samples: Optional[Samples] = None  # with --sample_prompts
-    background: Optional[Background] = (
-        None  # with --async_save: writes checkpoints while training goes on
-    )
+    model: nn.Module  # wrapped
+    optimizer: torch.optim.Optimizer
+    skeleton: PreTrainedModel  # the unwrapped model on the meta device, without memory
+    guard: Guard
+    forgetting: Forgetting
+    batches: Prefetch
+    log: Log
+    requests: StopSignal
+    evaluation: Evaluation
+    background: Optional[Background] = None  # with --async_save: writes while training goes on
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
-    requests: StopSignal = field(init=False)
-    evaluation: Evaluation = field(init=False)
-    losses: Optional[Mapping[str, float]] = None  # of the validation sets here, nats; None: unknown
+    samples: Optional[Samples] = None  # with --sample_prompts
+    # of the validation sets where the run is, nats; None: they aren't evaluated there
+    losses: Optional[Mapping[str, float]] = None
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        flags: Flags,
+        plan: Plan,
+        watch: Watch,
+        progress: Progress,
+        schedule: Schedule,
+    ) -> None:
+        """progress: where the run is. schedule: the steps that it makes from there. A rewind
+        changes both."""
+        self.fabric, self.flags, self.plan, self.watch = fabric, flags, plan, watch
+        self.progress, self.schedule = progress, schedule
+        self.closing = ExitStack()  # a run that fails doesn't close it
 
     @property
     def is_over(self) -> bool:
