@@ -97,10 +97,10 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
                 )
-            inputs, gradients = (
-                probe_of(plan, plan.data.document_end if chosen.keeps_documents_apart else None),
-                None,
-            )
+            document_end, gradients = None, None
+            if chosen.keeps_documents_apart:
+                document_end = plan.data.document_end
+            inputs = probe_of(plan, document_end)
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
                 with gate.attention(model, plain):
