@@ -39,7 +39,10 @@ def main(argv: Optional[list[str]] = None) -> int:
             if own.sweep is not None:
                 raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
             if (plan := page.plan_of(own, flags)) is not None:
-                now = {"max_step": plan.schedule.max_step, "context_length": max(plan.contexts)}
+                now = {
+                    "max_step": plan.schedule.max_step,
+                    "context_length": max(plan.data.contexts),
+                }
                 flags = changes.changed(flags, now)
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)

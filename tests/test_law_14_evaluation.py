@@ -21,7 +21,7 @@ from fabric_llm.data.columns import IGNORED, Rows
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.probes import copy_probe
 from fabric_llm.data.tasks import Tasks
-from fabric_llm.plan.plan import DataPlan, Plan
+from fabric_llm.plan.plan import DataPlan
 from fabric_llm.run.build import evaluated_sets
 
 SPLITS = 30
@@ -34,12 +34,11 @@ def seen(split, eval_batch_size, eval_iters, world_size):
         TokenDataset(Path("data"), rows, rows, 4, 1, {}) for rows in (numbered(1), split)
     )
     data = DataPlan({"text": text}, {"set": of_set}, eval_batch_size * eval_iters, {}, [], None, False)
-    plan = Plan(None, SimpleNamespace(tokenizer=None), data, None, Path("run"), None)
     sizes = SimpleNamespace(eval_batch_size=eval_batch_size, eval_iters=eval_iters)
     flags = SimpleNamespace(training=SimpleNamespace(seed=1), evaluation=sizes)
     rows, passes = [], set()
     for rank in range(world_size):
-        batches = evaluated_sets(plan, flags, rank=rank, world_size=world_size)["set"]
+        batches = evaluated_sets(data, None, flags, rank=rank, world_size=world_size)["set"]
         passes.add(batches.micro_batches)
         for batch in batches.stream(0):
             assert len(batch["labels"]) == eval_batch_size
@@ -282,12 +281,12 @@ def test_a_split_that_is_read_whole_is_said_to_be(toys, tmp_path):
 
 def as_an_older_version():
     """Measure as versions did that read the first rows."""
-    measured_on = Plan.measured_on
+    measured_on = DataPlan.measured_on
 
-    def then(plan):
-        return {name: found[:2] for name, found in measured_on(plan).items()}
+    def then(data):
+        return {name: found[:2] for name, found in measured_on(data).items()}
 
-    Plan.measured_on = then
+    DataPlan.measured_on = then
 
 
 @pytest.mark.longer

@@ -61,7 +61,7 @@ def measure(flags, profiles):
         peak = min(peaks[1:])  # a thread of gloo may let go of a message a moment later than usual
     run.batches.close()
     plan, training = run.plan, run.flags.training
-    sizes = plan.schedule.micro_batch_size, plan.schedule.micro_batches, max(plan.contexts)
+    sizes = plan.schedule.micro_batch_size, plan.schedule.micro_batches, max(plan.data.contexts)
     average = training.ema_device if training.ema_decay is not None else None
     return peak, memory.Work(plan.placement, replace(plan.model, tokenizer=None), *sizes, average)
 

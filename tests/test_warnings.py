@@ -43,11 +43,11 @@ def warned(flags, **facts):
         start=Has(step=known.start_step),
         data=Has(
             dataset=Has(context_length=known.context_length),
+            shifted_labels=lambda: known.shifted,
             opened=[Has(folder="d", unread=known.unread)],
             budgets={},
         ),
         model=Has(source="m", config=Has(get_text_config=lambda: config)),
-        shifted_labels=lambda: known.shifted,
     )
     module = "fabric_llm.plan.warnings"
     with (

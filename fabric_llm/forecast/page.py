@@ -128,7 +128,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     run = reading.Run(plan.run_directory.name, plan.run_directory)
     reading.fill(run, lines)
     lr, start = run.number("lr").values, plan.start
-    contexts = " or ".join(f"{context:,}" for context in plan.contexts)
+    contexts = " or ".join(f"{context:,}" for context in plan.data.contexts)
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source

@@ -476,6 +476,6 @@ def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, sourc
     if of_config and is_rank_zero():
         ids = ", ".join(map(str, of_config))
         print(
-            f"Warning: {sentence}, but in the configuration of {source!r} {ids} ends a text: what is "
-            "generated won't stop there."
+            f"Warning: {sentence}, but in the configuration of {source!r} {ids} ends a text: what "
+            "is generated won't stop there."
         )

@@ -68,7 +68,8 @@ class DataPlan:
     @cached_property
     def dataset(self) -> TokenDataset:
         """The training splits of all sources, and the validation split of the first."""
-        return concatenate(list(self.sources.values()))
+        first, *others = self.sources.values()
+        return concatenate([first, *others]) if others else first
 
     @property
     def opened(self) -> list[TokenDataset]:
@@ -93,6 +94,92 @@ class DataPlan:
     def keeps_documents_apart(self) -> bool:
         """Whether the model must keep documents apart in any of the data."""
         return {self.document_end, *self.ends_of_eval_data().values()} != {None}
+
+    @property
+    def contexts(self) -> list[int]:
+        """The lengths of the run's sequences, in tokens."""
+        return sorted({dataset.context_length for dataset in self.sources.values()})
+
+    def row_lengths(self) -> list[int]:
+        """The lengths of all rows that are trained on or evaluated, in tokens."""
+        return sorted({dataset.context_length for dataset in self.opened})
+
+    def shifted_labels(self) -> list[str]:
+        """The folders of datasets whose labels stand one place before their tokens."""
+        return [
+            repr(str(one.folder))
+            for one in self.opened
+            if shifts_labels(one.train) or shifts_labels(one.validation)
+        ]
+
+    def validation_splits(self) -> dict[str, Any]:
+        """What is evaluated, by name."""
+        datasets = {**self.sources, **self.eval_data}
+        return {name: dataset.validation for name, dataset in datasets.items()}
+
+    def in_bytes(self) -> frozenset[str]:
+        """The sets with a loss in bits per byte: their tokens stand for all of their text."""
+        datasets = {**self.sources, **self.eval_data}
+        return frozenset(
+            name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest)
+        )
+
+    def probe_rows(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
+        """{probe: its rows} of the probes that are evaluated. left_out: ids of special tokens,
+        which aren't drawn."""
+        if not self.probes:
+            return {}
+        # A feature that is off isn't imported.
+        from fabric_llm.data.probes import Questions, copy_probe
+
+        split = self.validation_splits()[self._copied()]
+        ids = [number for number in left_out if number is not None]
+        made = {COPY: copy_probe, RETRIEVAL: Questions}
+        return {name: made[name](split, self._longest(), ids, seed) for name in self.probes}
+
+    def _texts(self) -> dict[str, Any]:
+        """Those of the validation splits that are text and not questions, by name."""
+        splits = self.validation_splits().items()
+        return {name: split for name, split in splits if not hasattr(split, "answered")}
+
+    def _longest(self) -> int:
+        """Tokens of the longest row of text that is evaluated."""
+        return max(len(split[0]["input_ids"]) for split in self._texts().values())
+
+    def _copied(self) -> str:
+        """The set from which probes take their tokens: the first one that has a budget, or else the
+        first one."""
+        names = list(self._texts())
+        return next((name for name in self.budgets if name in names), names[0])
+
+    def measured_on(self) -> dict[str, list[Any]]:
+        """{set: what its loss is of}. Losses before and after a resume can be compared only where
+        this is the same.
+
+        It is the fingerprint of the set and its evaluated rows; of how many rows, if some aren't
+        evaluated; and the token that ends its documents, if that is its own. Older versions, which
+        read the first rows and didn't keep such documents apart, wrote something else.
+        """
+        facts: dict[str, list[Any]] = {}
+        splits, ends = self.validation_splits(), self.ends_of_eval_data()
+        for name, split in splits.items():
+            evaluated = len(sample(split, self.evaluated_rows))
+            facts[name] = [fingerprint(split), evaluated]
+            if evaluated < len(split):
+                facts[name].append(len(split))
+            if ends.get(name) not in (None, self.document_end):
+                facts[name].append(f"documents end with {ends[name]}")
+        copied = splits[self._copied()]
+        facts[COPY] = facts[self._copied()][:2]
+        if len(drawn_from(copied)) < len(copied):
+            facts[COPY].append(f"tokens from all over {len(copied)} rows")
+        if RETRIEVAL in self.probes:
+            facts[RETRIEVAL] = [*facts[COPY], self._longest()]
+        return facts
+
+    def probe_input(self) -> Tensor:
+        """The first tokens of the validation split, int64 [1, up to PROBE_TOKENS]."""
+        return torch.tensor(self.dataset.validation[0]["input_ids"]).long()[None, :PROBE_TOKENS]
 
 
 @dataclass(frozen=True)
@@ -158,23 +245,6 @@ class Plan:
             self.placement.strategy, self.model.sums_in_float32
         )
 
-    @property
-    def contexts(self) -> list[int]:
-        """The lengths of the run's sequences, in tokens."""
-        return sorted({dataset.context_length for dataset in self.data.sources.values()})
-
-    def row_lengths(self) -> list[int]:
-        """The lengths of all rows that are trained on or evaluated, in tokens."""
-        return sorted({dataset.context_length for dataset in self.data.opened})
-
-    def shifted_labels(self) -> list[str]:
-        """The folders of datasets whose labels stand one place before their tokens."""
-        return [
-            repr(str(one.folder))
-            for one in self.data.opened
-            if shifts_labels(one.train) or shifts_labels(one.validation)
-        ]
-
     def of_each_source(self, fact: Callable[[TokenDataset], Any]) -> Any:
         """{source: `fact` of it} with --data_mix, without it `fact` of the dataset."""
         facts = {name: fact(dataset) for name, dataset in self.data.sources.items()}
@@ -183,90 +253,20 @@ class Plan:
         [of_dataset] = facts.values()
         return of_dataset
 
-    def validation_splits(self) -> dict[str, Any]:
-        """What is evaluated, by name."""
-        datasets = {**self.data.sources, **self.data.eval_data}
-        return {name: dataset.validation for name, dataset in datasets.items()}
-
-    def in_bytes(self) -> frozenset[str]:
-        """The sets with a loss in bits per byte: their tokens stand for all of their text."""
-        datasets = {**self.data.sources, **self.data.eval_data}
-        return frozenset(
-            name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest)
-        )
-
-    def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
-        """{probe: its rows} of the probes that are evaluated. left_out: ids of special tokens,
-        which aren't drawn."""
-        if not self.data.probes:
-            return {}
-        # A feature that is off isn't imported.
-        from fabric_llm.data.probes import Questions, copy_probe
-
-        split = self.validation_splits()[self._copied()]
-        ids = [number for number in left_out if number is not None]
-        made = {COPY: copy_probe, RETRIEVAL: Questions}
-        return {name: made[name](split, self._longest(), ids, seed) for name in self.data.probes}
-
-    def _texts(self) -> dict[str, Any]:
-        """Those of the validation splits that are text and not questions, by name."""
-        splits = self.validation_splits().items()
-        return {name: split for name, split in splits if not hasattr(split, "answered")}
-
-    def _longest(self) -> int:
-        """Tokens of the longest row of text that is evaluated."""
-        return max(len(split[0]["input_ids"]) for split in self._texts().values())
-
-    def _copied(self) -> str:
-        """The set from which probes take their tokens: the first one that has a budget, or else the
-        first one."""
-        names = list(self._texts())
-        return next((name for name in self.data.budgets if name in names), names[0])
-
-    def measured_on(self) -> dict[str, list[Any]]:
-        """{set: what its loss is of}. Losses before and after a resume can be compared only where
-        this is the same.
-
-        It is the fingerprint of the set and its evaluated rows; of how many rows, if some aren't
-        evaluated; and the token that ends its documents, if that is its own. Older versions, which
-        read the first rows and didn't keep such documents apart, wrote something else.
-        """
-        facts: dict[str, list[Any]] = {}
-        splits, ends = self.validation_splits(), self.data.ends_of_eval_data()
-        for name, split in splits.items():
-            evaluated = len(sample(split, self.data.evaluated_rows))
-            facts[name] = [fingerprint(split), evaluated]
-            if evaluated < len(split):
-                facts[name].append(len(split))
-            if ends.get(name) not in (None, self.data.document_end):
-                facts[name].append(f"documents end with {ends[name]}")
-        copied = splits[self._copied()]
-        facts[COPY] = facts[self._copied()][:2]
-        if len(drawn_from(copied)) < len(copied):
-            facts[COPY].append(f"tokens from all over {len(copied)} rows")
-        if RETRIEVAL in self.data.probes:
-            facts[RETRIEVAL] = [*facts[COPY], self._longest()]
-        return facts
-
     def changed_eval_sets(self) -> frozenset[str]:
         """The sets whose losses before step 1 were of other rows, and can't be compared."""
         then = self.resumed["measured_on"] if self.is_base_known else {}
         return frozenset(
-            name for name, rows in self.measured_on().items() if then.get(name, rows) != rows
+            name for name, rows in self.data.measured_on().items() if then.get(name, rows) != rows
         )
 
     def resolved(self) -> dict[str, Any]:
         """Values in arguments.yaml in place of the given ones. With them, other devices make the
         same steps."""
+        contexts = self.data.contexts
         return {
-            "context_length": self.contexts[0] if len(self.contexts) == 1 else None,
+            "context_length": contexts[0] if len(contexts) == 1 else None,
             "global_batch_size": self.schedule.global_batch_size,
             "micro_batch_size": self.schedule.micro_batch_size,
             "gradient_accumulation_steps": None,
         }
-
-    def probe_input(self) -> Tensor:
-        """The first tokens of the validation split, int64 [1, up to PROBE_TOKENS]."""
-        return torch.tensor(self.data.dataset.validation[0]["input_ids"]).long()[
-            None, :PROBE_TOKENS
-        ]

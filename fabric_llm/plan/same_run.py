@@ -76,8 +76,10 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
         "fixed": {**of_data, "row_order": order, **fixed},
         "schedule": of_run,
         **of_mixture,
-        "measured_on": plan.resumed["measured_on"] if plan.is_base_known else plan.measured_on(),
-        "evaluated_on": plan.measured_on(),
+        "measured_on": plan.resumed["measured_on"]
+        if plan.is_base_known
+        else plan.data.measured_on(),
+        "evaluated_on": plan.data.measured_on(),
         "end_step": schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "code": register.LOADED.get("code"),
@@ -143,7 +145,7 @@ def _require_known_base(plan: Plan) -> None:
     that are evaluated now."""
     if not plan.is_base_known:  # it will be measured
         return
-    base, measured_on = plan.resumed["guard"]["before"], plan.measured_on()
+    base, measured_on = plan.resumed["guard"]["before"], plan.data.measured_on()
     for name in plan.data.budgets:
         before = plan.resumed["measured_on"].get(name, measured_on[name])
         if name in base and before == measured_on[name]:

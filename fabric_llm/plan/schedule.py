@@ -65,7 +65,7 @@ class Schedule:
         return 2 * read_before(stages, position)[source] // self.mixture.rows[source]
 
     def shares_at(self, position: int) -> dict[str, float]:
-        """{validation set: its weight in the common loss} after the step that ends at `position`."""
+        """{validation set: its weight in the common loss} after the step to `position`."""
         return self.mixture.shares_at(max(position - 1, 0))
 
     def epochs(self) -> dict[str, float]:

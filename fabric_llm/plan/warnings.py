@@ -44,7 +44,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"rows hold {context_length} tokens, but the model was made for {made_for} "
             "positions, and has seen none beyond."
         )
-    if shifted := plan.shifted_labels():
+    if shifted := plan.data.shifted_labels():
         yield (
             f"the labels of {', '.join(shifted)} are already shifted, each the token after its own "
             "place. A model shifts them itself, so it learns the token after next: write labels "

@@ -35,7 +35,7 @@ from fabric_llm.model import (
 )
 from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.checks import profiled_steps
-from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run import reference, save
@@ -259,7 +259,8 @@ def make_evaluation(run: Run) -> Evaluation:
         run.watch,
         run.plan.model.tokenizer,
     )
-    batches = evaluated_sets(plan, flags, **plan.placement.rows_of(fabric.global_rank))
+    place = plan.placement.rows_of(fabric.global_rank)
+    batches = evaluated_sets(plan.data, tokenizer, flags, **place)
     token_bytes = None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
         size = (
@@ -272,20 +273,19 @@ def make_evaluation(run: Run) -> Evaluation:
         watch.mark(watch.step, "evaluating")
 
     return Evaluation(
-        fabric, batches, run.requests.is_to_stop, working, token_bytes, plan.in_bytes()
+        fabric, batches, run.requests.is_to_stop, working, token_bytes, plan.data.in_bytes()
     )
 
 
-def evaluated_sets(plan: Plan, flags: Flags, **place: int) -> dict[str, Batches]:
-    """{validation set, or probe: its batches}. Of the plan, the data and the tokenizer are read."""
-    special = [] if plan.model.tokenizer is None else plan.model.tokenizer.all_special_ids
-    sets = plan.validation_splits() | plan.probes(
-        [plan.data.document_end, *special], flags.training.seed
-    )
-    size, ends = (
-        flags.evaluation.eval_batch_size,
-        dict.fromkeys(sets, plan.data.document_end) | plan.data.ends_of_eval_data(),
-    )
+def evaluated_sets(
+    data: DataPlan, tokenizer: Optional[Any], flags: Flags, **place: int
+) -> dict[str, Batches]:
+    """{validation set, or probe: its batches}. place: see Placement.rows_of."""
+    special = [] if tokenizer is None else tokenizer.all_special_ids
+    sets = data.validation_splits()
+    sets |= data.probe_rows([data.document_end, *special], flags.training.seed)
+    ends = dict.fromkeys(sets, data.document_end) | data.ends_of_eval_data()
+    size = flags.evaluation.eval_batch_size
     most = size * flags.evaluation.eval_iters
     return {
         name: evaluation_batches(split, sample(split, most), size, ends[name], **place)
@@ -381,7 +381,7 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     print(
         f"{', '.join([model, plan.model.precision, *paths, start])}; {place.strategy} on "
         f"{place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
-        f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} "
+        f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.data.contexts))} "
         f"tokens a step, {plan.schedule.max_step} steps; {plan.run_directory}"
     )
     if plan.model.rope:

@@ -97,10 +97,10 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
                 )
-            inputs, gradients = (
-                probe_of(plan, plan.data.document_end if chosen.keeps_documents_apart else None),
-                None,
-            )
+            document_end, gradients = None, None
+            if chosen.keeps_documents_apart:
+                document_end = plan.data.document_end
+            inputs = probe_of(plan, document_end)
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
                 with gate.attention(model, plain):
@@ -151,7 +151,11 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they
     ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
-    loss, sharing, lengths = plan.model.loss, plan.placement.context_parallel, plan.row_lengths()
+    loss, sharing, lengths = (
+        plan.model.loss,
+        plan.placement.context_parallel,
+        plan.data.row_lengths(),
+    )
     masks = plan.data.keeps_documents_apart()
     of_documents = gate.beyond_the_row(reference, lengths, documents=True) if masks else None
     if (depends := gate.beyond_the_row(reference, lengths)) is not None:
@@ -297,7 +301,7 @@ def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
     """The first tokens of the validation split, as two packed documents where those are kept
     apart."""
     length = gate.PROBE_TOKENS - gate.PROBE_TOKENS % plan.placement.context_parallel
-    ids = plan.probe_input()[:, :length]
+    ids = plan.data.probe_input()[:, :length]
     inputs = {"input_ids": ids, "labels": ids}
     if document_end is not None:
         places, second = torch.arange(ids.shape[1]), ids.shape[1] // 3

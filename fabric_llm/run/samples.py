@@ -50,7 +50,7 @@ class Samples:
                 "data."
             )
         self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
-        longest = min(MAX_TOKENS, *plan.contexts)
+        longest = min(MAX_TOKENS, *plan.data.contexts)
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
             tokens = prompt_tokens(self.tokenizer, text)
             if not 0 < len(tokens) <= longest - self.count:

@@ -89,7 +89,7 @@ def save(run: Run, *, stops: bool) -> None:
             progress=run.progress,
             facts=facts(run),
             origin=origin(plan) if run.fabric.global_rank == 0 else {},
-            probe=writing.record_probe(run.model, plan.probe_input(), run.fabric.device),
+            probe=writing.record_probe(run.model, plan.data.probe_input(), run.fabric.device),
             state_dict_type=run.flags.fsdp.state_dict_type,
             copy=run.background is not None and not (run.is_over or stops),
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source, is_finite
 from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_sources
-from fabric_llm.plan.plan import DataPlan, Plan
+from fabric_llm.plan.plan import DataPlan
 from fabric_llm.run.build import evaluated_sets
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.weights.export import (
@@ -265,11 +265,18 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     return parts[best]
 
 
+class InRun(NamedTuple):
+    """A run, as whose checkpoints other models are evaluated."""
+
+    run_directory: Path
+    data: DataPlan
+
+
 def as_in_run(
     parts: Sequence[Part], budgets: Mapping[str, float] = {}
-) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
-    """(of the plan of the newest checkpoint's run what evaluations need, its flags, its sets).
-    Raises ValueError, OSError.
+) -> tuple[InRun, dict[str, Any], dict[str, Batches]]:
+    """(the run of the newest checkpoint, its flags, the sets that it evaluates). Raises ValueError,
+    OSError.
 
     budgets: {set: nats}; probes that have one are sets as well.
     """
@@ -296,9 +303,7 @@ def as_in_run(
         document_end=first.document_end if masks else None,
         document_masking=masks,
     )
-    model: Any = SimpleNamespace(tokenizer=newest.tokenizer)
-    plan = Plan(None, model, data, None, run, None)
-    return plan, flat, evaluated_sets(plan, flags)
+    return InRun(run, data), flat, evaluated_sets(data, newest.tokenizer, flags)
 
 
 def computing_as(precision: str) -> tuple[Fabric, str]:

@@ -167,7 +167,7 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
         and all(here[name] in (loss, None) for name, loss in said[step].items())
     ):
         return lines
-    # see Plan.measured_on
+    # see DataPlan.measured_on
     rows = {
         0: progress.get("measured_on", {}),
         step: progress.get("evaluated_on", {}),
@@ -183,7 +183,7 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def part_read(measured: Sequence[Any]) -> dict[str, int]:
-    """How many rows of how many a loss is of, as metrics.jsonl says it, by what Plan.measured_on
+    """How many rows of how many a loss is of, as metrics.jsonl says it, by what DataPlan.measured_on
     says of its set; {} of all."""
     match measured:
         case [_, int(rows), int(of_rows), *_] if rows < of_rows:

@@ -129,7 +129,7 @@ def choose(
             f"Points of a line are evaluated as the run was: {one_line(error)}"
         ) from error
     for name in budgets:
-        require_set("--forgetting_budget", name, [*plan.validation_splits(), *PROBES])
+        require_set("--forgetting_budget", name, [*plan.data.validation_splits(), *PROBES])
     computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
     print(
         f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on "
