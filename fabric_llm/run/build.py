@@ -56,7 +56,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     How a part is closed is registered when it is made. A run without a fault closes its parts in
     the opposite order.
     """
-    # With the losses that rank 0 has found in the log: another machine may not see its end yet.
+    # With the losses that rank 0 reads in the log: another machine may not see its end yet.
     plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
     run = Run(fabric, flags, plan, watch, plan.start)
     run.closing.callback(say_what_comes_next, run)
@@ -227,33 +227,30 @@ def restore(run: Run, document: Any) -> None:
 def make_batches(run: Run) -> Prefetch:
     """What gives this rank its micro-batches."""
     fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
-    sizes, how = (
-        (schedule.micro_batch_size, schedule.micro_batches),
-        run.plan.placement.rows_of(fabric.global_rank),
+    batches = Batches(
+        data.dataset.train,
+        run.flags.training.seed,
+        schedule.micro_batch_size,
+        schedule.micro_batches,
+        **run.plan.placement.rows_of(fabric.global_rank),
+        end=schedule.end,
+        mixture=data.mixture,
+        document_end=data.document_end,
     )
-    how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
-    batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, run.flags.data.num_workers, copies)
 
 
 def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
-    fabric, flags, plan, watch, tokenizer = (
-        run.fabric,
-        run.flags,
-        run.plan,
-        run.watch,
-        run.plan.model.tokenizer,
-    )
+    fabric, flags, plan, watch = run.fabric, run.flags, run.plan, run.watch
     batches = evaluated_sets(plan, flags, **plan.placement.rows_of(fabric.global_rank))
-    token_bytes = None
+    tokenizer, token_bytes = plan.model.tokenizer, None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
-        size = (
-            max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()])
-            + 1
-        )
-        token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, size))
+        # A model may have more tokens than its tokenizer, or fewer.
+        of_model = plan.model.config.get_text_config().vocab_size
+        largest = max([of_model, *tokenizer.get_vocab().values()])
+        token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, largest + 1))
 
     def working() -> None:
         watch.mark(watch.step, "evaluating")
@@ -298,10 +295,8 @@ def open_log(run: Run) -> Log:
     """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and
     what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
-    log, folder = (
-        Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches),
-        plan.run_directory,
-    )
+    log = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches)
+    folder = plan.run_directory
     if plan.model.precision == "bf16-true":
         log.few_updates.kept = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
@@ -324,13 +319,9 @@ def open_log(run: Run) -> Log:
         "model": type(skeleton).__name__,
         "parameters": parameters,
         "max_step": plan.schedule.max_step,
-    }
-    facts |= {
         "from": str(plan.resume_from or plan.model.source),
         "random": is_random,
         "torch": torch.__version__,
-    }
-    facts |= {
         "strategy": place.strategy,
         "devices": place.world_size,
         "kind": place.kind,
@@ -389,8 +380,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
             "FOLDER reads some of what it knows "
             "along, and --eval_data measures it (docs/forgetting.md)."
         )
-    if said := language_model.router_warning(skeleton):
-        print(said)
+    if warning := language_model.router_warning(skeleton):
+        print(warning)
     if plan.model.router_aux_loss_coef:
         print(
             f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, "
