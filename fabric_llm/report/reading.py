@@ -170,6 +170,7 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         shares = record.get("shares")
         if isinstance(shares, dict) and (not run.shares or run.shares[-1][1] != shares):
             run.shares.append((record["step"], shares))
+    # A number that is never there, such as the loss of a set without targets, has no curve.
     numbers: dict[str, dict[str, Series]] = defaultdict(dict, run.numbers)
     for (name, of_what), column in columns.items():
         series = Series(*map(np.array, column))
