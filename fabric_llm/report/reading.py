@@ -170,6 +170,7 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         shares = record.get("shares")
         if isinstance(shares, dict) and (not run.shares or run.shares[-1][1] != shares):
             run.shares.append((record["step"], shares))
+    # A number that is never there, such as the loss of a set without targets, has no curve.
     numbers: dict[str, dict[str, Series]] = defaultdict(dict, run.numbers)
     for (name, of_what), column in columns.items():
         series = Series(*map(np.array, column))
@@ -342,9 +343,9 @@ def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
     return Event(record["step"], kind, "; ".join(filter(None, words)), time, position)
 
 
-def _shares(said: dict[str, Any]) -> str:
-    """The shares of the sources from there on, in words, "" where none are said."""
-    known = said.get("shares") or {}
+def _shares(record: dict[str, Any]) -> str:
+    """The shares of the sources from there on, in words, "" where the record has none."""
+    known = record.get("shares") or {}
     words = (f"{name} {100 * share:.3g} %" for name, share in known.items() if type(share) is float)
     return f"from here on {', '.join(words)}" if known else ""
 

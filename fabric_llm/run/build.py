@@ -252,22 +252,15 @@ def make_batches(run: Run) -> Prefetch:
 
 def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
-    fabric, flags, plan, watch, tokenizer = (
-        run.fabric,
-        run.flags,
-        run.plan,
-        run.watch,
-        run.plan.model.tokenizer,
-    )
+    fabric, flags, plan, watch = run.fabric, run.flags, run.plan, run.watch
+    tokenizer, token_bytes = plan.model.tokenizer, None
     place = plan.placement.rows_of(fabric.global_rank)
     batches = evaluated_sets(plan.data, tokenizer, flags, **place)
-    token_bytes = None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
-        size = (
-            max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()])
-            + 1
-        )
-        token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, size))
+        # A model may have more tokens than its tokenizer, or fewer.
+        of_model = plan.model.config.get_text_config().vocab_size
+        largest = max([of_model, *tokenizer.get_vocab().values()])
+        token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, largest + 1))
 
     def working() -> None:
         watch.mark(watch.step, "evaluating")
@@ -311,10 +304,8 @@ def open_log(run: Run) -> Log:
     """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and
     what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
-    log, folder = (
-        Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches),
-        plan.run_directory,
-    )
+    log = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches)
+    folder = plan.run_directory
     if plan.model.precision == "bf16-true":
         log.few_updates.kept = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
@@ -337,13 +328,9 @@ def open_log(run: Run) -> Log:
         "model": type(skeleton).__name__,
         "parameters": parameters,
         "max_step": plan.schedule.max_step,
-    }
-    facts |= {
         "from": str(plan.resume_from or plan.model.source),
         "random": is_random,
         "torch": torch.__version__,
-    }
-    facts |= {
         "strategy": place.strategy,
         "devices": place.world_size,
         "kind": place.kind,
@@ -402,8 +389,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
             "FOLDER reads some of what it knows "
             "along, and --eval_data measures it (docs/forgetting.md)."
         )
-    if said := language_model.router_warning(skeleton):
-        print(said)
+    if warning := language_model.router_warning(skeleton):
+        print(warning)
     if plan.model.router_aux_loss_coef:
         print(
             f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, "

@@ -24,6 +24,7 @@ def of_step(record: dict[str, Any], world_size: int, seconds_left: float) -> str
             words.append(f"{name.replace('_', ' ')} {record[name]:.4f}")
     if "updated_fraction" in record:
         words.append(f"{record['updated_fraction']:.1%} of weights changed")
+    # Of several devices also the speed of one, which other runs can be compared with.
     speed, details = f"{record['tokens_per_second']:,.0f} tokens/s", []
     if world_size > 1:
         details.append(f"{record['tokens_per_second_per_device']:,.0f} a device")

@@ -53,6 +53,8 @@ class Log:
     def advance(self, progress: Progress) -> None:
         """The step to `progress` is done."""
         failpoint("between_steps")
+        # The speed counts what this process reads, so it isn't derived from progress: a rewind takes
+        # tokens back, and a resumed run begins with those of the runs before.
         self.speed.tokens += progress.tokens - self.progress.tokens
         self.speed.steps += 1
         self.progress = progress
@@ -100,6 +102,7 @@ class Log:
         if read := self.schedule.mixture.read_before(self.progress.position):
             record["sources"] = read
         self._write(record)
+        # What is printed follows from the same numbers.
         left = self.speed.seconds_left(self.schedule.max_step - self.progress.step)
         self.say(lines.of_step(record, self.plan.placement.world_size, left))
         warning = None if update is None else self.few_updates.warning(update[0])
@@ -110,6 +113,7 @@ class Log:
         """Write and print the result of an evaluation after the last step. The losses of sources
         are averaged by their shares."""
         self.eval_loss, rises = self.overall(result.losses), forgetting.rises(result.losses)
+        # Rises are logged of all sets whose loss before step 1 is known, budgets where there are any.
         sets = {name: dict(numbers) for name, numbers in result.sets.items()}
         for name, rise in rises.items():
             sets[name]["forgotten"] = rise

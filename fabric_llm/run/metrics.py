@@ -151,10 +151,10 @@ class Trackers:
         self.warned: set[str] = set()
         known = TRACKERS | register.TRACKERS
         for name in named(names):
-            opened = self._try(
-                f"--logger {name}", partial(known[name], folder, config, entity, project)
-            )
-            self.opened |= {} if opened is None else {name: opened}
+            opening = partial(known[name], folder, config, entity, project)
+            tracker = self._try(f"--logger {name}", opening)
+            if tracker is not None:
+                self.opened[name] = tracker
         self.thread = Thread(target=self._work, name="trackers", daemon=True)
         self.thread.start()
 
@@ -242,7 +242,9 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
                 log(record.pop("step"), flat(record))
 
     def log(step: int, record: Record) -> None:
-        if new := [name for name in record if name not in columns]:
+        new = [name for name in record if name not in columns]
+        if new:
+            # The head of the table changes, so it is written anew.
             file.seek(0)
             rows = list(csv.DictReader(file))
             columns.extend(new)
@@ -257,13 +259,14 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     return log, file.close, cut
 
 
-def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close, Cut]:
+def _tensorboard(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     from torch.utils.tensorboard import SummaryWriter
 
-    steps = [record["step"] for _, record in json_lines(folder / METRICS)]
-    writer = SummaryWriter(
-        str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None
-    )
+    # What an earlier process has written beyond the log of a resumed run is hidden.
+    first: Optional[int] = None
+    for _, record in json_lines(folder / METRICS):
+        first = max(first or 0, record["step"] + 1)
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
     def log(step: int, record: Record) -> None:
         for key, value in record.items():
@@ -283,9 +286,9 @@ def _wandb(
     """A Weights & Biases run; without a key or network an offline one, with one warning. Never
     prompts."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    # seconds; without a network the default, 90, is waited in vain
+    # Seconds. Without a network its default, 90, would be waited in vain.
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")
-    # seconds; `wandb sync` can send the rest later
+    # Seconds. `wandb sync` can send the rest later.
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")
     import wandb
 
@@ -294,22 +297,19 @@ def _wandb(
         "entity": entity,
         "name": folder.name,
         "dir": str(folder),
-    }
-    settings |= {
         "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
         "resume": "allow",
+        "config": config,
     }
-    settings["config"] = config
     run, reason = None, "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
     if os.environ.get("WANDB_MODE", "online") == "online":
-        # older ones ask where there is no key
-        has_prompt = "prompt" in inspect.signature(wandb.login).parameters
         try:
-            if (
-                wandb.login(prompt=False, verify=False)
-                if has_prompt
-                else wandb.api.api_key is not None
-            ):
+            # An older version would ask on the terminal where there is no key.
+            if "prompt" in inspect.signature(wandb.login).parameters:
+                has_key = wandb.login(prompt=False, verify=False)
+            else:
+                has_key = wandb.api.api_key is not None
+            if has_key:
                 run = wandb.init(**settings)
         except wandb.errors.Error as error:
             reason = f"there is no connection ({str(error).splitlines()[0]})"
@@ -319,8 +319,9 @@ def _wandb(
                 f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2
             )
             settings["mode"] = "offline"
-    run = run or wandb.init(**settings)
-    # its own step can't go back, as those of a rewind do
+    if run is None:
+        run = wandb.init(**settings)
+    # Its own step can't go back, as those of a rewind do.
     run.define_metric("*", step_metric="step")
 
     def close() -> None:

@@ -119,10 +119,10 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
         ) as error:
             if as_fault(error).code != UNEXPECTED:  # such as memory
                 raise
-            said = one_line(error)[:300].rstrip(".") or type(error).__name__
+            reason = one_line(error)[:300].rstrip(".") or type(error).__name__
             raise ValueError(
                 f"{name} as transformers {transformers.__version__} has it can't compute a probe "
-                f"on the CPU in {str(model.dtype).removeprefix('torch.')}: {said}."
+                f"on the CPU in {str(model.dtype).removeprefix('torch.')}: {reason}."
             ) from error
 
     chosen = ranks.from_rank_zero(load)
@@ -135,8 +135,11 @@ def _say_left_out(plan: Plan, names: list[str]) -> None:
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     shown = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
     where = f"the files of {plan.model.source} beside the weights of this model"
-    said = f"{len(names)} tensors in {where}, which transformers leaves out by their names"
-    print(f"{said}: {', '.join(shown)}.", flush=True)
+    print(
+        f"{len(names)} tensors in {where}, which transformers leaves out by their names: "
+        f"{', '.join(shown)}.",
+        flush=True,
+    )
     run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=shown)
 
 
@@ -312,35 +315,35 @@ def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
 def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expected) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains
     otherwise. All ranks call it."""
-    began, inputs, with_gradients = (
-        time.monotonic(),
-        probe_of(plan, plan.data.document_end),
-        compares_gradients(plan),
-    )
-    outputs, gradients, plain = expected
+    began, with_gradients = time.monotonic(), compares_gradients(plan)
+    inputs = probe_of(plan, plan.data.document_end)
+    outputs, gradients, plain = expected  # of plain transformers; None on other ranks than 0
     limits = plan.model.precision if plan.model.float8 == "none" else "float8"
     ours = gate.outputs_of(
         wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device))
     )
     reshard(wrapped)
     problem = outputs and gate.output_difference(ours, outputs, plan.model.precision)
-    if (problem := ranks.from_first(problem)) is None and with_gradients:
-        found = gate.gradients_of_wrapped(
-            fabric, wrapped, inputs, plan.placement.rows_of(fabric.global_rank)
-        )
-        words = gradients and gate.gradient_difference(found, gradients, limits)
-        problem = (
-            words
-            and f"the model as it would be trained isn't plain transformers': {words}. "
-            f"{TURN_OFF.format(plain)}"
-        )
-        problem = ranks.from_first(problem)
+    problem = ranks.from_first(problem)
+    if problem is None and with_gradients:
+        rows = plan.placement.rows_of(fabric.global_rank)
+        wrapped_gradients = gate.gradients_of_wrapped(fabric, wrapped, inputs, rows)
+        words = gradients and gate.gradient_difference(wrapped_gradients, gradients, limits)
+        if words:
+            words = (
+                f"the model as it would be trained isn't plain transformers': {words}. "
+                f"{TURN_OFF.format(plain)}"
+            )
+        problem = ranks.from_first(words)
     if problem is not None:
         raise Fault(problem)
     wrapped.train()
     if outputs is not None:
-        to_rounding = "to rounding" if limits != "float8" else "to rounding in 8 bits"
-        words = f", and the gradients are equal {to_rounding}" if with_gradients else ""
+        words = ""
+        if with_gradients:
+            words = ", and the gradients are equal to rounding" + " in 8 bits" * (
+                limits == "float8"
+            )
         print(
             f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, "
             f"{outputs.loss:.4f} in plain transformers{words} ({time.monotonic() - began:.1f} s)."

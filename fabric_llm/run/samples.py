@@ -98,6 +98,7 @@ class Samples:
             row[: len(prompt)] = torch.tensor(prompt, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
         ends = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        # All ranks make as many passes, also after a text has ended: none may wait for another.
         for _ in range(self.count):
             tokens[rows, ends] = model(tokens)[rows, ends - 1].argmax(dim=-1)
             ends += 1

@@ -49,6 +49,7 @@ def evaluation_is_due(progress: Progress, sequences: int, schedule: Schedule, fl
 
 
 def _is_due(progress: Progress, interval: Optional[int], schedule: Schedule) -> bool:
+    # The last step is logged, evaluated and saved whatever the intervals are.
     if schedule.is_over(progress):
         return True
     return interval is not None and progress.step % interval == 0
@@ -63,6 +64,7 @@ def goes_back_by_losses(flags: Flags) -> bool:
 def evaluates_first(plan: Plan, flags: Flags) -> bool:
     """Whether an evaluation comes before the first step: in a new run, and where one is due whose
     losses aren't known, since a request to stop has cut it off."""
+    # Losses that are known are those of an evaluation here, of this process or one before.
     if keep.is_evaluated(plan.resumed):
         return False
     if plan.start.step == 0:
@@ -74,6 +76,7 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
 def save(run: Run, *, stops: bool) -> None:
     """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call
     it."""
+    # One checkpoint at a time: the one before, if it is still being written, is published first.
     publish(run)
     step, plan = run.progress.step, run.plan
     run.requests.answer_save()
@@ -93,6 +96,8 @@ def save(run: Run, *, stops: bool) -> None:
             state_dict_type=run.flags.fsdp.state_dict_type,
             copy=run.background is not None and not (run.is_over or stops),
         )
+        # From copies the files are written while training goes on, and published after a later
+        # step.
         _report_copies(run, pending)
         if pending.is_copied:
             run.saving = run.background.write(pending)
@@ -215,6 +220,7 @@ def _publish(run: Run, pending: writing.Pending) -> None:
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
     if run.fabric.global_rank != 0:
         return
+    # Only now, when the new checkpoint has its name, may older ones go.
     step, position = pending.progress.step, pending.progress.position
     flags, folder = run.flags, run.plan.run_directory
     if flags.save.keep_last is not None:

@@ -59,6 +59,7 @@ class Speed:
         self.tokens_at = self.batches.tokens_at
         flops_per_token = self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1)
 
+        # Without a step since the last lap all rates are 0.
         total = tokens / max(seconds, 1e-9)
         per_device = total / self.world_size
         tflops = per_device * flops_per_token / 1e12

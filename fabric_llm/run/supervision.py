@@ -168,6 +168,7 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     or been told.
     """
     first_rank, first = this.watch.report(own)
+    # A main thread that is stuck has no error of its own to tell.
     if is_stuck:
         own = first
     is_first = first_rank == this.rank or str(first) == str(own)
@@ -193,6 +194,7 @@ def _print_end(rank: int, own: Fault, first: Fault) -> None:
         if is_rank_zero():
             print(first, flush=True)
         return
+    # Ranks that end only because another one did say nothing: the user reads one sentence.
     message = None
     if rank == 0:
         message = f"error: {first}"
@@ -218,6 +220,7 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
     if this.rank == 0:
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
         return
+    # Rank 0 has time to write the status itself, unless nothing can be heard of it any more.
     is_lost = watch.store_is_lost
     if not is_lost and first.code == faults.PEER_LOST:
         is_lost = not watch.wait_for([0], SECONDS_FOR_RANK_0)

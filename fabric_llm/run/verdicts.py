@@ -74,6 +74,7 @@ def rewind(run: Run) -> None:
         words += f"; from here on {lines.shares(record['shares'])}"
     else:
         run.schedule = run.schedule.after_rewind(there)
+    # Optimizer, model and guard are those of the checkpoint; the data goes on from here.
     run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
     load_again(run, last)
@@ -116,12 +117,14 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     def was_due(document: dict[str, Any]) -> bool:
         return is_one(document) and keep.is_due(document["progress"]["step"], interval)
 
+    # A checkpoint that was due is there in every process that comes here, stopped before or not.
     last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)
     for problem in problems:
         run.log.line(f"Warning: {problem}")
     began = plan.branch_point
     if last is None and began is not None and began.is_dir():
         last = began if is_one(keep.verified(began, hashes)) else None
+    # Spikes can be met with one that a user asked for, rather than with none.
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
     if last is not None:

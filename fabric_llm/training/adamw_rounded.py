@@ -236,10 +236,10 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     for expected in (every, usual):
         expected[3].bitwise_and_(2**15 - 1)  # exp_avg_sq has no sign
-        found = expected.to(device, copy=True)
+        result = expected.to(device, copy=True)
         for step in (1, 2, 1000):
             numbers, key = numbers_of(group, step), key_of(0, step, "name", 1)
-            for one, tensors in ((update, found), (plain_update, expected)):
+            for one, tensors in ((update, result), (plain_update, expected)):
                 cut = count // 3  # into two pieces of different lengths
                 flat = tensors.view(torch.bfloat16)
                 parts = [
@@ -247,6 +247,6 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
                     (list(flat[:, cut:]), 2**32 - count + cut, key),
                 ]
                 one(parts, numbers)
-        if not torch.equal(found.cpu(), expected):
+        if not torch.equal(result.cpu(), expected):
             return False
     return True

@@ -144,6 +144,7 @@ def evaluate(
     model.train()
     # Otherwise the next step would find the outermost unit gathered, and not reduce its gradients.
     reshard(model)
+    # Sums over all ranks, so that the loss is the same on any number of them.
     total, *sums = sum_over_ranks(fabric, losses).tolist()
     targets, text, *of_each = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
     result = {"loss": total / max(targets, 1)}
