@@ -78,7 +78,9 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
                 parts, size = [], 0
             parts.append(part)
             size += part_bytes
-    return [*pieces, Piece(size, parts)] if parts else pieces
+    if parts:
+        pieces.append(Piece(size, parts))
+    return pieces
 
 
 def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:

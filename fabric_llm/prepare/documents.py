@@ -212,10 +212,13 @@ def _document(number: int, content: str | bytes) -> Record:
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
         return BadRecord(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
     try:
-        text = content.decode() if isinstance(content, bytes) else content
+        if isinstance(content, bytes):
+            content = content.decode()
     except UnicodeError:
         return BadRecord(number, NOT_UTF8)
-    return (number, text) if _is_utf8(text) else BadRecord(number, NOT_UTF8)
+    if not _is_utf8(content):
+        return BadRecord(number, NOT_UTF8)
+    return number, content
 
 
 def _is_utf8(text: str) -> bool:
@@ -499,7 +502,8 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         if text_field not in schema.names:
             raise ValueError(f"{part.path} {_no_field(text_field, schema.names)}")
         kind = schema.field(text_field).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise ValueError(f'{part.path} holds {kind}, not strings, in its column "{text_field}"')
         groups = range(part.start, table.num_row_groups if part.end is None else part.end)
