@@ -157,6 +157,7 @@ def find_sources(
     read = set()
     for given in _expanded(inputs):
         for source in _sources_of(given, pattern, exclude, output, input_files):
+            # The same path in two inputs is a mistake. Another name of a file or folder is none.
             path, identity = os.path.abspath(source.name), identity_of(source.name)
             if path in origin:
                 raise ValueError(
@@ -236,6 +237,7 @@ def _sources_of(
 def _require_hub_name(given: str) -> None:
     """Raises ValueError for what can't be the name of a dataset on the hub, such as a mistyped
     path, without asking the hub."""
+    # A name without an organisation that is close to one here is a mistake in typing.
     near = nearest_of(Path(given), files=True)
     can_be = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", given)
     names_file = is_path(given) or _matcher(DEFAULT_PATTERNS)(given.lower())
@@ -288,11 +290,13 @@ def _files_of(
                 f"{root} is a dataset: name it as an input of its own, "
                 f"or leave it out with --exclude {shlex.quote(os.path.basename(root))}"
             )
+        # Sorted, since the order of a folder depends on the file system.
         directories = [
             name
             for name in sorted(walked)
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
+        # os.walk goes on into the folders that are left in this list.
         walked.clear()
         for name in directories:
             if name.startswith("."):
@@ -383,6 +387,7 @@ class Streams(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while True:
+            # Behind the end of one stream the next one begins, after any padding.
             if self.stream.eof:
                 # Behind the end of a stream, look for the next one.
                 rest = self.stream.unused_data.lstrip(b"\0")

@@ -45,6 +45,7 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    # All 256 bytes, whether the texts have them or not.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -53,6 +54,7 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    # One token for all three, as in GPT-2.
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
@@ -87,6 +89,7 @@ def _around(backend: Tokenizer) -> tuple[list[int], list[int]]:
         with without_panic():
             probe = backend.encode(word, add_special_tokens=True)
         text = np.flatnonzero(np.array(probe.special_tokens_mask) == 0)
+        # What stands before and behind the word is the convention.
         if len(text):
             return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
     raise ValueError("The tokenizer makes nothing of any of its own tokens.")
