@@ -6,10 +6,8 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
@@ -110,6 +108,10 @@ def make(tmp_path, bpe):
     return make
 
 
+def documents_in(manifest: dict) -> int:
+    return sum(split["documents"] for split in manifest["splits"].values())
+
+
 def text_hash(text: str) -> np.uint64:
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), "<u8")[0]
 
@@ -207,7 +209,7 @@ def test_every_token_is_in_a_row_or_counted_as_dropped(make, tmp_path, texts, bp
         assert split["rows"] == len(datasets.load_from_disk(tmp_path / "out")[name])
         counted += split["tokens"]
     assert counted == sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
-    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts)
+    assert documents_in(manifest) == len(texts)
 
 
 def test_exactly_one_eos_ends_each_document(make, tmp_path, texts):
@@ -338,7 +340,7 @@ def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path
         manifest["skipped"]["bad"] == 1
         and "001.txt holds text" in manifest["skipped"]["bad_records"][0]
     )
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 3
+    assert documents_in(manifest) == 3
 
 
 def test_dropout_set_in_the_tokenizer_is_not_obeyed(make, tmp_path, texts, bpe):
@@ -412,7 +414,7 @@ def test_a_huge_document_stays_in_train(make, tmp_path, texts, packing):
     manifest = make(path, seed=seed, validation_fraction=0.05, packing=packing)
     tokens = {name: split["tokens"] for name, split in manifest["splits"].items()}
     assert 0 < tokens["validation"] <= 0.1 * sum(tokens.values())
-    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts) * 9
+    assert documents_in(manifest) == len(texts) * 9
 
 
 @settings(max_examples=200, deadline=None)
@@ -461,18 +463,9 @@ def test_each_split_gets_a_document_whatever_the_fraction(
 
 
 def test_json_lines(make, tmp_path, texts):
-    path = write_lines(tmp_path / "a.jsonl", [{"id": 1, "text": text} for text in texts])
+    path = write_lines(tmp_path / "a.jsonl", [{"id": 1, "body": text} for text in texts])
     path.write_text(path.read_text() + "\n  \n")  # blank lines are no documents
-    manifest = make(path)
-    assert_holds(tmp_path / "out", texts)
-    assert manifest["skipped"]["empty"] == 0
-
-
-def test_json_lines_gzipped(make, tmp_path, texts):
-    plain = write_lines(tmp_path / "a.jsonl", [{"body": text} for text in texts])
-    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
-        file.write(plain.read_bytes())
-    make(tmp_path / "b.jsonl.gz", text_field="body")
+    assert make(path, text_field="body")["skipped"]["empty"] == 0
     assert_holds(tmp_path / "out", texts)
 
 
@@ -538,7 +531,7 @@ def test_splits_that_are_not_meant_for_training_are_left_out_and_said(make, tmp_
             **{name: ["left out"] * 3},
         )
         manifest = make(folder, context_length=2, output=tmp_path / f"out-{name}")
-        assert sum(split["documents"] for split in manifest["splits"].values()) == 20
+        assert documents_in(manifest) == 20
         assert manifest["skipped"]["splits"] == {f"{folder} [{name}]": 3}
         assert f"{folder} [{name}] is left out: 3 rows" in summary(manifest)
     assert not any(
@@ -774,11 +767,7 @@ def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(
     (folder / "d.txt").symlink_to("000.txt")
     os.link(folder / "001.txt", folder / "e.txt")
     manifest = make(folder, exclude=["out"])
-    assert (
-        sum(split["documents"] for split in manifest["splits"].values())
-        == len(texts)
-        == manifest["files_total"]
-    )
+    assert documents_in(manifest) == len(texts) == manifest["files_total"]
     assert manifest["skipped"]["files_twice"] == 5 == 2 + 1 + 2
     assert "5 links or names lead to what is read already" in summary(manifest)
     (tmp_path / "other").mkdir()
@@ -938,31 +927,6 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
 
 
-@pytest.mark.longer
-def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_path, texts, bpe):
-    corpus = write_lines(tmp_path / "in.jsonl", [{"text": text * 20} for text in texts * 60])
-    output = tmp_path / "out"
-    code = (
-        "import sys; from fabric_llm.prepare.prepare import prepare; "
-        "prepare(inputs=[sys.argv[1]], output=sys.argv[2], "
-    )
-    code += f"tokenizer=sys.argv[3], context_length={CONTEXT_LENGTH})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(corpus), str(output), bpe], cwd=REPOSITORY
-    )
-    deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in tmp_path.glob(".out.preparing/*.tokens")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not output.exists() and len(leftovers(tmp_path)) == 1
-
-    make(write_texts(tmp_path / "in", texts))
-    assert leftovers(tmp_path) == []
-    assert_holds(output, texts)
-
-
 def test_failed_preparation_cleans_up(make, tmp_path, texts):
     path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts] + [{}])
     with pytest.raises(ValueError, match="no field"):
@@ -1023,182 +987,77 @@ def no_hub(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def table_of(path: Path, **columns: list) -> Path:
-    pq.write_table(pa.table(columns), path)
-    return path
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory):
+    """A folder of inputs, each of which has something wrong, but for `in`."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    write_texts(folder / "in", ["one text", "two texts", "three of them"] * 4)
+    write_texts(folder / "blank", ["", " "])
+    for name, columns in (("body", {"body": ["a"], "id": [1]}), ("numbers", {"text": [1, 2]})):
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+        datasets.Dataset.from_dict(columns).save_to_disk(folder / name)
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(folder / "no_info")
+    (folder / "no_info" / "dataset_info.json").unlink()
+    (folder / "none.parquet").write_bytes(b"no table")
+    for name in ("cut.jsonl.gz", "cut.txt.gz"):
+        data = gzip.compress(random.Random(0).randbytes(1000).hex().encode())
+        (folder / name).write_bytes(data[:500])
+    return folder
 
 
-def saved(path: Path, **columns: list) -> Path:
-    datasets.Dataset.from_dict(columns).save_to_disk(path)
-    return path
-
-
-def written(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
-
-
-def some(folder: Path) -> Path:
-    return write_texts(folder / "in", ["one text", "two texts", "three of them"] * 4)
-
-
-def without_info(folder: Path) -> Path:
-    (saved(folder / "in", text=["a"]) / "dataset_info.json").unlink()
-    return folder / "in"
-
-
-CUT = gzip.compress(random.Random(0).randbytes(1000).hex().encode())[:500]
-# What is given as --input, of a folder; other arguments, of that folder too; what is said.
+NO_TOKENIZER = r"^tokenizer \S+ is neither a folder here nor one [^\n]*$"
+NO_TEXT = "no document with text in 2 inputs and files: 2 empty documents and 0 that"
+NOT_ON_THE_HUB = "^input {} is neither a file or folder here nor a dataset .*: .*Hub"
+NO_PATH = "^input {} is neither a file or folder here nor .* from the hub$"  # nobody asks the hub
+# --input, other arguments, and what is said
 MISTAKES = [
+    ("in", {"tokenizer": None}, r"exactly one of --tokenizer \(got None\) and --train_tok.*None\)"),
+    ("in", {"train_tokenizer": 300, "tokenizer": "x"}, r"exactly one .* \(got x\) .* \(got 300\)"),
+    ("", {}, "no input: name at least one"),
     (
-        lambda folder: [some(folder)],
-        dict(tokenizer=None),
-        r"exactly one of --tokenizer \(got None\) and --train_tokenizer \(got None\)",
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(tokenizer="x", train_tokenizer=300),
-        r"exactly one of --tokenizer \(got x\) and .* \(got 300\)",
-    ),
-    (lambda folder: [], {}, "no input: name at least one"),
-    (
-        lambda folder: [table_of(folder / "a.parquet", body=["a"], id=[1])],
+        "body.parquet",
         {},
-        r'a\.parquet has no field "text" \(fields: body, id\): name .* --text_field',
+        r'body\.parquet has no field "text" \(fields: body, id\): .* --text_field',
     ),
+    ("body", {}, r'body \[rows\] has no field "text" \(fields: body, id\)'),
+    ("numbers.parquet", {}, r'numbers\.parquet holds int64, not strings, in its column "text"'),
+    ("numbers", {}, r'numbers \[rows\] row 0 holds int, not a string, in its column "text"'),
+    ("cut.jsonl.gz in", {"on_error": "stop"}, "cut.jsonl.gz is not a complete gzip file: "),
+    ("cut.txt.gz in", {"on_error": "stop"}, "cut.txt.gz is not a complete gzip file: "),
+    ("no_info", {}, "no_info is not a complete dataset folder: "),
+    ("none.parquet", {}, r"none\.parquet is not a parquet file: "),
+    ("in", {"pattern": ["*.py"]}, r"no file in in matches \*\.py: choose others with --pattern"),
     (
-        lambda folder: [saved(folder / "hf", body=["a"], id=[1])],
+        "in in/000.txt",
         {},
-        r'hf \[rows\] has no field "text" \(fields: body, id\)',
+        r"000\.txt comes in twice, by the inputs in and in/000\.txt: name it once",
     ),
-    (
-        lambda folder: [table_of(folder / "a.parquet", text=[1, 2])],
-        {},
-        r'a\.parquet holds int64, not strings, in its column "text"',
-    ),
-    (
-        lambda folder: [saved(folder / "hf", text=[1, 2])],
-        {},
-        r'hf \[rows\] row 0 holds int, not a string, in its column "text"',
-    ),
+    ("blank", {}, NO_TEXT),
+    ("blank", {"train_tokenizer": 300}, NO_TEXT),
+    ("in", {"output": "in/000.txt", "overwrite": True}, "000.txt is a file: name a folder"),
+    ("in", {"output": "none.parquet/out"}, "output .*none.parquet/out cannot be written: "),
+    ("in", {"output": "/"}, "is a mount point, which cannot be replaced: name a folder inside it"),
+    ("in", {"output": "blank", "overwrite": True}, "blank holds no prepared dataset, so it is not"),
+    *((name, {}, NOT_ON_THE_HUB.format(name)) for name in ("no/corpus", "corpus", "org/a:config")),
     *(
-        (
-            lambda folder, name=name: [written(folder / name, CUT), some(folder)],
-            dict(on_error="stop"),
-            rf"{name} is not a complete gzip file: ",
-        )
-        for name in ("a.jsonl.gz", "a.txt.gz")
-    ),
-    (lambda folder: [without_info(folder)], {}, "in is not a complete dataset folder: "),
-    (
-        lambda folder: [written(folder / "a.parquet", b"no table")],
-        {},
-        r"a\.parquet is not a parquet file: ",
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(pattern=["*.py"]),
-        r"no file in .*in matches \*\.py: choose others with --pattern",
-    ),
-    (
-        lambda folder: [some(folder), folder / "in" / "000.txt"],
-        {},
-        r"000\.txt comes in twice, by the inputs .*in and .*000\.txt: name it once",
-    ),
-    *(
-        (
-            lambda folder: [write_texts(folder / "in", ["", " "])],
-            changes,
-            "no document with text in 2 inputs and files: 2 empty documents and 0 that",
-        )
-        for changes in ({}, dict(train_tokenizer=300))
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(output=lambda folder: written(folder / "out", b"x"), overwrite=True),
-        "out is a file: name a folder",
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(output=lambda folder: written(folder / "file", b"x") / "out"),
-        r"output .*file/out cannot be written: ",
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(output="/"),
-        "is a mount point, which cannot be replaced: name a folder inside it",
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(output=lambda folder: write_texts(folder / "out", ["precious"]), overwrite=True),
-        "holds no prepared dataset, so it is not overwritten",
-    ),
-    *(
-        (
-            lambda folder, name=name: [name],
-            {},
-            f"^input {name} is neither a file or folder here nor a dataset .*: .*Hub",
-        )
-        for name in ("no-such/corpus", "corpus", "org/corpus:config")
-    ),
-    *(  # which can only be a path, and isn't looked for on the hub
-        (
-            lambda folder, name=name: [name],
-            {},
-            f"^input {name} is neither a file or folder here nor .* from the hub$",
-        )
+        (name, {}, NO_PATH.format(name))
         for name in "./corpus /data/corpus a/b/c corpus/ ../x book.txt data/a.jsonl".split()
     ),
-    *(
-        (
-            lambda folder: [some(folder)],
-            dict(tokenizer=name),
-            r"^tokenizer \S+ is neither a folder here nor one [^\n]*$",
-        )
-        for name in ("no-such/tokenizer", lambda folder: str(folder))
-    ),
-    (
-        lambda folder: [some(folder)],
-        dict(validation_fraction=0),
-        "validation_fraction is 0, and no input has a validation split of its own",
-    ),
+    ("in", {"tokenizer": "no-such/tokenizer"}, NO_TOKENIZER),
+    ("in", {"tokenizer": "in"}, NO_TOKENIZER),
+    ("in", {"validation_fraction": 0}, "validation_fraction is 0, and no input has a validation"),
 ]
 
 
-@pytest.mark.parametrize("inputs, changes, message", MISTAKES)
-def test_a_mistake_is_named_and_leaves_nothing(make, tmp_path, no_hub, inputs, changes, message):
-    paths = inputs(tmp_path)
-    changes = {
-        name: value(tmp_path) if callable(value) else value for name, value in changes.items()
-    }
-    before = sorted(tmp_path.rglob("*"))
+@pytest.mark.parametrize("given, changes, message", MISTAKES)
+def test_a_mistake_is_named_and_leaves_nothing(
+    make, mistaken, tmp_path, no_hub, monkeypatch, given, changes, message
+):
+    monkeypatch.chdir(mistaken)
+    before = sorted(mistaken.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        make(*paths, **changes)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ('{"text": "a', r"a\.jsonl:3 is not valid JSON: "),
-        ('["text"]', r"a\.jsonl:3 is not a JSON object but list"),
-        (
-            '{"body": "a", "id": 1}',
-            r'a\.jsonl:3 has no field "text" \(fields: body, id\): name .* --text_field',
-        ),
-        ('{"text": 5}', r'a\.jsonl:3 holds int, not a string, in its field "text"'),
-        ('{"text": null}', r'a\.jsonl:3 holds NoneType, not a string, in its field "text"'),
-    ],
-)
-@pytest.mark.parametrize("tokenizer", ["given", "trained"])
-def test_bad_json_line_is_named(make, tmp_path, line, message, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        make(
-            tmp_path / "a.jsonl",
-            on_error="stop",
-            **({} if tokenizer == "given" else {"train_tokenizer": 300}),
-        )
+        make(*given.split(), **changes)
+    assert sorted(mistaken.rglob("*")) == before and os.listdir(tmp_path) == []
 
 
 def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
@@ -1209,7 +1068,7 @@ def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
         make(tmp_path / "a.txt")
     assert os.listdir(tmp_path) == ["a.txt"]
     manifest = make(tmp_path / "a.txt", document_separator="book ")
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 1000
+    assert documents_in(manifest) == 1000
 
 
 @pytest.mark.parametrize(

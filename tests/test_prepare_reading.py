@@ -69,6 +69,10 @@ PACK = {
 }
 
 
+def documents_in(manifest):
+    return sum(split["documents"] for split in manifest["splits"].values())
+
+
 def kind_of(path):
     return inputs.KINDS[inputs.suffix(str(path))]
 
@@ -106,15 +110,10 @@ def test_every_kind_plain_and_compressed(tmp_path, kind, packed):
     assert read(path, **more) == (TEXTS, [])
 
 
-@pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
+@pytest.mark.parametrize("packed", PACK)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_compression_is_told_by_the_first_bytes_and_not_by_the_name(tmp_path, name, packed):
     assert read(write(tmp_path / name, PACK[packed](as_lines(TEXTS)))) == (TEXTS, [])
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_a_plain_file_with_the_name_of_a_compressed_one(tmp_path, name):
-    assert read(write(tmp_path / name, as_lines(TEXTS))) == (TEXTS, [])
 
 
 @pytest.mark.parametrize(
@@ -154,12 +153,13 @@ def test_a_separator_is_taken_literally_but_for_escapes(
     assert read(path, separator=inputs.separator(given)) == (["one", "axc", "é\n\nthree"], [])
 
 
-def test_a_bad_document_of_a_text_is_named_by_its_place(tmp_path):
-    path = write(tmp_path / "a.txt", b"one\n\ncaf\xe9\n\ntwo")
-    assert read(path, separator=BLANK_LINES) == (
-        ["one", "two"],
-        ["a.txt byte 5 is not valid UTF-8"],
-    )
+@pytest.mark.parametrize("long", [b"", b"x " * 500])
+def test_a_bad_document_of_a_text_is_named_by_its_place(tmp_path, monkeypatch, long):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
+    path = write(tmp_path / "a.txt", b"one\n\ncaf" + long + b"\xe9\n\ntwo")
+    said = "a.txt byte 5 is not valid UTF-8"
+    assert read(path, separator=BLANK_LINES) == (["one", "two"], [said])
 
 
 def test_long_documents_are_encoded_in_sections_that_end_with_lines(tmp_path, monkeypatch):
@@ -238,16 +238,6 @@ def test_a_separator_holds_whatever_ends_the_lines(tmp_path, given, end):
         "three\nlines",
         "four",
     ] and not bad
-
-
-def test_a_long_document_that_turns_out_to_be_bad_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
-    path = write(tmp_path / "a.txt", b"one\n\n" + b"x " * 500 + b"\xff\n\ntwo")
-    assert read(path, separator=BLANK_LINES) == (
-        ["one", "two"],
-        ["a.txt byte 5 is not valid UTF-8"],
-    )
 
 
 @pytest.mark.parametrize("block", [16, 64, 2**20])
@@ -347,6 +337,9 @@ def test_bad_rows_of_csv(tmp_path):
     texts, bad = read(write(tmp_path / "a.csv", content))
     assert texts == ["a", "two\nlines", "z"]
     assert [line.split(" ", 1)[0] for line in bad] == ["a.csv:3", "a.csv:4", "a.csv:5", "a.csv:8"]
+    # A quotation mark that nothing ends takes one line.
+    texts, bad = read(write(tmp_path / "b.csv", b'id,text\n1,a\n2,"b\n3,c\n4,d\n'))
+    assert texts == ["a", "c", "d"] and [line.split(" ")[0] for line in bad] == ["b.csv:3"]
 
 
 @pytest.mark.parametrize(
@@ -466,20 +459,22 @@ def test_what_stands_behind_an_array_is_said(tmp_path, behind):
     )
 
 
+ARRAY = json.dumps([{"text": f"text {n}"} for n in range(5)]).encode()
+
+
 @pytest.mark.parametrize(
-    "content",
+    "content, texts",
     [
-        b"[",
-        b"[ ",
-        b'[{"text": "a"},',
-        b'[{"text": "a"},]',
-        b'[{"text": "a"} {"text": "b"}]',
-        b"[1,,2]",
+        *((content, 0) for content in (b"[", b"[ ", b"[1,,2]")),
+        (b'[{"text": "text 0"} {"text": "b"}]', 0),
+        *((b'[{"text": "text 0"}' + end, 1) for end in (b",", b",]")),
+        *((ARRAY[:cut], texts) for cut, texts in ((40, 2), (50, 2), (60, 3))),
     ],
 )
-def test_an_array_that_breaks_off_is_bad(tmp_path, content):
-    texts, bad = read(write(tmp_path / "a.json", content))
-    assert bad[-1].endswith("what comes after it is not read") and texts in ([], ["a"])
+def test_an_array_that_breaks_off_is_bad(tmp_path, content, texts):
+    found, bad = read(write(tmp_path / "a.json", content))
+    assert "is not valid JSON" in bad[-1] and bad[-1].endswith("what comes after it is not read")
+    assert found == [f"text {n}" for n in range(texts)]
 
 
 def test_an_array_is_read_in_bounded_memory(tmp_path, monkeypatch):
@@ -527,12 +522,14 @@ def test_rows_of_tsv_with_a_single_quote_stay_rows(tmp_path):
 )
 def test_a_csv_that_escapes_quotation_marks_by_a_backslash_is_refused(tmp_path, rows):
     """pandas takes fragments of its rows for rows, without a word."""
-    with pytest.raises(ValueError, match=r"a\.csv:\d is not a valid row: .* line 2 has a quotation"):
+    with pytest.raises(
+        ValueError, match=r"a\.csv:\d is not a valid row: .* line 2 has a quotation"
+    ):
         read(write(tmp_path / "a.csv", b"id,text\n" + rows))
 
 
 def test_a_backslash_before_a_quotation_mark_may_be_text(tmp_path):
-    texts = ['C:\\dir\\', 'a \\"o" of TeX, and\n\\"u', "\\"]
+    texts = ["C:\\dir\\", 'a \\"o" of TeX, and\n\\"u', "\\"]
     assert read(write(tmp_path / "a.csv", as_csv(texts))) == (texts, [])
     bad = as_csv(['\\"o and "u"']) + b'2,"b"c\n3,d\n'
     assert read(write(tmp_path / "b.csv", bad))[0] == ['\\"o and "u"', "d"]
@@ -542,14 +539,11 @@ def test_a_backslash_before_a_quotation_mark_may_be_text(tmp_path):
 def test_a_tsv_whose_quotation_marks_mean_two_things_is_refused(tmp_path, order):
     """Such as one with quoted fields of several lines, of which one has a tab in each line."""
     rows = ['1\t"first\nsecond\tline"\n', "2\tplain\n", '3\t"two\nlines"\n'][::order]
-    message = r"a\.tsv: a quoted field in line \d has several lines, and those of one in line \d are"
+    message = (
+        r"a\.tsv: a quoted field in line \d has several lines, and those of one in line \d are"
+    )
     with pytest.raises(ValueError, match=message):
         read(write(tmp_path / "a.tsv", ("id\ttext\n" + "".join(rows)).encode()))
-
-
-def test_a_quote_without_an_end_in_csv_takes_one_line(tmp_path):
-    texts, bad = read(write(tmp_path / "a.csv", b'id,text\n1,a\n2,"b\n3,c\n4,d\n'))
-    assert texts == ["a", "c", "d"] and [line.split(" ")[0] for line in bad] == ["a.csv:3"]
 
 
 def test_a_damaged_row_group_takes_no_other_with_it(tmp_path):
@@ -563,22 +557,6 @@ def test_a_damaged_row_group_takes_no_other_with_it(tmp_path):
     assert found == texts[:3] + texts[6:] and [line.split(":")[0] for line in bad] == [
         f"a.parquet row {row} can't be read" for row in (3, 4, 5)
     ]
-
-
-@pytest.mark.parametrize("cut", [40, 50, 60])
-def test_a_broken_json_array(tmp_path, cut):
-    texts, bad = read(
-        write(
-            tmp_path / "a.json",
-            json.dumps([{"text": f"text {n}"} for n in range(5)]).encode()[:cut],
-        )
-    )
-    assert texts == [f"text {n}" for n in range(len(texts))] and 0 < len(texts) < 5
-    assert (
-        len(bad) == 1
-        and "is not valid JSON" in bad[0]
-        and bad[0].endswith("what comes after it is not read")
-    )
 
 
 # ------------------------------------------------------------------------------- the whole
@@ -606,10 +584,7 @@ def test_a_folder_of_every_kind(tmp_path, make):
         write(folder / name, b"\xff")
     manifest = make(folder)
     kinds = len(MAKE) - 2
-    assert (
-        sum(split["documents"] for split in manifest["splits"].values())
-        == (2 * kinds + 1) * len(TEXTS) + 2
-    )
+    assert documents_in(manifest) == (2 * kinds + 1) * len(TEXTS) + 2
     assert manifest["skipped"]["files_by_suffix"] == {".pdf": 2, ".png": 1, "without a suffix": 1}
     assert "not read   2 .pdf, 1 without a suffix, 1 .png; choose with --pattern" in summary(
         manifest
@@ -621,7 +596,7 @@ def test_a_single_text_file_is_split_at_blank_lines_and_the_summary_says_so(tmp_
         tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode()
     )
     manifest = make(path)
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 20
+    assert documents_in(manifest) == 20
     assert (
         f"note       {path} is split at blank lines; choose with --document_separator"
         in summary(manifest)
@@ -646,12 +621,12 @@ def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, 
     )
     small = write(tmp_path / "b.txt", b"one\n\nand the same")
     manifest = make(large, small)
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 21
+    assert documents_in(manifest) == 21
     assert [note.split(" ")[0] for note in manifest["notes"]] == [str(large)]
     manifest = make(large, small, output=tmp_path / "p", document_separator="\\n\\n")
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 22
+    assert documents_in(manifest) == 22
     manifest = make(large, small, output=tmp_path / "q", document_separator="none")
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 2
+    assert documents_in(manifest) == 2
 
 
 def test_a_glob_that_the_shell_has_not_expanded(tmp_path, make):
@@ -663,25 +638,41 @@ def test_a_glob_that_the_shell_has_not_expanded(tmp_path, make):
         make(f"{tmp_path}/*.txt", output=tmp_path / "p")
 
 
-@pytest.mark.parametrize("name", ["a.zip", "a.pdf", "a.docx", "a.bin", "a.tar.gz", "a.unknown"])
-def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
-    path = write(tmp_path / name, b"PK\x03\x04\xff\xfe")
-    with pytest.raises(
-        ValueError, match=rf"input .*{name} is neither text in UTF-8 nor of a kind that is read"
-    ):
-        make(path)
-    with pytest.raises(ValueError, match="neither text in UTF-8"):
-        inputs.find_sources([str(path)], pattern=["*"], output=tmp_path / "o")
+NO_TEXT = "input .*{} is neither text in UTF-8 nor of a kind that is read"
+NO_FIELDS = r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"
+REFUSED = [  # a file that comes with a good one, other arguments, and what is said
+    *(
+        (name, b"PK\x03\x04\xff\xfe", {}, NO_TEXT.format(name))
+        for name in ("a.zip", "a.pdf", "a.docx", "a.bin", "a.tar.gz", "a.unknown")
+    ),
+    *(
+        (
+            name,
+            b"<p>text",
+            {},
+            rf"{name} holds web pages: extract their text first, into \.jsonl or",
+        )
+        for name in ("a.html", "a.wet.gz")
+    ),
+    ("bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n', {}, NO_FIELDS),
+    *(
+        ("a.txt", b"x", {"document_separator": given}, "must have 1 to 1000 bytes, or be none")
+        for given in ("", "x" * 1001)
+    ),
+    (
+        "a.txt",
+        b"x",
+        {"document_separator": "a\udce9"},
+        r"separator 'a\\udce9' isn't UTF-8, as texts",
+    ),
+]
 
 
-def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
+@pytest.mark.parametrize("name, content, changes, message", REFUSED)
+def test_what_cannot_be_read_is_refused(tmp_path, make, name, content, changes, message):
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
-    bad = write(tmp_path / "bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n')
-    with pytest.raises(
-        ValueError,
-        match=r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field",
-    ):
-        make(good, bad)
+    with pytest.raises(ValueError, match=message):
+        make(good, write(tmp_path / name, content), **changes)
 
 
 def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(
@@ -713,15 +704,6 @@ def test_a_folder_of_web_pages_is_told_as_that(tmp_path, make):
     )
 
 
-@pytest.mark.parametrize("name", ["a.html", "a.wet.gz"])
-def test_web_pages_are_not_taken_for_text(tmp_path, make, name):
-    with pytest.raises(
-        ValueError,
-        match=rf"{name} holds web pages: extract their text first, into \.jsonl or \.txt",
-    ):
-        make(write(tmp_path / name, b"<p>text"))
-
-
 def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE_BYTES", 500)
     monkeypatch.setattr(documents, "RECORD_BYTES", 1000)
@@ -732,7 +714,7 @@ def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch
         manifest["skipped"]["bad"] == 5
         and "is longer than" in manifest["skipped"]["bad_records"][0]
     )
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * len(TEXTS)
+    assert documents_in(manifest) == 2 * len(TEXTS)
     # but much of a file that is bad throughout is a mistake
     monkeypatch.setattr(encoding, "MANY_RECORDS", 3)
     bad = as_lines(TEXTS * 9).replace(b'"text"', b'"body"')
@@ -857,21 +839,6 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
         and len(err.split("\n")) == 2
         or (tmp_path / "out" / "manifest.json").stat().st_size < 20_000
     )
-
-
-@pytest.mark.parametrize("given", ["", "x" * 1001])
-def test_separators_that_are_none(tmp_path, make, given):
-    with pytest.raises(
-        ValueError, match="document_separator must have 1 to 1000 bytes, or be none"
-    ):
-        make(write(tmp_path / "a.txt", b"x"), document_separator=given)
-
-
-def test_a_separator_that_is_not_utf8_is_named(tmp_path, make):
-    with pytest.raises(
-        ValueError, match=r"document_separator 'a\\udce9' isn't UTF-8, as texts are"
-    ):
-        make(write(tmp_path / "a.txt", b"x"), document_separator="a\udce9")
 
 
 @pytest.mark.parametrize(

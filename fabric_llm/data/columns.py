@@ -59,6 +59,7 @@ class Rows:
         )
         if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
+        # One row is read as a batch of one, and taken out of it in the end.
         places = np.atleast_1d(wanted)
         inside = np.searchsorted(self.starts, places, side="right") - 1
         chunks = [self.chunks[chunk] for chunk in inside]

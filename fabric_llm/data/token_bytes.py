@@ -29,6 +29,7 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     special, of_bytes = set(tokenizer.all_special_ids), _is_byte_level(state)
     added, words = tokenizer.added_tokens_decoder, []
     for token, number in tokenizer.get_vocab().items():
+        # Special tokens stand for no text.
         if number >= size or number in special:
             continue
         if NUMBERED_BYTE.fullmatch(token):
@@ -71,6 +72,7 @@ def bytes_are_lost(manifest: Mapping[str, Any]) -> bool:
     False where its manifest doesn't say. What isn't in the vocabulary becomes <unk>, or nothing,
     and some normalizers drop white space.
     """
+    # A manifest of an earlier version has no such counts.
     text = manifest.get("text")
     if not isinstance(text, dict) or any(type(text.get(name)) is not int for name in COUNTED):
         return False

@@ -78,7 +78,9 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
                 parts, size = [], 0
             parts.append(part)
             size += part_bytes
-    return [*pieces, Piece(size, parts)] if parts else pieces
+    if parts:
+        pieces.append(Piece(size, parts))
+    return pieces
 
 
 def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:
@@ -134,6 +136,7 @@ def _parts_of(
         with documents.parquet_file(part.path) as file:
             groups = file.num_row_groups
         yield from _ranges(part, groups, size, piece_bytes)
+    # A compressed file can't be entered in the middle.
     elif size > piece_bytes and has_lines and not inputs.compression_of(part.path):
         yield from _ranges_of_bytes(part, size, piece_bytes)
     else:
@@ -162,6 +165,7 @@ def _ranges_of_bytes(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[
 
 def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:
     """Ranges of `count` row groups or rows, which have `size` bytes together."""
+    # At least one at a time, however large a row group is.
     step = max(1, count * piece_bytes // max(1, size))
     for start in range(0, count, step):
         end = min(count, start + step)
@@ -190,6 +194,7 @@ def _parts_of_dataset(
             )
             continue
         part = part._replace(split=name)
+        # A dataset that has a validation split keeps it, and no other rows of it are drawn.
         if own:
             goes = documents.TO_VALIDATION if name in own else documents.TO_TRAIN
             part = part._replace(goes=goes)
@@ -241,9 +246,11 @@ def read(input_files: inputs.InputFiles, text_field: str, separator: Optional[st
     is_stream = any(source.bytes is None for source in input_files.sources)
     taken, every, size = [], 1, 0
     for number, text in enumerate(documents.texts(parts, text_field)):
+        # Every `every`-th text, so that what is taken is spread over all inputs.
         if number % every == 0:
             taken.append(text)
             size += len(text.encode())
+        # A stream may have no end.
         if is_stream and size >= MAX_BYTES:
             break
         while size > MAX_BYTES and len(taken) > 1:
@@ -265,11 +272,13 @@ def summary(corpus: Corpus) -> str:
 def hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
     """(texts, those held out): one of ONE_OF, at least one; the last lines of a single text. None
     is in both."""
+    # A single text is divided at a line.
     if len(texts) == 1:
         cut = texts[0].rfind("\n", 0, len(texts[0]) * (ONE_OF - 1) // ONE_OF) + 1
         texts = [part for part in (texts[0][:cut], texts[0][cut:]) if part.strip()]
     every = max(1, min(ONE_OF, len(texts)))
     held_out = texts[every - 1 :: every]
+    # A copy of a text that is held out isn't learned from either.
     apart = set(held_out)
     learned = [text for text in texts if text not in apart]
     if not learned:

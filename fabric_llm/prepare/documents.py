@@ -87,6 +87,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
             if file is not None and part.start:
                 file.seek(part.start)
             yield from READERS[part.kind](part, text_field, file)
+    # What could be read before a damage is used. The rest counts as one bad record.
     except Exception as error:
         if not is_damage(error):
             raise
@@ -104,6 +105,7 @@ def where(part: Part, number: Optional[int]) -> str:
         return f"{path} [{shown(part.split)}] row {number}"
     if part.kind not in ("json_lines", "csv"):
         return f"{path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
+    # Lines before the range are counted only where a message needs the number.
     if left := part.start:
         with open(part.path, "rb") as file:
             while block := file.read(min(left, BLOCK_BYTES)):
@@ -212,10 +214,13 @@ def _document(number: int, content: str | bytes) -> Record:
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
         return BadRecord(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
     try:
-        text = content.decode() if isinstance(content, bytes) else content
+        if isinstance(content, bytes):
+            content = content.decode()
     except UnicodeError:
         return BadRecord(number, NOT_UTF8)
-    return (number, text) if _is_utf8(text) else BadRecord(number, NOT_UTF8)
+    if not _is_utf8(content):
+        return BadRecord(number, NOT_UTF8)
+    return number, content
 
 
 def _is_utf8(text: str) -> bool:
@@ -240,6 +245,7 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
 def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES), b""), 1):
         if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
+            # What is left of the line is read away, so that a record begins with the next one.
             while line and not line.endswith(b"\n"):
                 line = file.readline(BLOCK_BYTES)
             yield BadRecord(number, f"is longer than {RECORD_BYTES >> 20} MiB")
@@ -258,6 +264,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
 
 def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     """An array of objects, or JSON lines under another name."""
+    # Many files of this name hold JSON lines.
     begin = cast(io.BufferedReader, file).peek(BLOCK_BYTES)  # at least one byte
     if not begin.lstrip(WHITE).startswith(b"["):
         yield from _read_json_lines(part, text_field, file)
@@ -390,6 +397,7 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             )
         if not count:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
+        # The other columns are read as well: a quotation mark in one may begin several lines.
         column = names.index(text_field)
         read_rows = _rows_of_tsv if has_tabs else _rows_of_csv
         for number, row in read_rows(part, rows, lines, len(names)):
@@ -421,6 +429,7 @@ def _rows_of_csv(
             return
         except csv.Error as error:
             message = f"is not a valid row: {error}"
+        # The first such mark is remembered: what it does to the rows may show much later.
         for place, line in enumerate(lines.taken, number):
             if not escaped and ESCAPED_QUOTE.search(line):
                 escaped = place
@@ -499,9 +508,11 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         if text_field not in schema.names:
             raise ValueError(f"{part.path} {_no_field(text_field, schema.names)}")
         kind = schema.field(text_field).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise ValueError(f'{part.path} holds {kind}, not strings, in its column "{text_field}"')
+        # Rows have the numbers of the whole file, also in a range of its row groups.
         groups = range(part.start, table.num_row_groups if part.end is None else part.end)
         number = end = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
         for group in groups:
@@ -558,6 +569,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
 
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:
+    # Each process opens the dataset itself. Rows stay on the disk, or come from the hub.
     rows = load_splits(part.kind, part.path)[part.split]
     if part.end is not None:
         rows = rows.select(range(part.start, part.end))

@@ -123,6 +123,7 @@ class PieceFiles:
         content = text.encode()
         tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
         self.tokens.write(tokens.data)
+        # Of the text and not of its tokens: a split must not depend on the tokenizer.
         digest = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), "<u8")
         self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
         self.mark.documents += 1
@@ -189,6 +190,7 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
     """
     path = Path(job.folder, name)
     with ExitStack() as stack:
+        # Nothing is truncated before it is locked: another process may be writing it.
         opened = [
             stack.enter_context(open(path.with_suffix(name), "ab"))
             for name in (".tokens", ".documents")
@@ -200,6 +202,7 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
             file.truncate(0)
         out = PieceFiles(job, *opened)
         _encode_documents(piece, job, out)
+        # The mark says that both files are on the disk, so they are flushed before it.
         for file in opened:
             file.flush()
             os.fsync(file.fileno())
@@ -276,6 +279,7 @@ def _require_others(piece: Piece, number: int, count: int, first: BadRecord) -> 
 def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
     """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in
     sections."""
+    # The working memory of the backend grows with the text.
     if len(texts) == 1 and len(parts := list(sections(texts[0]))) > 1:
         return [_joined(parts, backend)]
     # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy
@@ -322,6 +326,7 @@ def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:
         for record in read_part(part, job.text_field):
             failpoint("prepare.documents")
             size = 0 if isinstance(record, BadRecord) else len(record[1])
+            # A document that is larger than a batch stands alone.
             if batch and (len(batch) == BATCH_DOCUMENTS or characters + size > BATCH_CHARACTERS):
                 yield batch
                 batch, characters = [], 0
@@ -368,6 +373,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
             PEER_LOST,
         ) from None
     finally:
+        # The pool waits for what runs, which a mistake or Ctrl-C should not.
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()  # a piece may take a minute
@@ -379,6 +385,7 @@ def _begin_process(parent: int, threads: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # of the terminal's group; the other process ends this one
         signal.signal(number, signal.SIG_IGN)
+    # The threads of all processes together are as many as there are cores.
     os.environ |= {
         "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
         "RAYON_NUM_THREADS": str(threads),

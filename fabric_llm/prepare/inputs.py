@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
 
@@ -103,7 +103,9 @@ def separator(given: Optional[str]) -> Optional[str]:
             f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got "
             f"{given!r}"
         )
-    return re.escape(text) if "\r" in text else r"\r?\n".join(map(re.escape, text.split("\n")))
+    if "\r" in text:
+        return re.escape(text)
+    return r"\r?\n".join(map(re.escape, text.split("\n")))
 
 
 def work_folder_of(output: Path) -> Path:
@@ -155,6 +157,7 @@ def find_sources(
     read = set()
     for given in _expanded(inputs):
         for source in _sources_of(given, pattern, exclude, output, input_files):
+            # The same path in two inputs is a mistake. Another name of a file or folder is none.
             path, identity = os.path.abspath(source.name), identity_of(source.name)
             if path in origin:
                 raise ValueError(
@@ -178,16 +181,20 @@ def identity_of(path: str) -> Any:
     """Equal for all names of a file or folder, links and hard links among them."""
     if not os.path.exists(path):  # a dataset of the hub
         return path
-    status = os.stat(path)  # some file systems have no numbers of files
-    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+    status = os.stat(path)
+    if not status.st_ino:  # some file systems have no numbers of files
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino
 
 
 def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
     """The inputs, with what globs among them match, which the shell doesn't expand in quotes or in
     a file of flags."""
     for given in map(str, inputs):
-        is_glob = has_magic(given) and not os.path.lexists(given)
-        yield from (sorted(glob(given, recursive=True)) if is_glob else []) or [given]
+        matches: list[str] = []
+        if has_magic(given) and not os.path.lexists(given):
+            matches = sorted(glob(given, recursive=True))
+        yield from matches or [given]
 
 
 def _sources_of(
@@ -197,27 +204,9 @@ def _sources_of(
     output: Path,
     input_files: InputFiles,
 ) -> list[Source]:
-    if os.path.lexists(given) and not os.path.isfile(given) and not os.path.isdir(given):
-        # To open a pipe would wait for whoever writes into it.
-        raise ValueError(
-            f"input {given} is a pipe, a socket, a device or a dead link: name a file or a folder"
-        )
-    if not os.path.exists(given):
-        # The hub isn't asked for what can't be the name of a dataset there, such as a mistyped
-        # path.
-        near = nearest_of(Path(given), files=True)
-        can_be = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", given)
-        if (
-            not can_be
-            or _matcher(DEFAULT_PATTERNS)(given.lower())
-            or is_path(given)
-            or "/" not in given
-            and near
-        ):
-            raise ValueError(f"{NOWHERE.format(given)}.{near}" if near else NOWHERE.format(given))
-        return [Source(given, "hub", None)]  # corpus.plan asks the hub
+    """What one input names. Raises ValueError where that is nothing that can be read."""
     if os.path.isfile(given):
-        # such as an archive, whose headers would pass for text
+        # Another suffix may be that of an archive, whose headers would pass for text.
         if suffix(given) not in KINDS and not _is_text(given):
             kinds = " ".join(KINDS)
             raise ValueError(
@@ -225,23 +214,51 @@ def _sources_of(
                 "extract its text first"
             )
         return [_file_source(given)]
+    if not os.path.isdir(given):
+        if os.path.lexists(given):
+            # To open a pipe would wait for whoever writes into it.
+            raise ValueError(
+                f"input {given} is a pipe, a socket, a device or a dead link: name a file or a "
+                "folder"
+            )
+        _require_hub_name(given)
+        return [Source(given, "hub", None)]  # corpus.plan asks the hub
     if is_dataset(given):
-        # which `datasets.save_to_disk` wrote
         files = [file.stat() for file in Path(given).rglob("*.arrow")]
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
-    sources = [
-        _file_source(path) for path in _files_of(given, pattern, exclude, output, input_files)
-    ]
+    paths = _files_of(given, pattern, exclude, output, input_files)
+    sources = [_file_source(path) for path in paths]
     if not sources:
-        words, web = " ".join(pattern), sum(input_files.not_read[kind] for kind in WEB)
-        if list(pattern) == DEFAULT_PATTERNS:
-            words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
-        advice = "choose others with --pattern"
-        if web:
-            advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
-        raise ValueError(f"no file in {given} matches {words}: {advice}")
+        _refuse_folder(given, pattern, input_files)
     return sources
+
+
+def _require_hub_name(given: str) -> None:
+    """Raises ValueError for what can't be the name of a dataset on the hub, such as a mistyped
+    path, without asking the hub."""
+    # A name without an organisation that is close to one here is a mistake in typing.
+    near = nearest_of(Path(given), files=True)
+    can_be = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", given)
+    names_file = is_path(given) or _matcher(DEFAULT_PATTERNS)(given.lower())
+    is_mistyped = near and "/" not in given
+    if can_be and not names_file and not is_mistyped:
+        return
+    message = NOWHERE.format(given)
+    if near:
+        message += f".{near}"
+    raise ValueError(message)
+
+
+def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles) -> NoReturn:
+    """Raises ValueError for a folder without a matching file."""
+    words = " ".join(pattern)
+    if list(pattern) == DEFAULT_PATTERNS:
+        words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
+    advice = "choose others with --pattern"
+    if web := sum(input_files.not_read[kind] for kind in WEB):
+        advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
+    raise ValueError(f"no file in {folder} matches {words}: {advice}")
 
 
 def _files_of(
@@ -273,11 +290,13 @@ def _files_of(
                 f"{root} is a dataset: name it as an input of its own, "
                 f"or leave it out with --exclude {shlex.quote(os.path.basename(root))}"
             )
+        # Sorted, since the order of a folder depends on the file system.
         directories = [
             name
             for name in sorted(walked)
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
+        # os.walk goes on into the folders that are left in this list.
         walked.clear()
         for name in directories:
             if name.startswith("."):
@@ -368,7 +387,9 @@ class Streams(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while True:
+            # Behind the end of one stream the next one begins, after any padding.
             if self.stream.eof:
+                # Behind the end of a stream, look for the next one.
                 rest = self.stream.unused_data.lstrip(b"\0")
                 while not rest:
                     if not (block := self.raw.read(io.DEFAULT_BUFFER_SIZE)):

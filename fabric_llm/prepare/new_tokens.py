@@ -92,6 +92,7 @@ class Words:
         self.symbols: list[list[str]] = []
         for word in sorted(counts):
             symbols: list[str] = []
+            # A model without byte fallback would make <unk> of letters that it has no token for.
             for is_known, letters in itertools.groupby(word, key=self.tokens.__contains__):
                 if is_known:
                     symbols += [token.value for token in backend.model.tokenize("".join(letters))]
@@ -125,6 +126,7 @@ class Words:
             for index in after
             if len(candidate) == 1 or len(after[index]) < len(self.symbols[index])
         ]
+        # Words that change are taken out of the counts, and added again as they are then.
         recounted: set[Candidate] = set()
         for index in changed:
             recounted |= self._count(index, -1)

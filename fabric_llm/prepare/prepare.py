@@ -133,6 +133,7 @@ def prepare(**arguments: Any) -> dict:
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "
         "65,536"
     )
+    # Everything is made beside the output, and becomes it by one rename.
     with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
             tokenizer = _put_tokenizer(folder, options, input_files, pieces, tokenizer)
@@ -164,6 +165,7 @@ def _has_own_validation(pieces: Sequence[Piece]) -> bool:
 def _publish(folder: Path, target: Path) -> None:
     """Rename the complete dataset of the work folder, and remove the folder."""
     with uninterrupted():
+        # A former dataset is removed with the folder, when the new one is in its place.
         if target.exists():
             target.rename(folder / "old")
         failpoint("prepare.publish")
@@ -179,6 +181,7 @@ def work_folder(output: Path) -> Iterator[Path]:
     Raises Fault (73) where it can't be made, or another process works in it.
     """
     folder = inputs.work_folder_of(output)
+    # The lock goes with the process that holds it, however that ends.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -241,8 +244,10 @@ def _put_tokenizer(
             tokenizer = train_byte_level_bpe(documents, vocab_size=options.train_tokenizer)
         for folder_of_before in (filling, saved):  # its settings may have changed
             shutil.rmtree(folder_of_before, ignore_errors=True)
+        # A kill leaves no tokenizer under this name, or a whole one.
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
+    # Those who encode count by this table how much of the text their tokens stand for.
     with without_panic():
         counts = bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1)
     np.save(folder / encoding.TOKEN_BYTES, counts)
@@ -317,6 +322,7 @@ def _encode(
         unit_scale=True,
         disable=None,
     ) as bar:
+        # To start processes would take longer than to encode so little here.
         if left_bytes <= LITTLE_BYTES and options.num_workers is None:
             for name, piece in left.items():
                 encoding.encode_piece(piece, name, job)
@@ -365,6 +371,7 @@ def _make_dataset(
     made = folder / "dataset"
     shutil.rmtree(made, ignore_errors=True)
     _require_room(folder, options, work)
+    # Rows of best_fit are filled up, so that validation needs no text to fill one.
     fits_best, shortest = options.packing == "best_fit", options.min_document_tokens
     documents = split_documents(
         [folder / name for name in work.pieces],
@@ -374,6 +381,7 @@ def _make_dataset(
         shortest,
         row=0 if fits_best else options.context_length,
     )
+    # A document that is left out counts once: as short, or else as repeated.
     is_short = documents.lengths < shortest
     short, repeated = int(is_short.sum()), documents.lengths[documents.repeated & ~is_short]
     if documents.in_both:
@@ -386,6 +394,7 @@ def _make_dataset(
     try:
         splits, largest = save_rows(documents, work.dtype, made, length, options.packing, eos)
     except ValueError as error:
+        # Too little text may be a matter of what was left out.
         if bad or short:
             raise ValueError(f"{error}; {left_out}") from error
         raise
@@ -461,6 +470,7 @@ def _most_common(counts: Counter) -> dict[str, int]:
 def require_all_counted(manifest: dict[str, Any]) -> None:
     """Raises AssertionError, with the numbers, unless what was read is in the splits or counted."""
     skipped, splits = manifest["skipped"], manifest["splits"]
+    # Each document that was read is in a split, or left out for one reason.
     counted = {name: split["documents"] for name, split in splits.items()}
     counted["repeated"] = manifest["duplicates"]["documents"]
     for name in ("short", "empty", "bad"):
@@ -470,6 +480,7 @@ def require_all_counted(manifest: dict[str, Any]) -> None:
             f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: "
             f"{counted}"
         )
+    # Each token is in a row or dropped. Padding is in rows, but is no token of a document.
     for name, split in splits.items():
         in_rows = split["rows"] * manifest["context_length"]
         in_rows += split["dropped_tokens"] - split.get("padding_tokens", 0)

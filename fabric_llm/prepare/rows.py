@@ -83,6 +83,7 @@ def drawn(
     half of all tokens. If all documents fall into one split, one text moves to the other. Then
     validation is filled up to `row` tokens, but not to more than half of all tokens.
     """
+    # Documents of a dataset with splits of its own stay where they are. All others may move.
     numbers = document_hashes(seed, texts)
     in_validation = goes == TO_VALIDATION
     may_move = (goes == DRAWN) & ~left_out
@@ -92,6 +93,7 @@ def drawn(
         may_move &= ~copies
         if kept == TO_VALIDATION:
             in_validation |= copies
+    # A text is drawn by its hash, so that more texts draw none of the others anew.
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
     max_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
     chosen = np.flatnonzero(may_move & (numbers < fraction))
@@ -99,11 +101,13 @@ def drawn(
     _add_while(in_validation, _by_text(chosen, texts, numbers), lengths, 0, max_tokens)
     if not fraction:
         return in_validation
+    # Neither split may be empty.
     in_splits = in_validation[~left_out]
     if len(in_splits) >= 2 and in_splits.all() == in_splits.any() and may_move.any():
         distances = np.abs(numbers - fraction)
         moved = _text_that_moves(lengths, texts, may_move, distances, len(in_splits), max_tokens)
         in_validation[moved] = ~in_validation[moved]
+    # A validation split that fills no row can't be evaluated.
     held = int(lengths[in_validation & ~left_out].sum())
     if held < row and not (goes == TO_VALIDATION).any():
         others = np.flatnonzero(may_move & ~in_validation)
@@ -245,6 +249,7 @@ def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, in
     row, place = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
+        # The fullest row that has room for it, or else a new one.
         fitting = bisect_left(rooms, length)
         if fitting < len(rooms):
             left = rooms[fitting]
@@ -254,6 +259,7 @@ def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, in
         else:
             left, into, count = room, count, count + 1
         row[item], place[item] = into, room - left
+        # The row goes back among those with as much room as is left now.
         left -= length
         if left:
             if not rows_with[left]:
@@ -343,6 +349,7 @@ def save_rows(
     """
     failpoint("prepare.rows")
     total = sum(int(mine.sum()) for mine in documents.splits.values())
+    # Both splits are checked before one is written, which may take an hour.
     for name, mine in documents.splits.items():
         tokens = int(documents.lengths[mine].sum())
         if tokens >= (1 if packing == "best_fit" else context_length):
@@ -402,6 +409,7 @@ def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_le
         {"input_ids": datasets.List(datasets.Value(str(dtype)), length=context_length)}
     )
     schema = features.arrow_schema
+    # Rows are divided evenly over files of at most SHARD_BYTES.
     shards = -(-rows * context_length * dtype.itemsize // SHARD_BYTES)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
     at_once, digest = max(1, COPY_TOKENS // context_length), hashlib.sha256()
@@ -424,6 +432,7 @@ def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_le
                         pa.record_batch([column.cast(schema.field(0).type)], schema=schema)
                     )
                     bar.update(count)
+    # What `save_to_disk` writes beside the rows, and `load_from_disk` asks for.
     info = {
         "citation": "",
         "description": "",

@@ -42,6 +42,7 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     is that fraction of each task. Raises ValueError for what a user can correct.
     """
     target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
+    # By the place in its task, so that any first rows hold the same fraction of each.
     documents = sorted(_documents(_loaded(tasks), encoder), key=itemgetter(0))
     rows = []
     for number, (_, document) in enumerate(documents):
@@ -64,6 +65,7 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
         manifest["lm_eval"] = metadata.version("lm_eval")
         manifest["written"] = files.describe(made, files.files_in(made))
         (made / "manifest.json").write_bytes(files.encode(manifest))
+        # The folder appears as a whole, or not at all.
         with uninterrupted():
             if target.exists():
                 target.rename(Path(folder, "old"))
@@ -83,6 +85,7 @@ def _pad(row: dict[str, Any], length: int, context_length: int, eos: int) -> Non
             f"task {row['task']!r} has an answer of {targets} tokens, which a row of "
             f"--context_length {context_length} can't ask for"
         )
+    # Only the answer is predicted, and neither its context nor padding.
     labels = np.full(length, IGNORED, dtype=np.int32)
     labels[len(ids) - targets : len(ids)] = ids[-targets:]
     row["input_ids"] = np.pad(ids, (0, length - len(ids)), constant_values=eos)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -44,6 +45,7 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    # All 256 bytes, whether the texts have them or not.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -52,6 +54,7 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    # One token for all three, as in GPT-2.
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
@@ -62,25 +65,31 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dic
     eos = hf_tokenizer.eos_token_id
     backend = Tokenizer.from_str(backend.to_str())  # `packing_tokenizer`'s stays as its file has it
     encode_all_alike(backend)
-    for word in ("a", *sorted(backend.get_vocab(with_added_tokens=False))):  # such as those of DNA
-        with without_panic():
-            probe = backend.encode(word, add_special_tokens=True)
-        if text := [
-            position for position, special in enumerate(probe.special_tokens_mask) if not special
-        ]:
-            break
-    else:
-        raise ValueError("The tokenizer makes nothing of any of its own tokens.")
-    before, after = probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
+    before, after = _around(backend)
     # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds
     # them in text. Only the unknown token may come from text.
     forbidden = sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos})
     unknown = unknown_id(backend)
     largest = max([*backend.get_vocab(with_added_tokens=True).values(), *before, *after, eos])
     return {
+        # Exactly one EOS ends a document, whatever the tokenizer itself puts around a text.
         "before": [token for token in before if token != eos],
         "after": [token for token in after if token != eos] + [eos],
         "forbidden": {token: hf_tokenizer.convert_ids_to_tokens(token) for token in forbidden},
         "unknown": -1 if unknown is None else unknown,
         "dtype": "uint16" if largest < 2**16 else "int32",
     }
+
+
+def _around(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before a text and behind it. Raises ValueError where it
+    makes nothing of any word."""
+    # Some vocabularies, such as those of DNA, have no "a".
+    for word in ("a", *sorted(backend.get_vocab(with_added_tokens=False))):
+        with without_panic():
+            probe = backend.encode(word, add_special_tokens=True)
+        text = np.flatnonzero(np.array(probe.special_tokens_mask) == 0)
+        # What stands before and behind the word is the convention.
+        if len(text):
+            return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
+    raise ValueError("The tokenizer makes nothing of any of its own tokens.")
