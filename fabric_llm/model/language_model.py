@@ -58,14 +58,10 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
     These are the cross-entropy, how many are the likeliest token, and their margins: logit minus
     the largest one of other tokens.
     """
-    logits, (targets, numbers) = (
-        logits[targets[:, 0] != IGNORED].float(),
-        targets[targets[:, 0] != IGNORED].unbind(1),
-    )
-    each, own = (
-        F.cross_entropy(logits, targets, reduction="none"),
-        logits.gather(1, targets[:, None]),
-    )
+    is_target = targets[:, 0] != IGNORED
+    logits, (targets, numbers) = logits[is_target].float(), targets[is_target].unbind(1)
+    each = F.cross_entropy(logits, targets, reduction="none")
+    own = logits.gather(1, targets[:, None])
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
     return torch.cat(
@@ -134,14 +130,13 @@ class LanguageModel(nn.Module):
         # The number of label columns that belong to another rank's part of the rows.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
-            group = self.context_group if after else None
-            ends = (
-                batches.document_ends(position_ids.cpu())
-                if document_ends is None
-                else document_ends
-            )
-            longest = input_ids.shape[1] * (1 if group is None else group.size())
-            given |= packed_attention.of_documents(ends, longest, group)
+            if document_ends is None:
+                document_ends = batches.document_ends(position_ids.cpu())
+            group, longest = None, input_ids.shape[1]
+            if after and self.context_group is not None:
+                group = self.context_group
+                longest *= group.size()
+            given |= packed_attention.of_documents(document_ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
@@ -149,17 +144,14 @@ class LanguageModel(nn.Module):
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         targets_of = targets.flatten()
+        # What evaluations tell apart stands in a second column of the targets.
         if places is not None:
-            loss_of, targets_of = (
-                partial(_by_place, loss_of),
-                torch.stack([targets_of, places.flatten()], dim=1),
-            )
+            loss_of = partial(_by_place, loss_of)
+            targets_of = torch.stack([targets_of, places.flatten()], dim=1)
         elif questions is not None:
+            loss_of = partial(by_row, len(targets))
             numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
-            loss_of, targets_of = (
-                partial(by_row, len(targets)),
-                torch.stack([targets_of, numbers.flatten()], dim=1),
-            )
+            targets_of = torch.stack([targets_of, numbers.flatten()], dim=1)
         if self.head is None:
             outputs = self.causal_lm(**inputs)
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
@@ -258,11 +250,10 @@ def load_balancing_loss(
         torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2)
     )
     context = router_logits[0].numel() // (rows * experts)
-    is_token = (
-        torch.ones(rows, context, device=chosen.device)
-        if attention_mask is None
-        else attention_mask.float()
-    )
+    if attention_mask is None:
+        is_token = torch.ones(rows, context, device=chosen.device)
+    else:
+        is_token = attention_mask.float()
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1).view(rows, context, experts)
         places = torch.zeros_like(probabilities).scatter_(
