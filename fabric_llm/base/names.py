@@ -21,10 +21,7 @@ MAX_CHARACTERS = 300  # of a path
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
 # Ratios of difflib. A wrong suggestion is worse than none.
-MIN_LIKENESS_OF_SHORT, MIN_LIKENESS = (
-    0.65,
-    0.8,
-)
+MIN_LIKENESS_OF_SHORT, MIN_LIKENESS = 0.65, 0.8
 
 
 def shown(name: object, most: int = MAX_CHARACTERS) -> str:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
 # The probes of what a model does with its context, see probes.py.
-COPY, RETRIEVAL = PROBES = (
-    "copy",
-    "retrieval",
-)
+COPY, RETRIEVAL = PROBES = ("copy", "retrieval")
 MAX_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset

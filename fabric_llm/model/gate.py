@@ -51,8 +51,8 @@ SQUARED_AT_ONCE = 2**22  # elements of a gradient, of which float64 copies are m
 SMALL = 1e-3
 Inputs = dict[str, Tensor]
 
-# The mean difference of logits that rounding explains on one device, as a fraction of their standard
-# deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md), a fifth of
+# The mean difference of logits that rounding explains on one device, as a fraction of their
+# standard deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md), a fifth of
 # what a model that packed attention would change shows.
 SAME_DEVICE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 

@@ -92,9 +92,8 @@ class LanguageModel(nn.Module):
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == packed_attention.PACKED
-        self.context_group: Optional[ProcessGroup] = (
-            None  # ranks that share the rows of a batch, see data/batches.part_of
-        )
+        # Ranks that share the rows of a batch, see data/batches.part_of.
+        self.context_group: Optional[ProcessGroup] = None
 
     def forward(
         self,
@@ -242,8 +241,8 @@ def load_balancing_loss(
     router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows,
     context], 0 for padding. group: the ranks that have the other parts of the rows. Fedus et al.
     (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all
-    layers together: experts x the sum over experts of (part of the tokens that it is chosen for) x
-    (mean of its probability). 1 x top_k where all is even. Only the probabilities have a gradient.
+    layers together: experts x the sum over experts of (fraction of the tokens that it is chosen
+    for) x (mean of its probability). 1 x top_k where all is even. Only the probabilities have a gradient.
     """
     experts = router_logits[0].shape[-1]
     chosen, probable = (

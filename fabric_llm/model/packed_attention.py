@@ -26,11 +26,7 @@ PACKED = "packed"
 HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 # Arguments of some models' attention that aren't computed here.
-NOT_HERE = (
-    "softcap",
-    "s_aux",
-    "position_bias",
-)
+NOT_HERE = ("softcap", "s_aux", "position_bias")
 
 
 def takes_documents(model_class: type[PreTrainedModel]) -> bool:
