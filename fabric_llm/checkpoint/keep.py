@@ -205,6 +205,7 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
 
     Renamed first, so that a kill leaves none half there.
     """
+    # What was asked for, and a rewind can't go back to, doesn't push out what it can.
     there, removed = checkpoints(run_directory), []
     documents = {path: _progress_or_nothing(path) for path in there}
     due = [path for path in there if is_due(step_of(path), kept.interval)]

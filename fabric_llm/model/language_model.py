@@ -242,7 +242,8 @@ def load_balancing_loss(
     context], 0 for padding. group: the ranks that have the other parts of the rows. Fedus et al.
     (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all
     layers together: experts x the sum over experts of (fraction of the tokens that it is chosen
-    for) x (mean of its probability). 1 x top_k where all is even. Only the probabilities have a gradient.
+    for) x (mean of its probability). 1 x top_k where all is even. Only the probabilities have a
+    gradient.
     """
     experts = router_logits[0].shape[-1]
     chosen, probable = (

@@ -75,6 +75,7 @@ def load_config(model_name: str) -> PretrainedConfig:
             )
             raise Fault(sentence, REFUSED) from error
         raise _unreadable("The configuration", model_name, error) from error
+    # A value in the place of a method would be called by transformers.
     for name, value in vars(config).items():
         if callable(getattr(type(config), name, None)) and not callable(value):
             raise ValueError(
@@ -212,6 +213,8 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         "flex_attention": model_class._supports_flex_attn,
         "eager": True,
     }
+    # The default of transformers, so that what is trained is what its export opens as. Packed
+    # attention is chosen later, when the model has been measured (run/reference.py).
     if attention == "auto":
         return "sdpa" if has["sdpa"] else "eager"
     if not has[attention]:
@@ -326,6 +329,7 @@ def open_weights(
     Raises Fault where the files can't be read, or don't hold all weights of the model: 66 for a
     checkpoint, else 2.
     """
+    # The source has a skeleton of its own: reading writes into it.
     skeleton = build_skeleton(config, dtype)
     # A checkpoint always has weights: where they are missing it is damaged.
     if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:
@@ -371,6 +375,7 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
         stored = Tensors(_weight_files(model_name, config), code, of)
         return {name: Slice(stored, name) for name in stored}
     stored = Tensors(Path(model_name, "weights").glob("*.safetensors"), code, of)
+    # A sharded checkpoint has the names of the run that wrote it, and must hold this model whole.
     wanted = {PREFIX + name: tuple(one.shape) for name, one in weights.saved(skeleton).items()}
     held: dict[str, Any] = dict(stored.shapes)
     for name, shape in stored.shapes.items():

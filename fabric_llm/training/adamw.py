@@ -95,6 +95,7 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
     Of a small matrix, against the same one in float32. All ranks call it: an optimizer may need
     all.
     """
+    # The same updates of 2**-13 for bfloat16 and float32 weights: how far do they get?
     signs = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).sign()
     moved = []
     try:
@@ -216,6 +217,7 @@ class AdamW(torch.optim.Optimizer):
             if not params:
                 continue
             states = [self.state[param] for param in params]
+            # The counters are on the CPU, so that reading them doesn't wait for a GPU.
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             # What one kernel takes: a parameter, its gradient and its state, and what they are a
