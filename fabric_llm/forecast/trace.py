@@ -294,11 +294,12 @@ class Layers:
             return forward()
         ledger.label, ledger.moment = LAYERS, f"the forward pass of layer {number + 1}"
         if self.compiles:
-            hidden = _hidden_states(args, more)
-            if (keeps := self.keeps.get(self.kinds[number])) is None:
-                keeps = self.keeps[self.kinds[number]] = self._measured(layer, hidden, forward)
+            # The first layer of each kind is measured, and stands for the others.
+            kind, hidden = self.kinds[number], _hidden_states(args, more)
+            if kind not in self.keeps:
+                self.keeps[kind] = self._measured(layer, hidden, forward)
             parameters = (getattr(module, name) for module, name in places)
-            output = self.wrap(_CompiledLayer.apply(keeps, hidden, *parameters))
+            output = self.wrap(_CompiledLayer.apply(self.keeps[kind], hidden, *parameters))
         else:
             output = forward()
             self.wrap = _wrapping(output)
