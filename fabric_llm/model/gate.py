@@ -340,7 +340,8 @@ def plain_attention(reference: PreTrainedModel) -> str:
         with attention(reference, default):
             return name == default or _makes_the_same(reference, logits)
 
-    if not is_default(asked):
+    # Packed attention is measured by itself, and kernels of GPUs can't be measured here.
+    if asked in ("eager", "sdpa") and not is_default(asked):
         raise ValueError(
             f"--attention {asked}: {type(reference).__name__} computes another function with it "
             f"than with {default}, which transformers takes by default, so what is trained would "
