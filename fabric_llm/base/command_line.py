@@ -317,8 +317,8 @@ def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> 
         )
         if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
             all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
-            said = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
-            print(printable(said), file=sys.stderr, flush=True)
+            message = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
+            print(printable(message), file=sys.stderr, flush=True)
 
 
 def _check_config(
@@ -346,8 +346,8 @@ def _check_config(
     others = [str(key) for key in values if key not in flags]
     if len(others) == 1:
         [name] = others
-        said = unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere)
-        fail(program, f"line {lines.get(name)}: {said}")
+        message = unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere)
+        fail(program, f"line {lines.get(name)}: {message}")
     if others:
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
         fail(program, f"{config}: {unknown('key', shown, flags, elsewhere)}")
@@ -484,5 +484,5 @@ def load_yaml(text: str, subject: str = "it") -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
-        said = " ".join(str(error).split())[:300].rstrip(".")
-        raise ValueError(f"{subject} can't be read as YAML: {said}") from error
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ValueError(f"{subject} can't be read as YAML: {reason}") from error

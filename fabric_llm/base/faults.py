@@ -98,7 +98,7 @@ def as_fault(error: BaseException) -> Fault:
     if (
         isinstance(error, MemoryError)
         or is_of_library
-        and any(said in words for said in _MEMORY_WORDS)
+        and any(message in words for message in _MEMORY_WORDS)
     ):
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -110,7 +110,7 @@ def as_fault(error: BaseException) -> Fault:
         )
     torch = sys.modules.get("torch")  # if it isn't imported, it hasn't raised this error
     of_group = torch is not None and isinstance(error, torch.distributed.DistError)
-    if of_group or is_of_library and any(said in words for said in _PEER_WORDS):
+    if of_group or is_of_library and any(message in words for message in _PEER_WORDS):
         return Fault(words, PEER_LOST)
     if any(word in words for word in _DISK_WORDS):
         return Fault(words, SAVE_FAILED)

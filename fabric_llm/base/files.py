@@ -136,11 +136,14 @@ class Describing:
 
     def entries(self) -> dict[str, Entry]:
         """Wait for all files, and return their entries. Raises what hashing or flushing raised."""
-        found = {}
+        entries = {}
         for name, (flushed, hashed) in self.started.items():
             flushed.result()
-            found[name] = {"bytes": (self.folder / name).stat().st_size, "sha256": hashed.result()}
-        return found
+            entries[name] = {
+                "bytes": (self.folder / name).stat().st_size,
+                "sha256": hashed.result(),
+            }
+        return entries
 
     def __enter__(self) -> Self:
         return self
@@ -186,9 +189,9 @@ def read(folder: Path) -> dict[str, Any]:
     path, document = no_link(folder / MANIFEST), None
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         content = path.read_bytes() if path.stat().st_size <= LARGEST_MANIFEST_BYTES else b""
-        found = json.loads(content)
-        found.pop("sha256", None)
-        document = found if content == encode(found) else None
+        decoded = json.loads(content)
+        decoded.pop("sha256", None)
+        document = decoded if content == encode(decoded) else None
     if document is None:
         raise damaged
     check_entries(document.get("files"), path, damaged)
@@ -198,11 +201,12 @@ def read(folder: Path) -> dict[str, Any]:
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
     """Raises `damaged` if `entries` of the manifest `where` aren't entries, although sealed, and
     Fault (77) for their names."""
-    for name, entry in entries.items() if isinstance(entries, dict) else [("", None)]:
-        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("bytes", "sha256")] != [
-            int,
-            str,
-        ]:
+    if not isinstance(entries, dict):
+        raise damaged
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise damaged
+        if type(entry.get("bytes")) is not int or type(entry.get("sha256")) is not str:
             raise damaged
         check_name(name, where)
 
@@ -326,10 +330,10 @@ def step_of(path: Path) -> int:
 
 def step_directories(run_directory: Path) -> list[Path]:
     """All directories with a checkpoint's name, in the order of steps, not of times."""
-    found = [
+    directories = [
         p for p in run_directory.glob("step-*") if re.fullmatch(STEP_NAME, p.name) and p.is_dir()
     ]
-    return sorted(found, key=step_of)
+    return sorted(directories, key=step_of)
 
 
 def checkpoints(run_directory: Path) -> list[Path]:

@@ -107,12 +107,12 @@ def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
         if one.resume == "never"
         else "changes it only by --resume_override"
     )
-    said = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (
+    sentences = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (
         of_run and one.kept
     )
-    said += [f"In other trainers: {', '.join(one.aliases.split())}."] * bool(one.aliases)
+    sentences += [f"In other trainers: {', '.join(one.aliases.split())}."] * bool(one.aliases)
     default, indent = f"; default: {_default(one)}" * (one.default is not None), " " * 6
-    parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(said)
+    parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(sentences)
     folded = TextWrapper(columns, subsequent_indent=indent, break_on_hyphens=False)
     return [line for part in parts for line in folded.wrap(part)]
 

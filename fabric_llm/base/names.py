@@ -22,10 +22,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a data source, and of a set that
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
 # Ratios of difflib. A wrong suggestion is worse than none.
-MIN_LIKENESS_OF_SHORT, MIN_LIKENESS = (
-    0.65,
-    0.8,
-)
+MIN_LIKENESS_OF_SHORT, MIN_LIKENESS = 0.65, 0.8
 
 
 def shown(name: object, most: int = MAX_CHARACTERS) -> str:
@@ -65,12 +62,14 @@ def unknown(
 ) -> str:
     """A sentence about names that aren't among `flags`: {name: how it is shown}. what: flag or
     key."""
-    said = {name: flag_meant(name, flags, elsewhere) for name in names}
+    meant = {name: flag_meant(name, flags, elsewhere) for name in names}
     if len(names) > 1:
-        each = (f"{shown} ({said[name]})" if said[name] else shown for name, shown in names.items())
+        each = (
+            f"{shown} ({meant[name]})" if meant[name] else shown for name, shown in names.items()
+        )
         return f"unknown {what}s: {', '.join(each)}. See --help."
     [(name, shown)] = names.items()
-    words = said[name] or "see --help"
+    words = meant[name] or "see --help"
     return (
         f"unknown {what} {shown}. {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
     )
@@ -93,15 +92,15 @@ def command(*words: object, **flags: object) -> str:
     What begins with a dash would be taken for a flag: a value follows an equals sign, and a path
     begins with ./ instead.
     """
-    said = [
+    shown = [
         f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
         for word in words
     ]
     for name, value in flags.items():
         values = [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
         joined = len(values) == 1 and values[0].startswith("-")
-        said += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]
-    return shlex.join(said)
+        shown += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]
+    return shlex.join(shown)
 
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:

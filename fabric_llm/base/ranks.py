@@ -49,9 +49,9 @@ def from_first(value: Any) -> Any:
 
 def first_fault(problem: Optional[Fault]) -> None:
     """Raise, on all ranks, the `problem` of the first rank that has one."""
-    for found in gather(problem):
-        if found is not None:
-            raise found
+    for fault in gather(problem):
+        if fault is not None:
+            raise fault
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:

@@ -205,17 +205,20 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
 
     Renamed first, so that a kill leaves none half there.
     """
+    # What was asked for, and a rewind can't go back to, doesn't push out what it can.
     there, removed = checkpoints(run_directory), []
     documents = {path: _progress_or_nothing(path) for path in there}
     due = [path for path in there if is_due(step_of(path), kept.interval)]
     aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
-    ordered = [*aside, *(path for path in there if path not in due), *due]  # the last ones stay
+    # The last ones stay: what is aside goes first, then what was asked for.
+    ordered = [*aside, *(path for path in there if path not in due), *due]
     stays = {*ordered[-kept.last :], *there[-1:]}
     losses = sorted((_eval_loss(documents[path], kept.best_of), path) for path in there)
-    stays |= {path for loss, path in losses[: kept.best] if math.isfinite(loss)}
-    stays |= {path for path in there if kept.every is not None and step_of(path) % kept.every == 0}
+    stays.update(path for loss, path in losses[: kept.best] if math.isfinite(loss))
+    if kept.every is not None:
+        stays.update(path for path in there if step_of(path) % kept.every == 0)
     if kept.to_go_back_to is not None:
-        stays |= {*[path for path in due if kept.to_go_back_to(documents[path])][-1:]}
+        stays.update([path for path in due if kept.to_go_back_to(documents[path])][-1:])
     named = kept.named and kept.named.resolve()
     for path in ordered:
         if path in stays or is_pinned(path) or path.resolve() == named:

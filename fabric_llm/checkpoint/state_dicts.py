@@ -74,6 +74,8 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     if len(shape) == 1:
         yield Part(flat, (first,))
         return
+    # A row that begins before, whole rows, and a row that ends behind. Rows are blocks of one
+    # dimension less.
     inner, of_row = shape[1:], math.prod(shape[1:])
     row, inside = divmod(first, of_row)
     before = min(-first % of_row, len(flat))  # elements of a row that begins before

@@ -159,6 +159,7 @@ def begin(
             **origin,
         },
     )
+    # All ranks must agree that the save can be made before the first file is written.
     _require_finite(pending)
     own_bytes = sum(tensor.nbytes for _, tensor in pending.tensors())
     sizes = gather((gethostname(), own_bytes, free_memory_bytes()))
@@ -209,6 +210,7 @@ def _copy_to_host(pending: Pending) -> None:
 def tightest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, float]:
     """`Pending.copies`. sizes: of each rank its host, the bytes of its copies, and the host's free
     memory, None where unknown."""
+    # Ranks of one host share its memory, and each has asked for the free memory at another moment.
     hosts: dict[str, tuple[int, float]] = {}
     for host, size, free in sizes:
         total, least = hosts.get(host, (0, math.inf))
@@ -286,6 +288,7 @@ def _shares(parts: list[tuple[str, Part]]) -> list[dict[str, Part]]:
         count = files.THREADS
     shares: list[dict[str, Part]] = [{} for _ in range(count)]
     sizes = [0] * count
+    # The largest first, each into the file that holds least so far.
     for name, part in sorted(parts, key=lambda one: -one[1].tensor.nbytes):
         free = [number for number, share in enumerate(shares) if name not in share]
         if not free:
@@ -383,6 +386,7 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
     failpoint("publish.begin")
     (temporary / MANIFEST).write_bytes(files.encode(document))
     failpoint("publish.manifest")
+    # What the name promises must be on the disk before the name is there.
     for path in [temporary / MANIFEST, *(d for d in temporary.rglob("*") if d.is_dir()), temporary]:
         fsync(path)
     failpoint("publish.before_rename")

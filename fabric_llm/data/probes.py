@@ -117,8 +117,8 @@ class Questions:
             length, depth = self.about(number)
             for name in ("", f"_of_{length}", f"_of_{length}_at_{depth}"):
                 groups[name].append(number)
-        found = {"exact": float((sums[groups[""], 1] == targets[groups[""]]).mean())}
+        answers = {"exact": float((sums[groups[""], 1] == targets[groups[""]]).mean())}
         for name, numbers in groups.items():
             _, right, margin = sums[numbers].sum(axis=0) / targets[numbers].sum()
-            found |= {f"accuracy{name}": float(right), f"margin{name}": float(margin)}
-        return found
+            answers |= {f"accuracy{name}": float(right), f"margin{name}": float(margin)}
+        return answers

@@ -23,10 +23,7 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 
 
 # The probes of what a model does with its context, see probes.py.
-COPY, RETRIEVAL = PROBES = (
-    "copy",
-    "retrieval",
-)
+COPY, RETRIEVAL = PROBES = ("copy", "retrieval")
 MAX_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
@@ -77,8 +74,8 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             columns = json.loads(info.read_bytes())["features"]
             texts = [
                 str(name)
-                for name, said in columns.items()
-                if str(said.get("dtype")).endswith("string")
+                for name, feature in columns.items()
+                if str(feature.get("dtype")).endswith("string")
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
@@ -93,14 +90,14 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         )
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
-        said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
+        message = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
         if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
             listed = shlex.quote(json.dumps({"splits": splits}))
             path = shlex.quote(str(folder / "dataset_dict.json"))
             raise ValueError(
-                f"{said} If it holds the splits of one, echo {listed} > {path} writes it."
+                f"{message} If it holds the splits of one, echo {listed} > {path} writes it."
             )
-        raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
+        raise ValueError(f"{message} If it holds text, {MAKE_IT} {command(**words)}.")
 
 
 def parse_eval_data(given: Optional[str]) -> dict[str, str]:

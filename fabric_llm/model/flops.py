@@ -21,12 +21,7 @@ from transformers import PreTrainedModel
 OF_TRAINING = 3  # forward once, backward twice
 WITHOUT_GRADIENT = 2 / 3  # of them: a frozen matrix has no gradient itself
 # What configurations call the number of experts, and of those that a token goes through.
-EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
 
 # Dense bfloat16 peak of one device in TFLOP/s, without sparsity, from NVIDIA's data sheets (AMD's

@@ -40,9 +40,8 @@ MAX_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2
 # How names end that say how many there are.
 COUNTS = re.compile(r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$")
 LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
-MAX_CPU_SECONDS = (
-    10  # to build the modules without memory, several times what the largest models take
-)
+# To build the modules without memory: several times what the largest models take.
+MAX_CPU_SECONDS = 10
 MAX_MEMORY_BYTES = 2 * 2**30
 
 
@@ -103,8 +102,8 @@ def _require_none_that_may_be_weights(folder: Path) -> None:
                 sentence = f"{message} is a pickle, which can run code when opened: refused."
                 raise Fault(sentence, REFUSED)
             raise ValueError(
-                f"{message} may be weights, or a part of them: convert them, or download the model as "
-                "safetensors. A run that is to begin with random weights takes a folder with "
+                f"{message} may be weights, or a part of them: convert them, or download the model "
+                "as safetensors. A run that is to begin with random weights takes a folder with "
                 "config.json and a tokenizer alone."
             )
 

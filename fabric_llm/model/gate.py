@@ -44,9 +44,9 @@ SQUARED_AT_ONCE = 2**22  # elements of a gradient, of which float64 copies are m
 SMALL = 1e-3
 Inputs = dict[str, Tensor]
 
-# The mean difference of logits that rounding explains on one device, as a fraction of their standard
-# deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md), a fifth of
-# what a model that packed attention would change shows.
+# The mean difference of logits that rounding explains on one device, as a fraction of their
+# standard deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md),
+# and a fifth of what a model that packed attention would change shows.
 SAME_DEVICE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 
@@ -112,6 +112,7 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
         if isinstance(output, Tensor) and output.ndim == 3 and output.is_floating_point():
             modules[names[module]] = last_positions(output[0])
 
+    # Dropout and the like would make two passes differ.
     model.eval()
     handles = [module.register_forward_hook(keep) for module in names]
     # Compiled layers would keep the hooks in their graphs.
@@ -130,6 +131,7 @@ def _path(name: str) -> str:
 
 def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Optional[str]:
     """None if only rounding differs, else a sentence that names the first module that does."""
+    # Buffers hold no weights, so that no file can correct them: RoPE's frequencies must be exact.
     for name, expected in reference.buffers.items():
         own = ours.buffers.get(name)
         if own is None or own.dtype != expected.dtype or not torch.equal(own, expected):
@@ -172,6 +174,7 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
         squares[name], samples[name] = square(flat).item(), _sampled(flat, 0, flat.numel())
         parameter.grad = None
 
+    # A hook samples each gradient as it is made: all at once would take a second model's memory.
     handles = [parameter.register_post_accumulate_grad_hook(keep) for parameter in names]
     with torch.enable_grad():
         loss = model.eval()(**inputs) / (inputs["labels"].numel() - len(inputs["labels"]))
@@ -210,6 +213,7 @@ def gradients_of_wrapped(
             piece = local_part(gradient).detach().flatten()
             sampled[name] = square(piece).item(), _sampled(piece, first, sum(counts))
             parameter.grad = gradient = piece = None
+    # Rank 0 puts together what the ranks of one replica have sampled of their shards.
     gathered = ranks.gather(sampled)
     held = [gathered[rank] for rank in shard_ranks(wrapped)]
     return Gradients(
@@ -222,6 +226,7 @@ def gradients_of_wrapped(
 def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -> Optional[str]:
     """None if only rounding differs, else words that name the layer that differs most."""
     limits = LIMITS[precision]
+    # The loss is the cheapest to compare, and what differs in it differs everywhere.
     if not abs(ours.loss - reference.loss) <= limits.loss:
         return f"the loss is {ours.loss:.4f} instead of {reference.loss:.4f}"
     # By layer: causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3.
@@ -232,6 +237,7 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
             numbered = re.match(r"(.*?\.\d+)\.", path)
             layer = numbered[1] if numbered else path.rpartition(".")[0]
             layers.setdefault(layer, []).append(name)
+    # Layers are judged by norm and direction, each as a multiple of what rounding explains.
     whole = sum(reference.squares.values())
     worst, words = 1.0, None
     for layer, names in layers.items():
@@ -284,6 +290,7 @@ def idle_parameters(model: PreTrainedModel) -> frozenset[str]:
     rows = _rows(model)
     with attention(model, "eager"), torch.enable_grad():
         loss = LanguageModel(model.eval())(rows, rows)
+    # Walk autograd's graph from the loss back to the parameters that it was computed from.
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -326,7 +333,8 @@ def plain_attention(reference: PreTrainedModel) -> str:
         with attention(reference, default):
             return name == default or _makes_the_same(reference, logits)
 
-    if not is_default(asked):
+    # Packed attention is measured by itself, and kernels of GPUs can't be measured here.
+    if asked in ("eager", "sdpa") and not is_default(asked):
         raise ValueError(
             f"--attention {asked}: {type(reference).__name__} computes another function with it "
             f"than with {default}, which transformers takes by default, so what is trained would "
@@ -486,6 +494,7 @@ def beyond_the_row(
         return None
     if documents:
         lengths = sorted({2, *lengths, *(length - 1 for length in lengths)})
+    # transformers keeps the longest row that was seen on the module of rotary positions.
     for rotary in (module for module in model.modules() if hasattr(module, "rope_type")):
         per_type = "layer_type" in inspect.signature(rotary.forward).parameters
         for given in [{"layer_type": one} for one in layer_types] if per_type else [{}]:
@@ -505,6 +514,7 @@ def _depends_on_longest(
         places = torch.tensor([[0, end - 1] for end in ends])
         return torch.stack(module(torch.zeros(1), places, **given))
 
+    # Copies, because the module remembers what it has computed.
     for one in lengths:
         alone = ends(deepcopy(rotary), one)
         for other in lengths:

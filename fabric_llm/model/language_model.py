@@ -72,14 +72,10 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
     These are the cross-entropy, how many are the likeliest token, and their margins: logit minus
     the largest one of other tokens.
     """
-    logits, (targets, numbers) = (
-        logits[targets[:, 0] != IGNORED].float(),
-        targets[targets[:, 0] != IGNORED].unbind(1),
-    )
-    each, own = (
-        F.cross_entropy(logits, targets, reduction="none"),
-        logits.gather(1, targets[:, None]),
-    )
+    is_target = targets[:, 0] != IGNORED
+    logits, (targets, numbers) = logits[is_target].float(), targets[is_target].unbind(1)
+    each = F.cross_entropy(logits, targets, reduction="none")
+    own = logits.gather(1, targets[:, None])
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
     return torch.cat(
@@ -117,9 +113,8 @@ class LanguageModel(nn.Module):
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == packed_attention.PACKED
-        self.context_group: Optional[ProcessGroup] = (
-            None  # ranks that share the rows of a batch, see data/batches.part_of
-        )
+        # Ranks that share the rows of a batch, see data/batches.part_of.
+        self.context_group: Optional[ProcessGroup] = None
 
     def forward(
         self,
@@ -155,14 +150,13 @@ class LanguageModel(nn.Module):
         # The number of label columns that belong to another rank's part of the rows.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
-            group = self.context_group if after else None
-            ends = (
-                batches.document_ends(position_ids.cpu())
-                if document_ends is None
-                else document_ends
-            )
-            longest = input_ids.shape[1] * (1 if group is None else group.size())
-            given |= packed_attention.of_documents(ends, longest, group)
+            if document_ends is None:
+                document_ends = batches.document_ends(position_ids.cpu())
+            group, longest = None, input_ids.shape[1]
+            if after and self.context_group is not None:
+                group = self.context_group
+                longest *= group.size()
+            given |= packed_attention.of_documents(document_ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
@@ -172,17 +166,14 @@ class LanguageModel(nn.Module):
         if self.with_added and self.training and torch.is_grad_enabled():
             loss_of = losses_to_log
         targets_of = targets.flatten()
+        # What evaluations tell apart stands in a second column of the targets.
         if places is not None:
-            loss_of, targets_of = (
-                partial(_by_place, loss_of),
-                torch.stack([targets_of, places.flatten()], dim=1),
-            )
+            loss_of = partial(_by_place, loss_of)
+            targets_of = torch.stack([targets_of, places.flatten()], dim=1)
         elif questions is not None:
+            loss_of = partial(by_row, len(targets))
             numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
-            loss_of, targets_of = (
-                partial(by_row, len(targets)),
-                torch.stack([targets_of, numbers.flatten()], dim=1),
-            )
+            targets_of = torch.stack([targets_of, numbers.flatten()], dim=1)
         if self.head is None:
             outputs = self.causal_lm(**inputs)
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
@@ -278,19 +269,19 @@ def load_balancing_loss(
     router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows,
     context], 0 for padding. group: the ranks that have the other parts of the rows. Fedus et al.
     (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all
-    layers together: experts x the sum over experts of (part of the tokens that it is chosen for) x
-    (mean of its probability). 1 x top_k where all is even. Only the probabilities have a gradient.
+    layers together: experts x the sum over experts of (fraction of the tokens that it is chosen
+    for) x (mean of its probability). 1 x top_k where all is even. Only the probabilities have a
+    gradient.
     """
     experts = router_logits[0].shape[-1]
     chosen, probable = (
         torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2)
     )
     context = router_logits[0].numel() // (rows * experts)
-    is_token = (
-        torch.ones(rows, context, device=chosen.device)
-        if attention_mask is None
-        else attention_mask.float()
-    )
+    if attention_mask is None:
+        is_token = torch.ones(rows, context, device=chosen.device)
+    else:
+        is_token = attention_mask.float()
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1).view(rows, context, experts)
         places = torch.zeros_like(probabilities).scatter_(

@@ -1,4 +1,5 @@
-"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile it."""
+"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile
+it."""
 
 import shutil
 import warnings

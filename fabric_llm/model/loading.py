@@ -39,13 +39,7 @@ from fabric_llm.model.tokenizer import load_tokenizer
 
 MAX_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 # Functions of torch.nn.init that draw random numbers.
-DRAWING = (
-    "kaiming_uniform_",
-    "normal_",
-    "uniform_",
-    "xavier_normal_",
-    "xavier_uniform_",
-)
+DRAWING = ("kaiming_uniform_", "normal_", "uniform_", "xavier_normal_", "xavier_uniform_")
 DTYPES = {
     "bf16-true": torch.bfloat16,
     "bf16-mixed": torch.float32,
@@ -81,6 +75,7 @@ def load_config(model_name: str) -> PretrainedConfig:
             )
             raise Fault(sentence, REFUSED) from error
         raise _unreadable("The configuration", model_name, error) from error
+    # A value in the place of a method would be called by transformers.
     for name, value in vars(config).items():
         if callable(getattr(type(config), name, None)) and not callable(value):
             raise ValueError(
@@ -137,13 +132,9 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
                 Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()
             )
             # T5 and Pegasus make these tokens without listing them.
-            for name in (
-                "extra_ids",
-                "offset",
-            ):
-                if isinstance(count := document.get(name), int) and count > (
-                    most := folders.MAX_ENTRIES
-                ):
+            for name in ("extra_ids", "offset"):
+                count, most = document.get(name), folders.MAX_ENTRIES
+                if isinstance(count, int) and count > most:
                     raise folders.TooMuch(
                         f"it declares {count} tokens ({name}); at most {most} are read"
                     )
@@ -180,12 +171,10 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
         if isinstance(error, OSError) and not Path(model_name, "generation_config.json").is_file():
             return
         raise _unreadable("generation_config.json", model_name, error) from error
-    # Llama 2: a temperature without do_sample, read but not written
-    for do_sample in (
-        config.do_sample,
-        True,
-    ):
-        was, config.do_sample = config.do_sample, do_sample
+    # Llama 2 has a temperature without do_sample, which transformers reads and doesn't write.
+    was = config.do_sample
+    for do_sample in (was, True):
+        config.do_sample = do_sample
         with suppress(ValueError):
             config.validate(strict=True)
             skeleton.generation_config = config
@@ -224,6 +213,8 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         "flex_attention": model_class._supports_flex_attn,
         "eager": True,
     }
+    # The default of transformers, so that what is trained is what its export opens as. Packed
+    # attention is chosen later, when the model has been measured (run/reference.py).
     if attention == "auto":
         return "sdpa" if has["sdpa"] else "eager"
     if not has[attention]:
@@ -288,11 +279,8 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     saved = model.state_dict()  # what a file can hold: not the buffers that are computed
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
-        if (
-            name in saved
-            and tensor.is_floating_point()
-            and any(pattern.search(name) for pattern in kept)
-        ):
+        is_kept = any(pattern.search(name) for pattern in kept)
+        if is_kept and name in saved and tensor.is_floating_point():
             tensor.data = tensor.data.float()
     return model
 
@@ -314,7 +302,8 @@ def checked_skeleton(
     except Exception as error:  # whatever sizes that nobody thought of lead to
         reason = one_line(error)[:300].rstrip(".")
         raise ValueError(
-            f"The configuration of {model_name!r} makes no model here: {reason}."
+            f"The model of the configuration of {model_name!r} can't be built by transformers: "
+            f"{reason}."
         ) from error
     return skeleton
 
@@ -340,6 +329,7 @@ def open_weights(
     Raises Fault where the files can't be read, or don't hold all weights of the model: 66 for a
     checkpoint, else 2.
     """
+    # The source has a skeleton of its own: reading writes into it.
     skeleton = build_skeleton(config, dtype)
     # A checkpoint always has weights: where they are missing it is damaged.
     if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:
@@ -380,25 +370,21 @@ def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
     """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint
     hold another model."""
-    is_sharded = _is_sharded(Path(model_name))
-    files = (
-        Path(model_name, "weights").glob("*.safetensors")
-        if is_sharded
-        else _weight_files(model_name, config)
-    )
-    stored = Tensors(files, _code_of(model_name), f"The weights of {model_name!r}")
-    if is_sharded:
-        wanted = {
-            PREFIX + name: tuple(tensor.shape) for name, tensor in weights.saved(skeleton).items()
-        }
-        held = {
-            name: f"a part of {shape}" if stored.missing(name) else shape
-            for name, shape in stored.shapes.items()
-        }
-        for name in sorted(held.keys() | wanted.keys()):
-            here, there = held.get(name, "nothing"), wanted.get(name, "nothing")
-            if here != there:
-                raise ValueError(f"weights hold {here} as {name}, the model {there}")
+    of, code = f"The weights of {model_name!r}", _code_of(model_name)
+    if not _is_sharded(Path(model_name)):
+        stored = Tensors(_weight_files(model_name, config), code, of)
+        return {name: Slice(stored, name) for name in stored}
+    stored = Tensors(Path(model_name, "weights").glob("*.safetensors"), code, of)
+    # A sharded checkpoint has the names of the run that wrote it, and must hold this model whole.
+    wanted = {PREFIX + name: tuple(one.shape) for name, one in weights.saved(skeleton).items()}
+    held: dict[str, Any] = dict(stored.shapes)
+    for name, shape in stored.shapes.items():
+        if stored.missing(name):
+            held[name] = f"a part of {shape}"
+    for name in sorted(held.keys() | wanted.keys()):
+        here, there = held.get(name, "nothing"), wanted.get(name, "nothing")
+        if here != there:
+            raise ValueError(f"weights hold {here} as {name}, the model {there}")
     return {name.removeprefix(PREFIX): Slice(stored, name) for name in stored}
 
 
@@ -410,9 +396,7 @@ def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
     )
     if (first := next(filter(None, there), None)) is None:
         raise FileNotFoundError(f"it has no {' and no '.join(names)}")
-    paths = (
-        get_checkpoint_shard_files(model_name, first)[0]
-        if first.endswith(".index.json")
-        else [first]
-    )
+    paths = [first]
+    if first.endswith(".index.json"):
+        paths = get_checkpoint_shard_files(model_name, first)[0]
     return [Path(path) for path in paths]

@@ -26,11 +26,7 @@ PACKED = "packed"
 HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 # Arguments of some models' attention that aren't computed here.
-NOT_HERE = (
-    "softcap",
-    "s_aux",
-    "position_bias",
-)
+NOT_HERE = ("softcap", "s_aux", "position_bias")
 
 
 def takes_documents(model_class: type[PreTrainedModel]) -> bool:
@@ -78,67 +74,73 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Optional[Tensor] = None,
+    context_group: Optional[ProcessGroup] = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document, as transformers calls it. Returns [rows, context,
+    heads, head size].
+
+    query: [rows, heads, context, head size], key and value: the same, with as many heads or a
+    fraction of them. context_group: ranks that have a part of each row's positions, see
+    context_parallel.py. given: see `_of_rows`, and what it raises.
+    """
+    if context_group is None:
+        return _of_rows(query, key, value, **given), None
+    # A feature that is off isn't imported.
+    from fabric_llm.model.context_parallel import share_rows
+
+    return share_rows(partial(_of_rows, **given), context_group, query, key, value), None
+
+
+def _of_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
     scaling: Optional[float] = None,
     dropout: float = 0.0,
     sliding_window: Optional[int] = None,
     cu_seq_lens_q: Optional[Tensor] = None,
     max_length_q: Optional[int] = None,
-    context_group: Optional[ProcessGroup] = None,
     **more: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention inside each document, as transformers calls it. Returns [rows, context,
-    heads, head size].
+) -> Tensor:
+    """`packed_attention` of whole rows. Without boundaries each row is one document.
 
-    query: [rows, heads, context, head size], key and value: the same, with as many heads or a part
-    of them. Without boundaries each row is one document. Raises NotImplementedError for what some
-    models add to the scores.
-
-    context_group: ranks that have a part of each row's positions, see context_parallel.py.
+    Raises NotImplementedError for what some models add to the scores.
     """
-    if context_group is not None:
-        more |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
-        more |= {
-            "sliding_window": sliding_window,
-            "cu_seq_lens_q": cu_seq_lens_q,
-            "max_length_q": max_length_q,
-        }
-        whole = partial(packed_attention, module, **more)
-        # A feature that is off isn't imported.
-        from fabric_llm.model.context_parallel import share_rows
-
-        return share_rows(
-            lambda *tensors: whole(*tensors)[0], context_group, query, key, value
-        ), None
-    if added := [name for name in NOT_HERE if more.get(name) is not None]:
-        raise NotImplementedError(f"packed attention has no {added[0]}")
+    for name in NOT_HERE:
+        if more.get(name) is not None:
+            raise NotImplementedError(f"packed attention has no {name}")
     rows, heads, context, _ = query.shape
     groups = heads // key.shape[1]
-    # As it does for SDPA: rotary positions leave query and key in float32.
+    # As transformers does for SDPA: rotary positions leave query and key in float32.
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(
             0, rows * context + 1, context, dtype=torch.int32, device=query.device
         )
         max_length_q = context
-    sizes = query.shape[-1], value.shape[-1]
-    is_flash = _has_kernel(query, max(sizes)) and not dropout
+    size, size_of_value = query.shape[-1], value.shape[-1]
+    is_flash = _has_kernel(query, max(size, size_of_value)) and not dropout
     if groups > 1 and not (is_flash and KNOWS_GROUPS):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     # [tokens, heads, head size]
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    if is_flash:
-        ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
-        options: dict[str, Any] = {"enable_gqa": True} if groups > 1 and KNOWS_GROUPS else {}
-        options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
-        flat, scaling = _of_one_size(flat), sizes[0] ** -0.5 if scaling is None else scaling
-        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, **options)[
-            ..., : sizes[1]
-        ]
-    else:
+    if not is_flash:
         out = _one_by_one(flat, cu_seq_lens_q, scaling, dropout, sliding_window)
-    return out.unflatten(0, (rows, context)), None
+        return out.unflatten(0, (rows, context))
+    ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if sliding_window is not None:
+        options["window_size"] = (sliding_window - 1, 0)
+    if groups > 1 and KNOWS_GROUPS:
+        options["enable_gqa"] = True
+    if scaling is None:  # not by the size to which heads are filled up
+        scaling = size**-0.5
+    out = varlen_attn(*_of_one_size(flat), ends, ends, longest, longest, scale=scaling, **options)
+    return out[..., :size_of_value].unflatten(0, (rows, context))
 
 
 def _has_kernel(query: Tensor, head_size: int) -> bool:
@@ -153,11 +155,14 @@ def _has_kernel(query: Tensor, head_size: int) -> bool:
 def _of_one_size(flat: list[Tensor]) -> list[Tensor]:
     """[tokens, heads, head size], filled up with zeros to the one head size that varlen_attn takes:
     they add nothing to a score."""
-    wanted = -(-max(tensor.shape[-1] for tensor in flat) // HEAD_SIZES) * HEAD_SIZES
-    return [
-        tensor if tensor.shape[-1] == wanted else F.pad(tensor, (0, wanted - tensor.shape[-1]))
-        for tensor in flat
-    ]
+    largest = max(tensor.shape[-1] for tensor in flat)
+    wanted = -(-largest // HEAD_SIZES) * HEAD_SIZES
+    filled = []
+    for tensor in flat:
+        if tensor.shape[-1] < wanted:
+            tensor = F.pad(tensor, (0, wanted - tensor.shape[-1]))
+        filled.append(tensor)
+    return filled
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch

@@ -44,6 +44,7 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
     sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
     if name == "xla":
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
+    # The watch ends a run that hangs, and says why. The process group is the last resort.
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
     plugin = lightning.Precision()
@@ -107,6 +108,7 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
         return []
     if (smallest := wrap_size(policy)) is not None:
         return _at_least(model, smallest)
+    # A decoder layer is gathered while it computes, and the next one meanwhile.
     if policy == "auto":
         return list(repeated_layers(model).values())
     names = {name.strip() for name in policy.split(",")}
@@ -127,6 +129,7 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
     A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must
     have one dtype. Raises ValueError for a module that holds parameters of several itself.
     """
+    # The dtype of most elements is the model's, in which the outermost unit computes.
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()

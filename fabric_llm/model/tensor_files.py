@@ -97,11 +97,8 @@ class Tensors(Mapping[str, Tensor]):
                 if part.numel() == (end - begin) * of_row:  # all of it, which needn't be copied
                     rows = part
                     break
-                rows = (
-                    torch.empty((end - begin, *shape[1:]), dtype=part.dtype)
-                    if rows is None
-                    else rows
-                )
+                if rows is None:
+                    rows = torch.empty((end - begin, *shape[1:]), dtype=part.dtype)
                 across = (slice(at, at + length) for at, length in zip(offsets[1:], lengths[1:]))
                 rows[(slice(low - begin, high - begin), *across)] = part
         whole = torch.empty(0) if rows is None else rows.view(-1)

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from fabric_llm.model.sharded import repeated_layers
 
 PROBE_TOKENS = 16
-LIMIT = (
-    1e-3  # the most that two tiles may differ from one, as a part of the norm: a product's rounding
-)
+# The most that two tiles may differ from one, as a fraction of the norm: a product's rounding.
+LIMIT = 1e-3
 
 
 @torch.no_grad()

@@ -48,14 +48,14 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    said = json.loads(file.read_bytes())
+    document = json.loads(file.read_bytes())
     for name in ("is_local", "local_files_only"):
-        said.pop(name, None)
-    if said.get("tokenizer_class") == "TokenizersBackend":
-        said["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(said.get("extra_special_tokens"), list):
-        said["additional_special_tokens"] = said.pop("extra_special_tokens")
-    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        document.pop(name, None)
+    if document.get("tokenizer_class") == "TokenizersBackend":
+        document["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(document.get("extra_special_tokens"), list):
+        document["additional_special_tokens"] = document.pop("extra_special_tokens")
+    file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
     beside = Path(tokenizer.init_kwargs.get("vocab_file") or "")
     if beside.name == SENTENCEPIECE and beside.is_file() and not (folder / SENTENCEPIECE).exists():
         shutil.copyfile(beside, folder / SENTENCEPIECE)

@@ -80,6 +80,7 @@ class Stored:
 
         Raises ValueError for what is there twice.
         """
+        # Files may hold older names, or one tensor of what the model has as several.
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         expected, prefix = self.skeleton.state_dict(), self.skeleton.base_model_prefix
@@ -156,6 +157,7 @@ class Stored:
             name for name in info.missing_keys if self.first.get(name, name) not in loaded
         }
         self.skeleton._adjust_missing_and_unexpected_keys(info)
+        # What transformers would only warn of ends the run: a weight drawn at random is no start.
         wrong = [*info.missing_keys, *map(str, info.mismatched_keys), *info.conversion_errors]
         unused = {key: name for name in named.keys() - expected.keys() for key in named[name]}
         foreign = sorted(key for key, name in unused.items() if name in info.unexpected_keys)
@@ -205,6 +207,7 @@ class Drawn:
 
     @torch.no_grad()
     def read(self, unit: str) -> dict[str, Tensor]:
+        # NaN shows afterwards what the model's own code hasn't drawn.
         path = unit.split(".") if unit else []
         above = [self.skeleton.get_submodule(".".join(path[:end])) for end in range(len(path) + 1)]
         # The innermost model around the unit knows how its modules are drawn.
@@ -252,6 +255,7 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
     device. A rank holds one whole parameter beside its parts, rank 0 one unit. Raises what reading
     raises, on all ranks.
     """
+    # What this rank holds, and where that begins in the flattened whole.
     held = {
         name: (local_part(shard.parameter), shard.first) for name, shard in shards(model).items()
     }
@@ -259,6 +263,7 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
     expected, device = skeleton.state_dict(), communication_device()
     for unit, names in units(skeleton).items():
         failpoint("fill")
+        # Rank 0 reads a unit and sends it whole, and each rank keeps its part.
         tensors: dict[str, Tensor] = {}  # on rank 0
         from_rank_zero(lambda: tensors.update(source.read(unit)))
         for name in names:

@@ -343,10 +343,11 @@ def given_checkpoint(flags: Flags) -> Optional[Path]:
 def _restarted(flags: Flags) -> bool:
     """True if this command may have run before: with --resume auto, or restarted by torchrun or
     SLURM."""
-    counts = (
-        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    )
-    return flags.checkpoint.resume == "auto" or any(count != "0" for count in counts)
+    if flags.checkpoint.resume == "auto":
+        return True
+    # They count from 0, and aren't there without a launcher.
+    counts = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
+    return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def _goes_on_from(directory: Path, given: Path) -> bool:

@@ -13,16 +13,10 @@ from typing import NoReturn, Optional
 from fabric_llm.base.faults import STOPPED, Fault
 
 # SIGHUP says that the terminal was closed.
-SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGINT,
-    signal.SIGHUP,
-)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 STOP_FILE, SAVE_FILE = "stop", "save_now"
-SECONDS_OF_ONE_REQUEST = (
-    1.0  # in which a scheduler signals all processes, and a launcher its ranks once more
-)
+# In which a scheduler signals all processes, and a launcher its ranks once more.
+SECONDS_OF_ONE_REQUEST = 1.0
 
 
 def at_start() -> Fault:

@@ -270,6 +270,7 @@ class Watch:
     def _run(self) -> None:
         looked_at = time.monotonic()
         while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
+            # A suspended job wakes up with old times, which say nothing of the other ranks.
             asleep = time.monotonic() - looked_at - MAX_SECONDS_BETWEEN_LOOKS
             if asleep > 0:
                 self.marked += asleep
@@ -277,6 +278,7 @@ class Watch:
                 self.begun_at += asleep
                 self.heard_at = {rank: at + asleep for rank, at in list(self.heard_at.items())}
             looked_at = time.monotonic()
+            # What a rank has said explains what is seen of it.
             seen = self._seen_while_joining if self.is_joining else self._seen
             fault = self._told() or seen()
             if fault is None or self.ended.is_set():  # the main thread ends this rank

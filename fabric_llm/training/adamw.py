@@ -43,10 +43,7 @@ MIN_ELEMENTS = 2**20
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
 # Blocks of the update of masters. On a CPU they fit its cache, on a GPU they hide launches.
-BLOCK_ELEMENTS = {
-    "cpu": 2**18,
-    "cuda": 2**23,
-}
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
 
 
 def make_optimizer(
@@ -98,12 +95,13 @@ def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, f
 
 
 def kept_updates(training: Flags, updates: str) -> Optional[float]:
-    """The part of small updates that reaches bfloat16 weights with the optimizer of
+    """The fraction of small updates that reaches bfloat16 weights with the optimizer of
     `make_optimizer`; None if it can't be measured.
 
     Of a small matrix, against the same one in float32. All ranks call it: an optimizer may need
     all.
     """
+    # The same updates of 2**-13 for bfloat16 and float32 weights: how far do they get?
     signs = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).sign()
     moved = []
     try:
@@ -225,6 +223,7 @@ class AdamW(torch.optim.Optimizer):
             if not params:
                 continue
             states = [self.state[param] for param in params]
+            # The counters are on the CPU, so that reading them doesn't wait for a GPU.
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             # What one kernel takes: a parameter, its gradient and its state, and what they are a
@@ -272,9 +271,7 @@ def fastest(device: torch.device) -> Update:
             update = compiled()
         else:
             # Where there are GPUs there is Triton.
-            from fabric_llm.training.adamw_triton import (
-                update,
-            )
+            from fabric_llm.training.adamw_triton import update
         if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
             return update
         reason = "its bits differ from those of plain PyTorch"

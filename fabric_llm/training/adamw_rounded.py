@@ -33,10 +33,7 @@ PIECE_ELEMENTS = {"cpu": 2**20}  # what a CPU's thread does at a time
 # Elements of a comparison in which all addresses are multiples of 16, as kernels like them.
 ALIGNED_ELEMENTS = 3 * 2**13
 # What plain PyTorch does at a time. It needs 8 MiB on a CPU, 512 MiB on a GPU.
-PLAIN_ELEMENTS = {
-    "cpu": 2**17,
-    "cuda": 2**23,
-}
+PLAIN_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 # Contraction would round a * b + c once instead of twice. Roots are vectorised only without errno
 # and traps.
 COMPILER_FLAGS = ["-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC"]
@@ -100,15 +97,7 @@ def numbers_of(group: dict[str, Any], step: int) -> list[float]:
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
     bias = 1 / math.sqrt(1 - beta2**step)
     # They are in the order of `plain_update`.
-    exact = (
-        decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        bias,
-        group["eps"],
-        step_size,
-    )
+    exact = (decay, 1 - beta1, beta2, 1 - beta2, bias, group["eps"], step_size)
     return torch.tensor(exact, dtype=torch.float64).float().tolist()
 
 
