@@ -734,5 +734,3 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
         Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
     ) / "arguments.yaml"
     return file if file.is_file() else None
-
-

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
+from fabric_llm.base.ending import in_one_sentence
+
 from fabric_llm.base.command_line import fail, option, parse
 from fabric_llm.base.faults import one_line
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.weights import checks
 

@@ -9,10 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Optional
 
+from fabric_llm.base.ending import in_one_sentence
+
 from arguments import PlanArguments, parse_plan
 from fabric_llm.base import files, names
 from fabric_llm.base.faults import Fault
-from fabric_llm.base.program import in_one_sentence, plain_output, without_collection
+from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
 
 OWN = [field.name for field in fields(PlanArguments)]

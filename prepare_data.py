@@ -5,8 +5,10 @@
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.base.ending import in_one_sentence
+
 from fabric_llm.base.names import command
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -21,11 +23,11 @@ def main(argv: Optional[list[str]] = None) -> None:
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
-            said = prepare_tasks(
+            made = prepare_tasks(
                 arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output
             )
             following = command("python", "train.py", "...", eval_data=f"tasks={arguments.output}")
-            print(f"{said}\nNext: {following}", flush=True)
+            print(f"{made}\nNext: {following}", flush=True)
             return
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import work_folder_of

@@ -60,23 +60,16 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     run = build.build(fabric, flags, plan, signals, watch)
     guard, forgetting, log = run.guard, run.forgetting, run.log
     shape = arguments_of(vars(flags.training))
-    # Before the first step: the first evaluation, or one that a stop has cut off, and what follows
-    # from losses that are known here.
-    stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
-    if forgetting.verdict == "rewind":
-        verdicts.rewind(run)
-    stops = stops or forgetting.verdict == "stop"
-    if stops and not plan.has_checkpoint:
-        save.save(run, stops=True)
+    stops = before_first_step(run)
 
     while not (stops or run.is_over):
         # Where the step begins and ends. Its data, its learning rate and what is due after it
         # follow from these two.
-        before, run.progress, run.losses = run.progress, run.plan.after(run.progress), None
+        before, run.progress, run.losses = run.progress, run.schedule.after(run.progress), None
         number = run.progress.step
-        logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
+        logs, evaluates, saves = save.due_after(before, run.progress, run.schedule, flags)
         log.begin(number)
-        lr = lr_at(before.step, max_step=run.plan.schedule.max_step, **shape)
+        lr = lr_at(before.step, max_step=run.schedule.max_step, **shape)
         step.set_lr(run.optimizer, lr)
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
@@ -131,6 +124,20 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     verdicts.require_budget(run)
     run.close()
     return not run.is_over
+
+
+def before_first_step(run: Run) -> bool:
+    """The first evaluation, or one that a request to stop has cut off, and what follows from the
+    losses that are known then. True if the run stops here. All ranks call it."""
+    from fabric_llm.run import save, verdicts
+
+    stops = save.evaluates_first(run.plan, run.flags) and not evaluate(run)
+    if run.forgetting.verdict == "rewind":
+        verdicts.rewind(run)
+    stops = stops or run.forgetting.verdict == "stop"
+    if stops and not run.plan.has_checkpoint:
+        save.save(run, stops=True)
+    return stops
 
 
 def evaluate(run: Run) -> bool:

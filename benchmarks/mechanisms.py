@@ -214,7 +214,7 @@ def newest_by_name_elsewhere(ranks):
 
     def chosen(choose):
         directory = inspect.getclosurevars(choose).nonlocals["this"].directory
-        return choose() if is_rank_zero() else files.latest(directory)
+        return choose() if is_rank_zero() else (files.latest(directory), None)
 
     return SimpleNamespace(**{**vars(ranks), "from_rank_zero": chosen})
 
@@ -379,7 +379,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("node lost", "ranks are counted anew", "processes.launch:launched_world", ROWS, "lost_node"),
     ("ranks", "a flag that isn't the launcher's is refused", "processes.launch:launched_world",
      WORLD, "world_is_the_launchers", wrapping(lambda original, asked: original({}))),
-    ("ranks", "what was read is recorded", "verify.inspect_run:claimed_rows", WORLD,
+    ("ranks", "what was read is recorded", "verify.inspect_run:claimed_by", WORLD,
      "not_read_as_claimed", gives(ANY)),
     ("disk full", "room is asked for", "base.files:room", ROWS, "no_room"),
     ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS,
@@ -418,7 +418,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      "test_datasets"),
     ("dataset", "a batch without targets", "training.step:count_targets", NUMERICS,
      "without_any_target", without_minimum),
-    ("mixture", "no source is read more often than it may be", "plan.mixture:_first_passed",
+    ("mixture", "no source is read more often than it may be", "plan.schedule:_first_passed",
      LAW_12, "do_not_go_together"),
     ("mixture", "all sources have one tokenizer", "plan.make_plan:_require_one_tokenizer", LAW_12,
      "different_tokenizers"),

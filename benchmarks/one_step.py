@@ -48,8 +48,9 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
-        run = Run(fabric, arguments, plan, None, plan.start)
-        build.build_model(run, plan.model.source)
+        plan, loaded = build.measure(plan, arguments)
+        run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
+        build.build_model(run, loaded)
     run.batches = build.make_batches(run)
     return run
 
@@ -72,11 +73,8 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
         with device:
             drawn = AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype).state_dict()
         names = weights.units(loading.build_skeleton(plan.model.config, dtype))
-        return (
-            SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]}),
-            (None, None),
-            chosen,
-        )
+        opened = SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]})
+        return reference.Reference(opened, (None, None), chosen)
 
     load, reference.load = reference.load, draw
     try:
@@ -92,7 +90,7 @@ def take_step(run: Run) -> float:
     Change both together.
     """
     fabric, flags, plan = run.fabric, run.flags, run.plan
-    before, run.progress = run.progress, plan.after(run.progress)
+    before, run.progress = run.progress, run.schedule.after(run.progress)
     step.set_lr(run.optimizer, flags.training.lr)
     step.seed_step(flags.training.seed, before.step, fabric.global_rank)
     micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]

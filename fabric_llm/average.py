@@ -19,10 +19,11 @@ from typing import Literal, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command, nearest_of
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 from fabric_llm.report.__main__ import page_module
 from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.weights.checks import exported_output

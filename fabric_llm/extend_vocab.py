@@ -12,8 +12,9 @@ from typing import Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.names import command
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.prepare import inputs
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.names import command
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep
 
 PROGRAM = "python -m fabric_llm.generate"

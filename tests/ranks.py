@@ -261,14 +261,15 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     """(fabric, plan, model, optimizer) of `train.py ARGV` before its first step. All ranks call
     it."""
     from fabric_llm.model.strategy import make_fabric
-    from fabric_llm.run.build import build_model
+    from fabric_llm.run.build import build_model, measure
     from fabric_llm.run.run import Run
 
     arguments, plan = planned(argv)
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
-    run = Run(fabric, arguments, plan, None, plan.start)
-    build_model(run, plan.model.source)
+    plan, loaded = measure(plan, arguments)
+    run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
+    build_model(run, loaded)
     return fabric, run.plan, run.model, run.optimizer
 
 

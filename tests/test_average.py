@@ -45,24 +45,11 @@ def bf16_run(toys, tmp_path_factory):
 
 def common(toys, folder):
     flags = (
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        folder,
-        "--lr",
-        2e-2,
-        "--max_step",
-        6,
+        "--train_data_dir", toys / "data", "--output_dir", folder, "--lr", 2e-2, "--max_step", 6,
     )
     flags += (
-        "--micro_batch_size",
-        4,
-        "--save_step_interval",
-        2,
-        "--eval_iters",
-        2,
-        "--eval_step_interval",
-        2,
+        "--micro_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 2,
+        "--eval_step_interval", 2,
     )
     return (*flags, "--eval_batch_size", 4, "--verify_start", "false", "--lr_decay", "false")
 
@@ -210,14 +197,8 @@ def test_files_have_a_largest_size_and_another_dtype(runs, tmp_path, run_average
 
 def mixtral(seed, **changes):
     config = MixtralConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=VOCABULARY,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY,
         max_position_embeddings=64,
         **changes,
     )
@@ -233,24 +214,12 @@ def test_fused_experts_of_a_sharded_checkpoint_meet_those_of_a_hugging_face_dire
     of the hub."""
     mixtral(0).save_pretrained(tmp_path / "base")
     flags = (
-        "--model_name",
-        tmp_path / "base",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path,
+        "--model_name", tmp_path / "base", "--train_data_dir", toys / "data",
+        "--output_dir", tmp_path,
     )
     flags += (
-        "--run_name",
-        "run",
-        "--max_step",
-        1,
-        "--eval_iters",
-        0,
-        "--verify_start",
-        "false",
-        "--lr",
-        1e-2,
+        "--run_name", "run", "--max_step", 1, "--eval_iters", 0, "--verify_start", "false",
+        "--lr", 1e-2,
     )
     train_ranks(1, *flags, "--state_dict_type", "sharded", "--precision", "32-true")
     code, out, error = run_average(tmp_path / "base", tmp_path / "run")
@@ -282,10 +251,7 @@ def test_names_without_the_prefix_of_the_base_model(toys, tmp_path, run_average)
 def test_memory_does_not_grow_with_the_number_of_parts(tmp_path):
     """Parts of 64 MB: six of them need no more than two."""
     config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
         vocab_size=6000,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "0")
@@ -355,12 +321,8 @@ def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(
 ):
     """The token that ends documents of the training data is a word like others there."""
     flags = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        packed_data,
-        "--eval_data",
-        f"plain={toys / 'data'}",
+        "--model_name", toys / "llama", "--train_data_dir", packed_data,
+        "--eval_data", f"plain={toys / 'data'}",
     )
     flags += ("--output_dir", tmp_path, "--run_name", "run", "--max_step", 1, "--eval_iters", 2)
     train_ranks(

@@ -42,13 +42,8 @@ def work(tmp_path_factory):
     tokenizer = ("--tokenizer", folder / "new" / "tokenizer")
     for name, words in (("new", ("--train_tokenizer", 300)), ("old", tokenizer)):
         words = (
-            "--input",
-            folder / f"{name} text",
-            *words,
-            "--output",
-            folder / name,
-            "--context_length",
-            24,
+            "--input", folder / f"{name} text", *words, "--output", folder / name,
+            "--context_length", 24,
         )
         words += ("--pattern", "*.rst", "--validation_fraction", 0.2)
         prepare_data.main([str(word) for word in words])
@@ -64,24 +59,12 @@ def work(tmp_path_factory):
 
 def train(folder, model, name, *more):
     flags = (
-        "--model_name",
-        model,
-        "--output_dir",
-        folder / "checkpoints",
-        "--run_name",
-        name,
-        "--micro_batch_size",
-        4,
+        "--model_name", model, "--output_dir", folder / "checkpoints", "--run_name", name,
+        "--micro_batch_size", 4,
     )
     flags += (
-        "--train_data_dir",
-        folder / "new",
-        "--max_step",
-        6,
-        "--save_step_interval",
-        4,
-        "--eval_iters",
-        2,
+        "--train_data_dir", folder / "new", "--max_step", 6, "--save_step_interval", 4,
+        "--eval_iters", 2,
     )
     train_ranks(1, *flags, "--eval_step_interval", 2, "--lr", 1e-2, "--precision", "32-true", *more)
 
@@ -122,9 +105,7 @@ def test_the_front_matter_is_that_of_the_hub(made):
     assert (said["base_model"], said["base_model_relation"]) == ("org/base", "finetune")
     assert (said["library_name"], said["pipeline_tag"]) == ("transformers", "text-generation")
     assert (said["license"], said["license_name"], said["license_link"]) == (
-        "other",
-        "llama3",
-        "https://example.com/L",
+        "other", "llama3", "https://example.com/L",
     )
     assert "language" not in said and "datasets" not in said and COMMIT in made[0].text
     assert "`llama3` (https://example.com/L)" in section(made[0], "Licence")
@@ -174,10 +155,7 @@ def test_data_schedule_and_versions_are_those_of_the_checkpoint(made):
     assert "It was trained for 4 of 6 steps, 384 tokens." in card.text
     shown = dict(rows(card, "Schedule"))
     assert (shown["lr"], shown["min_lr"], shown["max_step"], shown["seed"]) == (
-        "0.01",
-        "0.0",
-        "6",
-        "1234",
+        "0.01", "0.0", "6", "1234",
     )
     assert ["torch", torch.__version__, torch.__version__] in rows(card, "Versions")
     assert "logits differ from those in training by" in section(card, "Verification")
@@ -321,24 +299,12 @@ def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path
         assert card.data.eval_results is None and sentence in section(card, "Evaluation")
     shutil.copytree(work / "checkpoints" / "run", work / "checkpoints" / "again")
     more = (
-        "--replay",
-        work / "old",
-        "--forgetting_budget",
-        "replay:0.5",
-        "--resume",
-        "true",
-        "--resume_override",
-        "lr",
+        "--replay", work / "old", "--forgetting_budget", "replay:0.5", "--resume", "true",
+        "--resume_override", "lr",
     )
     train(
-        work,
-        base,
-        "again",
-        *more,
-        "--lr",
-        1e-4,
-        "--checkpoint",
-        work / "checkpoints" / "again" / "step-00000004",
+        work, base, "again", *more, "--lr", 1e-4,
+        "--checkpoint", work / "checkpoints" / "again" / "step-00000004",
     )
     [aside] = (work / "checkpoints" / "again").glob("aside-step-00000006-*")
     said = {row[0]: row[2] for row in rows(export(aside, tmp_path / "aside"), "Evaluation")}
@@ -392,9 +358,7 @@ def test_a_push_that_broke_half_way_is_repeated_with_the_same_command(made, hub,
     readme = tmp_path / "hf" / "README.md"
     readme.write_text(readme.read_text() + "\nA sentence of mine.\n")
     hub.breaks_at, broken, weights = (
-        float("inf"),
-        len(hub.put),
-        readme.with_name("model.safetensors.index.json").stat(),
+        float("inf"), len(hub.put), readme.with_name("model.safetensors.index.json").stat(),
     )
     card = export(*command)
     assert (
@@ -432,10 +396,7 @@ def test_what_is_there_is_pushed_only_if_it_is_this_export(
     source = made[1].with_name("step-00000006") if other == "checkpoint" else made[1]
     with pytest.raises(SystemExit) as ended:
         export(
-            source,
-            tmp_path / "hf",
-            "--push_to_hub",
-            "org/name",
+            source, tmp_path / "hf", "--push_to_hub", "org/name",
             *(("--dtype", "bfloat16") * (other == "dtype")),
         )
     said = capsys.readouterr().err

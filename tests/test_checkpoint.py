@@ -2,7 +2,6 @@
 to read them."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -405,8 +404,7 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
     sizes, write = [], writing.Background.write
 
     def measured(background, pending):
-        held = [*itertools.chain(*pending.parts.values()), pending.pieces.held]
-        sizes.append(sum(one.tensor.nbytes for some in held for one in some.values()))
+        sizes.append(sum(tensor.nbytes for _, tensor in pending.tensors()))
         return write(background, pending)
 
     monkeypatch.setattr(writing.Background, "write", measured)

@@ -39,30 +39,16 @@ def runs(toys, tmp_path_factory):
     shutil.copytree(toys / "data", folder / "data")
     small_tokenizer().save_pretrained(folder / "data" / "tokenizer")
     flags = (
-        "--train_data_dir",
-        folder / "data",
-        "--output_dir",
-        folder,
-        "--lr",
-        2e-2,
-        "--max_step",
-        4,
-        "--eval_iters",
-        0,
+        "--train_data_dir", folder / "data", "--output_dir", folder, "--lr", 2e-2, "--max_step", 4,
+        "--eval_iters", 0,
     )
     flags += ("--micro_batch_size", 4, "--save_step_interval", 2)
     train_ranks(
         1, *flags, "--model_name", toys / "llama", "--run_name", "full", "--precision", "32-true"
     )
     train_ranks(
-        1,
-        *flags,
-        "--model_name",
-        toys / "llama-tied",
-        "--run_name",
-        "tied",
-        "--precision",
-        "32-true",
+        1, *flags, "--model_name", toys / "llama-tied", "--run_name", "tied",
+        "--precision", "32-true",
     )
     sharded = ("--strategy", "fsdp", "--state_dict_type", "sharded", "--precision", "bf16-true")
     train_ranks(
@@ -128,10 +114,7 @@ def test_plain_transformers_opens_it(runs, toys, tmp_path, run_export, run, mode
     )
     assert parts(tmp_path) == ["hf"]
     expected = {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
     }
     assert set(parts(tmp_path / "hf")) - {"curves.png"} == {*expected, "README.md"}
@@ -188,38 +171,20 @@ def test_experts_keep_the_names_of_the_hub(tmp_path):
     """transformers fuses experts in memory; a full and a sharded checkpoint must both come out as
     the original."""
     config = MixtralConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, vocab_size=VOCABULARY, bos_token_id=0,
         eos_token_id=0,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixtral")
     make_dataset(tmp_path / "data", np.random.default_rng(0))
     flags = (
-        "--model_name",
-        tmp_path / "mixtral",
-        "--train_data_dir",
-        tmp_path / "data",
-        "--output_dir",
-        tmp_path,
+        "--model_name", tmp_path / "mixtral", "--train_data_dir", tmp_path / "data",
+        "--output_dir", tmp_path,
     )
     for kind in ("full", "sharded"):
         train_ranks(
-            1,
-            *flags,
-            "--run_name",
-            kind,
-            "--state_dict_type",
-            kind,
-            "--max_step",
-            1,
-            "--eval_iters",
-            0,
+            1, *flags, "--run_name", kind, "--state_dict_type", kind, "--max_step", 1,
+            "--eval_iters", 0,
         )
         export(find(tmp_path / kind), tmp_path / f"hf-{kind}")
         assert stored(tmp_path / f"hf-{kind}").keys() == stored(tmp_path / "mixtral").keys()
@@ -240,12 +205,8 @@ def test_a_model_that_knows_only_eager_attention(tmp_path):
     config.save_pretrained(tmp_path / "gemma")
     make_dataset(tmp_path / "data", np.random.default_rng(0))
     flags = (
-        "--model_name",
-        tmp_path / "gemma",
-        "--train_data_dir",
-        tmp_path / "data",
-        "--output_dir",
-        tmp_path,
+        "--model_name", tmp_path / "gemma", "--train_data_dir", tmp_path / "data",
+        "--output_dir", tmp_path,
     )
     flags += ("--run_name", "run", "--attention", "eager", "--eval_iters", 0)
     train_ranks(1, *flags, "--max_step", 1)
@@ -262,14 +223,8 @@ def test_generation_config_is_that_of_the_model_it_started_from(runs, toys, tmp_
     settings.update(do_sample=True, temperature=0.6, eos_token_id=[0, 5])
     (source / "generation_config.json").write_text(json.dumps(settings))
     flags = (
-        "--model_name",
-        source,
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path,
-        "--eval_iters",
-        0,
+        "--model_name", source, "--train_data_dir", toys / "data", "--output_dir", tmp_path,
+        "--eval_iters", 0,
     )
     for kind in ("full", "sharded"):
         train_ranks(1, *flags, "--run_name", kind, "--state_dict_type", kind, "--max_step", 1)

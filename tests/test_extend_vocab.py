@@ -159,15 +159,7 @@ def test_tokens_go_behind_the_old_ones_and_text_gets_shorter(kind):
     counts = [sum(len(t.encode(text).ids) for text in held_out) for t in (old, new)]
     assert counts[1] < (0.6 if kind == "unigram" else 0.5) * counts[0]
     for text in [
-        *held_out,
-        OLD,
-        "",
-        " ",
-        "\n\n",
-        "  a  b ",
-        "Straßenbahnx",
-        "xStraßenbahn",
-        "🙂 ein",
+        *held_out, OLD, "", " ", "\n\n", "  a  b ", "Straßenbahnx", "xStraßenbahn", "🙂 ein",
         "<|user|>und",
     ]:
         before, after = old.encode(text), new.encode(text)
@@ -346,35 +338,18 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
 def test_a_sharded_checkpoint_is_extended_as_any_model(toys, tmp_path, corpus_folder):
     folder = make_model(tmp_path / "model", byte_level())
     flags = (
-        "--model_name",
-        folder,
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path,
-        "--run_name",
-        "run",
+        "--model_name", folder, "--train_data_dir", toys / "data", "--output_dir", tmp_path,
+        "--run_name", "run",
     )
     flags += (
-        "--max_step",
-        1,
-        "--eval_iters",
-        0,
-        "--verify_start",
-        "false",
-        "--state_dict_type",
-        "sharded",
+        "--max_step", 1, "--eval_iters", 0, "--verify_start", "false",
+        "--state_dict_type", "sharded",
     )
     train_ranks(1, *flags)
     assert (
         run(
-            tmp_path / "run" / "step-00000001",
-            "--input",
-            corpus_folder,
-            "--tokens",
-            20,
-            "--output",
-            tmp_path / "hf",
+            tmp_path / "run" / "step-00000001", "--input", corpus_folder, "--tokens", 20,
+            "--output", tmp_path / "hf",
         )
         == 0
     )
@@ -397,9 +372,7 @@ def test_what_goes_wrong_leaves_nothing(tmp_path, corpus_folder, capsys, monkeyp
     for place, wrong, instead, words in (
         (extending, "made_of", broken, ""),
         (
-            extending,
-            "with_rows",
-            add_and_change,
+            extending, "with_rows", add_and_change,
             "the old values of model.embed_tokens.weight have changed",
         ),
     ):
@@ -489,27 +462,13 @@ def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, k
     assert run(folder, "--input", corpus_folder, "--tokens", 60, "--output", extended) == 0
     prepare_data.main(
         [
-            "--input",
-            str(corpus_folder),
-            "--tokenizer",
-            str(extended),
-            "--output",
-            str(data),
-            "--context_length",
-            "24",
+            "--input", str(corpus_folder), "--tokenizer", str(extended), "--output", str(data),
+            "--context_length", "24",
         ]
     )
     common = (
-        "--train_data_dir",
-        data,
-        "--output_dir",
-        tmp_path,
-        "--precision",
-        "32-true",
-        "--lr",
-        1e-2,
-        "--max_step",
-        6,
+        "--train_data_dir", data, "--output_dir", tmp_path, "--precision", "32-true", "--lr", 1e-2,
+        "--max_step", 6,
     )
     first = Job(
         1, "--model_name", extended, *common, "--run_name", "first", "--train_only", "embeddings"

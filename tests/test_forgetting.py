@@ -3,7 +3,9 @@ over resumes and ranks."""
 
 import json
 import math
+import os
 import shutil
+import signal
 from fractions import Fraction
 
 import datasets
@@ -490,6 +492,37 @@ def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_pa
     )
     for key in ("step", "loss", "sources", "eval"):
         assert metrics(copy / "run", key) == metrics(folder, key), key
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("action", "evaluated_before"), [("rewind", 12), ("stop", 6)])
+def test_a_run_killed_after_its_last_evaluation_ends_as_it_would_have(
+    base, tmp_path, action, evaluated_before
+):
+    """A stop has cut that evaluation off, so the last step has a checkpoint without losses."""
+    more = ("--forgetting_budget", "replay:0.02", "--forgetting_action", action, "--eval_iters", 2)
+    run = replayed(base, tmp_path, *more, "--save_step_interval", 2, "--max_step", 4)
+    ends = Job(1, *run, "--run_name", "whole").wait()
+    run = (*run, "--run_name", "cut", "--resume", "auto")
+    stopped = Job(1, *run, failpoint=f"evaluate:count={evaluated_before + 2}:do=term")
+    assert stopped.wait() == [75]
+    assert Job(1, *run, before=_killed_once_it_has_evaluated).wait() == [-9]
+    assert Job(1, *run).wait() == ends
+    for key in ("step", "loss", "position", "verdict", "eval_loss"):
+        assert metrics(tmp_path / "cut", key) == metrics(tmp_path / "whole", key), key
+    assert action in ("stop", *metrics(tmp_path / "cut", "verdict")), "it went back"
+
+
+def _killed_once_it_has_evaluated():
+    from fabric_llm.run.log import Log
+
+    evaluation = Log.evaluation
+
+    def then_killed(self, *given):
+        evaluation(self, *given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Log.evaluation = then_killed
 
 
 @pytest.mark.longer

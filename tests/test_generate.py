@@ -43,15 +43,8 @@ def toy(toys, tmp_path_factory):
 def runs(toy, toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     flags = (
-        *toy_run(toys, folder),
-        "--max_step",
-        2,
-        "--save_step_interval",
-        1,
-        "--eval_iters",
-        0,
-        "--lr",
-        1e-2,
+        *toy_run(toys, folder), "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 0,
+        "--lr", 1e-2,
     )
     flags += ("--micro_batch_size", 2, "--model_name", toy)
     train_ranks(1, *flags, "--run_name", "full")
@@ -204,14 +197,8 @@ def test_kernels_that_a_configuration_names_are_not_taken(toy, tmp_path, capsys)
 @pytest.mark.longer
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(toy):
     command = [
-        sys.executable,
-        "-m",
-        "fabric_llm.generate",
-        toy,
-        "--prompt",
-        PROMPT,
-        "--max_new_tokens",
-        "50",
+        sys.executable, "-m", "fabric_llm.generate", toy, "--prompt", PROMPT,
+        "--max_new_tokens", "50",
     ]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -235,14 +222,8 @@ def test_help_and_mistakes_import_no_torch():
 @pytest.mark.longer
 def test_it_starts_from_the_shell(toy):
     command = [
-        sys.executable,
-        "-m",
-        *PROGRAM.split()[2:],
-        str(toy),
-        "--max_new_tokens",
-        "3",
-        "--device",
-        "cpu",
+        sys.executable, "-m", *PROGRAM.split()[2:], str(toy), "--max_new_tokens", "3",
+        "--device", "cpu",
     ]
     done = subprocess.run(command, input=PROMPT, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(PROMPT)

@@ -29,14 +29,14 @@ from fabric_llm.data.mixture_text import (
     DataMix,
     Source,
     Stage,
+    mix_of,
     parse,
     period_of,
     position_of,
     read_before,
 )
-from fabric_llm.data.order import RowsRead, claimed_by
-from fabric_llm.plan.mixture import Cursor, lay_out
-from fabric_llm.plan.plan import DataPlan, Plan, Schedule
+from fabric_llm.data.order import RowsRead, claimed_by, rows_at
+from fabric_llm.plan.schedule import Cursor, Schedule, lay_out
 from fabric_llm.verify import __main__ as verify
 
 # The same examples in each run: a property that is found to be wrong stays wrong.
@@ -167,21 +167,11 @@ def test_no_source_is_read_more_often_than_it_may_be(data):
     assert any(had > may for had, may in zip(over, most)), "one more step would have been too many"
 
 
-def plan_of(given, contexts=(64, 64, 64), max_step=1000, batch=4):
+def schedule_of(given, contexts=(64, 64, 64), max_step=1000, batch=4):
     mix, rows = parse(given), (10**6,) * len(contexts)
     stages, end, last = lay_out(mix, rows, batch, max_step, 1)
-    nothing = {"dataset": None, "eval_data": {}, "evaluated_rows": 0, "budgets": {}, "probes": []}
-    nothing |= {"document_end": None, "document_masking": False, "sources": {}, "raised": {}}
-    data = DataPlan(**nothing, mix=mix, mixture=Mixture(mix.names, rows, contexts, stages, 0))
-    return Plan(
-        None,
-        None,
-        data,
-        Schedule(1, batch, batch, last, end, max_step, 1),
-        Progress(),
-        Path("run"),
-        None,
-    )
+    mixture = Mixture(mix.names, rows, contexts, stages, 0)
+    return Schedule(Progress(), 1, batch, batch, max_step, 1, mix, mixture, last, end)
 
 
 LAST_TENTH = (
@@ -191,34 +181,36 @@ LAST_TENTH = (
 
 
 def test_after_rewinds_stages_begin_at_their_steps():
-    plan, progress = plan_of(LAST_TENTH), Progress()
+    schedule, progress = schedule_of(LAST_TENTH), Progress()
     for step in (400, 600, 920):  # each goes back by 99 steps, past the data of these
         position = progress.position + 4 * (step - progress.step)
         progress = Progress(step - 99, position)
-        plan = plan.going_on_from(progress)
-    assert progress.step == 821 and plan.schedule.max_step == 1000
+        schedule = schedule.after_rewind(progress)
+    assert progress.step == 821 and schedule.max_step == 1000
     for step, names in ((850, {"a"}), (899, {"a"}), (900, {"b", "c"}), (999, {"b", "c"})):
-        shares = plan.data.mixture.shares_at(progress.position + 4 * (step - progress.step))
+        shares = schedule.mixture.shares_at(progress.position + 4 * (step - progress.step))
         assert {name for name, share in shares.items() if share} == names, step
 
 
 def test_a_stage_of_other_rows_reads_none_of_what_is_replayed_more():
-    plan = plan_of(LAST_TENTH.replace("{path: b}", "{path: b, weight: 3}"), contexts=(64, 64, 64))
-    assert plan.with_more_replay(["a"], Progress(10, 40)).data.mixture.stages[-1].weights[0] > 0
+    schedule = schedule_of(LAST_TENTH.replace("{path: b}", "{path: b, weight: 3}"))
+    assert schedule.with_more_replay(["a"], Progress(10, 40)).mixture.stages[-1].weights[0] > 0
     longer = LAST_TENTH.replace("weights: {b: 3, c: 1}", "weights: {c: 1}").replace(
         "{path: b}", "{path: b, weight: 3}"
     )
-    plan = plan_of(longer, contexts=(64, 64, 256)).with_more_replay(["a"], Progress(10, 40))
-    assert [stage.weights for stage in plan.data.mixture.stages[-2:]] == [(1, 1, 0), (0, 0, 1)]
+    schedule = schedule_of(longer, contexts=(64, 64, 256))
+    schedule = schedule.with_more_replay(["a"], Progress(10, 40))
+    assert [stage.weights for stage in schedule.mixture.stages[-2:]] == [(1, 1, 0), (0, 0, 1)]
 
 
 def test_sources_that_are_replayed_more_have_a_half_together():
-    plan = plan_of("new=n:0.5,a=a:0.25,b=b:0.25").with_more_replay(["a"], Progress(10, 40))
-    assert plan.data.mixture.shares_at(40)["a"] == 0.5
+    schedule = schedule_of("new=n:0.5,a=a:0.25,b=b:0.25")
+    schedule = schedule.with_more_replay(["a"], Progress(10, 40))
+    assert schedule.mixture.shares_at(40)["a"] == 0.5
     with pytest.raises(
         ValueError, match="'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"
     ):
-        plan.with_more_replay(["b"], Progress(20, 84))
+        schedule.with_more_replay(["b"], Progress(20, 84))
 
 
 def test_a_share_is_the_decimal_that_is_written():
@@ -259,6 +251,32 @@ def test_what_progress_json_holds_is_the_mixture():
     for wrong in ({}, {"mixture": None}, {"fixed": {}}):
         with pytest.raises(ValueError, match="its mixture can't be read"):
             mixture_of({**document, **wrong} if wrong else {})
+
+
+def test_one_dataset_is_a_mixture_that_reads_it_in_the_order_of_its_seed():
+    """Also of checkpoints that name no mixture. Logs name no source then."""
+    mixture = mixture_of({"fixed": {"train_rows": 44, "context_length": 8, "seed": 1234}})
+    positions = np.arange(150).reshape(3, 50)
+    assert (mixture.rows_at(positions) == rows_at(positions, 44, 1234)).all()
+    assert mixture.read_before(150) == {} and mixture.shares_at(149) == {"validation": 1.0}
+    assert mixture.context_at(149) == 8
+
+
+@pytest.mark.parametrize("max_step", [None, 5, 100])
+@pytest.mark.parametrize("batch", [1, 8, 44])
+def test_a_run_over_one_dataset_ends_after_its_steps_or_epochs(max_step, batch):
+    mix = mix_of(None, "data")
+    stages, end, last = lay_out(mix, (44,), batch, max_step, 3)
+    assert stages == (Stage(0, (1,)),)
+    assert (end, last) == ((3 * 44, -(-3 * 44 // batch)) if max_step is None else (None, max_step))
+    mixture = mixture_of({"fixed": {"train_rows": 44, "context_length": 8, "seed": 1}})
+    sizes = (1, batch, batch, max_step, 3)
+    schedule = Schedule(Progress(), *sizes, mix, mixture, last, end)
+    assert schedule.half_epochs(66) == 3 and schedule.end_of_run() == (end or last * batch)
+    # A rewind skips the data of two steps: without --max_step, so many steps fewer are left.
+    after = schedule.after_rewind(Progress(1, 3 * batch))
+    assert after.mixture == mixture and after.end == end
+    assert after.max_step == (max_step or max(last - 2, 1))
 
 
 # ------------------------------------------------------------------------------- rows of files
@@ -542,7 +560,7 @@ def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(
         ["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2]
     )
     assert (
-        plan.data.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
+        plan.schedule.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
     )
 
 
@@ -601,7 +619,7 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
         tmp_path / "branch" / "step-00000008",
     ]
     _, plan = planned([*again, "--devices", 1])
-    assert plan.data.mixture.as_json() == after["mixture"]["segments"]
+    assert plan.schedule.mixture.as_json() == after["mixture"]["segments"]
 
 
 @pytest.mark.longer
@@ -610,7 +628,7 @@ def test_a_run_that_is_extended_keeps_its_pattern(toys, short, tmp_path):
     words = flags(toys, output, mix, "--run_name", "run", "--resume", "true", "--eval_iters", 0)
     _, plan = planned([*words, "--max_step", 20, "--resume_override", "max_step", "--devices", 1])
     assert (
-        plan.data.mixture.as_json() == document_of(output / "run", STEPS)["mixture"]["segments"]
+        plan.schedule.mixture.as_json() == document_of(output / "run", STEPS)["mixture"]["segments"]
         and plan.schedule.max_step == 20
     )
 

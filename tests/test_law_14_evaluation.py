@@ -17,7 +17,6 @@ from ranks import Job, metrics, toy_run
 from test_prepare_packing import EOS, packed
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.columns import IGNORED, Rows
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.probes import copy_probe
@@ -34,8 +33,8 @@ def seen(split, eval_batch_size, eval_iters, world_size):
     text, of_set = (
         TokenDataset(Path("data"), rows, rows, 4, 1, {}) for rows in (numbered(1), split)
     )
-    data = DataPlan(text, {"set": of_set}, eval_batch_size * eval_iters, {}, [], None, False)
-    plan = Plan(None, SimpleNamespace(tokenizer=None), data, None, Progress(), Path("run"), None)
+    data = DataPlan({"text": text}, {"set": of_set}, eval_batch_size * eval_iters, {}, [], None, False)
+    plan = Plan(None, SimpleNamespace(tokenizer=None), data, None, Path("run"), None)
     sizes = SimpleNamespace(eval_batch_size=eval_batch_size, eval_iters=eval_iters)
     flags = SimpleNamespace(training=SimpleNamespace(seed=1), evaluation=sizes)
     rows, passes = [], set()
@@ -156,7 +155,7 @@ def test_of_tasks_whole_documents_are_read_from_all_over_each(seed):
     split = tasks_of(sizes, names.tolist())
     most = int(generator.integers(60, 900))
     rows = seen(split, 4, most // 4, 2)
-    read = np.unique(split.said["document"][rows])
+    read = np.unique(split.about["document"][rows])
     assert sizes[read].sum() == len(rows) <= most // 4 * 4, "all choices of each"
     assert len(rows) > 0.8 * (most // 4 * 4)
     for name in ("even", "low", "high"):

@@ -18,10 +18,7 @@ from benchmarks.memory import Counted
 
 VOCABULARY, CONTEXT = 1024, 128
 FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
 )
 CONFIGS = {
@@ -145,11 +142,8 @@ def test_other_flags_and_precisions(folder, strategy, precision, flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--bf16_updates master",
-        "--freeze *.mlp.*",
-        "--sharding_strategy SHARD_GRAD_OP",
-        "--auto_wrap_policy none",
-        "--auto_wrap_policy size:30000",
+        "--bf16_updates master", "--freeze *.mlp.*", "--sharding_strategy SHARD_GRAD_OP",
+        "--auto_wrap_policy none", "--auto_wrap_policy size:30000",
     ],
 )
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

@@ -19,17 +19,11 @@ from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.weights import average
-from fabric_llm.weights.line import MAX_POINTS, SHARES, search, worth_of
+from fabric_llm.weights.line import MAX_POINTS, goal_of, search, worth_of
 
 SIZES = (
-    "--eval_batch_size",
-    4,
-    "--eval_step_interval",
-    8,
-    "--precision",
-    "32-true",
-    "--micro_batch_size",
-    8,
+    "--eval_batch_size", 4, "--eval_step_interval", 8, "--precision", "32-true",
+    "--micro_batch_size", 8,
 )
 
 
@@ -41,35 +35,18 @@ def work(toys, tmp_path_factory):
     for name in ("old", "new"):
         language(folder, name)
     training = (
-        "--global_batch_size",
-        16,
-        "--micro_batch_size",
-        16,
-        "--lr",
-        1e-2,
-        "--precision",
-        "32-true",
+        "--global_batch_size", 16, "--micro_batch_size", 16, "--lr", 1e-2,
+        "--precision", "32-true",
     )
     data = ("--train_data_dir", folder / "old", "--max_step", 200, "--eval_iters", 2)
     train_ranks(
-        1,
-        "--model_name",
-        toys / "llama",
-        *data,
-        *training,
-        "--output_dir",
-        folder,
-        "--run_name",
-        "first",
+        1, "--model_name", toys / "llama", *data, *training, "--output_dir", folder,
+        "--run_name", "first",
     )
     shutil.move(folder / "first" / "step-00000200", folder / "base")
     budget = (
-        "--forgetting_budget",
-        "replay:0.15,copy:9",
-        "--forgetting_action",
-        "stop",
-        "--max_step",
-        12,
+        "--forgetting_budget", "replay:0.15,copy:9", "--forgetting_action", "stop",
+        "--max_step", 12,
     )
     job = Job(
         1, *replayed(folder, folder, *budget, *SIZES, "--lr", 1e-2, "--eval_step_interval", 12)
@@ -155,9 +132,7 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
         chart["traces"][0]["x"]
     ) > 3
     assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [
-        0,
-        0.15,
-        9,
+        0, 0.15, 9,
     ] and f"{share:.3f}" in page
 
 
@@ -186,12 +161,7 @@ def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path
     """Each probe may have a budget, also one that the run didn't evaluate."""
     budget = "retrieval:9,replay:9"
     flags = (
-        work / "base",
-        work / "run",
-        "--forgetting_budget",
-        budget,
-        "--output",
-        tmp_path / "hf",
+        work / "base", work / "run", "--forgetting_budget", budget, "--output", tmp_path / "hf",
     )
     code, out, error = call(capsys, *flags)
     assert code == 0 and "This is the run itself" in out, error
@@ -204,12 +174,8 @@ def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path
 def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fabric_llm.report.line", None)
     flags = (
-        work / "base",
-        work / "run",
-        "--forgetting_budget",
-        "replay:9",
-        "--output",
-        tmp_path / "hf",
+        work / "base", work / "run", "--forgetting_budget", "replay:9",
+        "--output", tmp_path / "hf",
     )
     code, out, _ = call(capsys, *flags)
     assert code == 0 and "Not drawn: The report needs plotly" in out and "  1.000  new" in out
@@ -230,20 +196,17 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
             "no validation set is named 'repaly'. Did you mean 'replay'?",
         ),
         (
-            "BASE RUN --forgetting_budget x:0.1",
-            2,
+            "BASE RUN --forgetting_budget x:0.1", 2,
             "There are 'new', 'replay', 'copy', 'retrieval'.",
         ),
         (
-            "BASE RUN --forgetting_budget new:1,replay:1",
-            2,
+            "BASE RUN --forgetting_budget new:1,replay:1", 2,
             "all sets of the training data have one ('new', 'replay')",
         ),
         ("BASE RUN --forgetting_budget replay:1 --weights 1,2", 2, "are both given"),
         ("BASE RUN --forgetting_budget replay:1 --weights knee", 2, "are both given"),
         (
-            "BASE RUN --forgetting_budget replay:1 --evaluate false",
-            2,
+            "BASE RUN --forgetting_budget replay:1 --evaluate false", 2,
             "which --evaluate false turns off",
         ),
         (
@@ -263,8 +226,7 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
         ),
         ("TIED RUN --forgetting_budget replay:1", 2, "are different models"),
         (
-            "BASE LOST --forgetting_budget replay:1",
-            2,
+            "BASE LOST --forgetting_budget replay:1", 2,
             "has no arguments.yaml, which would say on which data",
         ),
         ("BASE OLDER --forgetting_budget replay:1", 2, "evaluated as the run was: "),
@@ -274,8 +236,7 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
             "none has learned and is inside the budget but the base model",
         ),
         (
-            "BAD RUN --forgetting_budget replay:1",
-            76,
+            "BAD RUN --forgetting_budget replay:1", 76,
             "bad' holds NaN or infinity in model.norm.weight",
         ),
     ],
@@ -311,18 +272,19 @@ def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code,
 
 def along(learned, forgotten, budgets):
     """What `search` finds on curves, (share, points), and what each share is worth."""
-    guard, shares = Forgetting(budgets=budgets), np.array(SHARES)
+    guard = Forgetting(budgets=budgets)
+
+    def losses(share):
+        return {"new": 4 - learned(share), "old": 3 + forgotten(share)}
 
     def evaluate(share):
-        losses = {"new": 4 - learned(share), "old": 3 + forgotten(share)}
-        guard.accept_evaluation(int(share > 0), losses)
-        return losses
+        guard.accept_evaluation(int(share > 0), losses(share))
+        return losses(share)
 
     points = search(evaluate, guard, ["new"])
-    worth = worth_of(guard, points[1.0], ["new"])(
-        {"new": 4 - learned(shares), "old": 3 + forgotten(shares)}
-    )
-    return next(iter(points)), points, worth
+    goal = goal_of(guard, points[1.0], ["new"])
+    worth = [worth_of(losses(share / 1000), guard, goal) for share in range(1001)]
+    return next(iter(points)), points, np.array(worth)
 
 
 CURVES = {

@@ -32,23 +32,20 @@ REFUSED = {
 # otherwise.
 QUICK = ["bamba", "bloom", "falcon", "gpt_neo", "openai-gpt", "xlstm"]
 OF_TOYS = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=131,
 )
 
 
 def looked(folder, *words, whole=False):
-    """The prediction of the model in `folder`, or the sentence that refuses it. whole: all layers are
-    traced."""
+    """The prediction for the model in `folder`, or the sentence that refuses it. whole: all layers
+    are traced."""
     from arguments import parse_plan
     from fabric_llm.forecast import trace
     from fabric_llm.forecast.prediction import predict
 
     given = ["--model_name", str(folder), "--context_length", "24", *map(str, words)]
-    with patch.object(trace, "cuts", lambda kinds: []) if whole else nullcontext():
+    with patch.object(trace, "longest_cut", lambda kinds: None) if whole else nullcontext():
         try:
             return predict(*parse_plan(given))
         except ValueError as error:
@@ -147,13 +144,7 @@ DDP = ("--devices", 2, "--strategy", "ddp", "--ema_decay", 0.9, "--ema_device", 
         *(
             pytest.param(name, (*how, *strategy), marks=pytest.mark.slow)
             for name in (
-                "llama",
-                "mixtral",
-                "gemma3",
-                "pictures",
-                "falcon_h1",
-                "jamba",
-                "deepseek_v3",
+                "llama", "mixtral", "gemma3", "pictures", "falcon_h1", "jamba", "deepseek_v3",
             )
             for how in HOW.values()
             for strategy in ((), FSDP, FSDP2)
@@ -169,15 +160,14 @@ def test_a_few_layers_say_what_all_say(tmp_path, name, words):
 
 
 def test_which_layers_are_left_out():
-    from fabric_llm.forecast.trace import Cut, cuts, left_out
+    from fabric_llm.forecast.trace import Cut, longest_cut
 
-    assert cuts("a" * 80) == [Cut(2, 1, 76)] and cuts("a" * 9) == []
-    assert cuts("ddd" + "m" * 58) == [Cut(5, 1, 54)]
-    assert cuts("sssssf" * 10 + "ss") == [Cut(6, 6, 8)]
-    assert cuts("v" * 27 + "sssssf" * 10 + "ss") == [Cut(33, 6, 8), Cut(2, 1, 23)]
-    assert cuts("abcdefghij") == [] and cuts("") == []
-    assert [len(one) for one in left_out(cuts("a" * 80))] == [76, 75]
-    assert list(left_out([])) == [set()]
+    assert longest_cut("a" * 80) == Cut(2, 1, 76) and longest_cut("a" * 9) is None
+    assert longest_cut("ddd" + "m" * 58) == Cut(5, 1, 54)
+    assert longest_cut("sssssf" * 10 + "ss") == Cut(6, 6, 8)
+    assert longest_cut("v" * 27 + "sssssf" * 10 + "ss") == Cut(33, 6, 8)
+    assert longest_cut("abcdefghij") is None and longest_cut("") is None
+    assert Cut(6, 6, 8).numbers() == range(6, 54)
 
 
 ODD = {

@@ -35,26 +35,12 @@ def mixed(toys, tmp_path_factory):
     }
     (folder / "mix.yaml").write_text(json.dumps(mix))
     flags = (
-        "--model_name",
-        toys / "llama",
-        "--data_mix",
-        folder / "mix.yaml",
-        "--output_dir",
-        folder,
-        "--run_name",
-        "run",
+        "--model_name", toys / "llama", "--data_mix", folder / "mix.yaml", "--output_dir", folder,
+        "--run_name", "run",
     )
     flags += (
-        "--global_batch_size",
-        4,
-        "--max_step",
-        20,
-        "--warmup_steps",
-        3,
-        "--lr",
-        1e-3,
-        "--min_lr",
-        1e-4,
+        "--global_batch_size", 4, "--max_step", 20, "--warmup_steps", 3, "--lr", 1e-3,
+        "--min_lr", 1e-4,
     )
     flags += ("--eval_step_interval", 6, "--eval_iters", 1, "--save_step_interval", 8)
     before = preview(folder, *flags)
@@ -82,10 +68,7 @@ def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(
         assert line["y"] == pytest.approx([one[line["set"]]["epochs"] for one in read], rel=1e-5)
     shares = {line["set"]: dict(zip(line["x"], line["y"])) for line in drawn.lines("sources_share")}
     assert (shares["new"][1], shares["old"][1], shares["new"][11], shares["old"][20]) == (
-        0.75,
-        0.25,
-        0.25,
-        0.75,
+        0.75, 0.25, 0.25, 0.75,
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     due = {"evaluated": [one["step"] for one in lines if "eval_loss" in one]}
@@ -112,13 +95,8 @@ def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
 @pytest.mark.longer
 def test_one_dataset_by_epochs(toys, tmp_path):
     flags = (
-        *toy_run(toys, tmp_path),
-        "--number_epochs",
-        2,
-        "--global_batch_size",
-        8,
-        "--eval_iters",
-        0,
+        *toy_run(toys, tmp_path), "--number_epochs", 2, "--global_batch_size", 8,
+        "--eval_iters", 0,
     )
     drawn = preview(tmp_path, *flags)
     assert drawn.names() == ["lr", "memory"] and drawn.lines("lr")[0]["x"][-1] == 11
@@ -159,14 +137,8 @@ def test_mistakes_are_those_of_train(toys, tmp_path, capsys, flags, code, words)
 @pytest.mark.longer
 def test_without_data_the_page_has_the_memory(toys, tmp_path):
     flags = (
-        "--model_name",
-        toys / "llama",
-        "--context_length",
-        128,
-        "--max_step",
-        9,
-        "--device_memory",
-        2,
+        "--model_name", toys / "llama", "--context_length", 128, "--max_step", 9,
+        "--device_memory", 2,
     )
     drawn = preview(tmp_path, *flags, "--auto", "true")
     [memory] = [chart for chart in drawn.data["charts"] if chart["name"] == "memory"]
@@ -178,13 +150,8 @@ def test_without_data_the_page_has_the_memory(toys, tmp_path):
 @pytest.mark.longer
 def test_from_any_folder(toys, tmp_path):
     words = [
-        sys.executable,
-        ROOT / "plan.py",
-        *toy_run(toys, tmp_path),
-        "--max_step",
-        3,
-        "--html",
-        "preview.html",
+        sys.executable, ROOT / "plan.py", *toy_run(toys, tmp_path), "--max_step", 3,
+        "--html", "preview.html",
     ]
     done = subprocess.run([*map(str, words)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "Written: preview.html" in done.stdout

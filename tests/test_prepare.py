@@ -638,14 +638,6 @@ def test_what_a_dataset_without_validation_gives_is_drawn_beside_one_that_has_it
     assert manifest["splits"]["validation"]["documents"] == 3 + len(drawn) and drawn
 
 
-def test_no_validation_at_all(make, tmp_path, texts):
-    with pytest.raises(
-        ValueError, match="validation_fraction is 0, and no input has a validation split of its own"
-    ):
-        make(write_texts(tmp_path / "in", texts), validation_fraction=0)
-    assert os.listdir(tmp_path) == ["in"]
-
-
 @pytest.mark.parametrize("columns_known", [True, False])
 def test_streamed_rows(texts, columns_known, monkeypatch):
     # What `load_dataset(name, streaming=True)` returns; some streams do not say their columns.
@@ -1011,13 +1003,6 @@ def test_failed_overwrite_keeps_the_old_dataset(make, tmp_path, texts):
     assert leftovers(tmp_path) == []
 
 
-def test_overwrite_touches_nothing_but_a_prepared_dataset(make, tmp_path, texts):
-    precious = write_texts(tmp_path / "out", ["precious"])
-    with pytest.raises(ValueError, match="holds no prepared dataset, so it is not overwritten"):
-        make(write_texts(tmp_path / "in", texts), overwrite=True)
-    assert os.listdir(precious) == ["000.txt"]
-
-
 def test_output_may_be_a_link(make, tmp_path, texts):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "mine")
@@ -1031,25 +1016,165 @@ def test_output_may_be_a_link(make, tmp_path, texts):
 # --- errors --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
+@pytest.fixture
+def no_hub(monkeypatch):
+    """As with HF_HUB_OFFLINE=1, which both libraries read when they are imported."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def table_of(path: Path, **columns: list) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def saved(path: Path, **columns: list) -> Path:
+    datasets.Dataset.from_dict(columns).save_to_disk(path)
+    return path
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def some(folder: Path) -> Path:
+    return write_texts(folder / "in", ["one text", "two texts", "three of them"] * 4)
+
+
+def without_info(folder: Path) -> Path:
+    (saved(folder / "in", text=["a"]) / "dataset_info.json").unlink()
+    return folder / "in"
+
+
+CUT = gzip.compress(random.Random(0).randbytes(1000).hex().encode())[:500]
+# What is given as --input, of a folder; other arguments, of that folder too; what is said.
+MISTAKES = [
+    (
+        lambda folder: [some(folder)],
+        dict(tokenizer=None),
+        r"exactly one of --tokenizer \(got None\) and --train_tokenizer \(got None\)",
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(tokenizer="x", train_tokenizer=300),
+        r"exactly one of --tokenizer \(got x\) and .* \(got 300\)",
+    ),
+    (lambda folder: [], {}, "no input: name at least one"),
+    (
+        lambda folder: [table_of(folder / "a.parquet", body=["a"], id=[1])],
+        {},
+        r'a\.parquet has no field "text" \(fields: body, id\): name .* --text_field',
+    ),
+    (
+        lambda folder: [saved(folder / "hf", body=["a"], id=[1])],
+        {},
+        r'hf \[rows\] has no field "text" \(fields: body, id\)',
+    ),
+    (
+        lambda folder: [table_of(folder / "a.parquet", text=[1, 2])],
+        {},
+        r'a\.parquet holds int64, not strings, in its column "text"',
+    ),
+    (
+        lambda folder: [saved(folder / "hf", text=[1, 2])],
+        {},
+        r'hf \[rows\] row 0 holds int, not a string, in its column "text"',
+    ),
+    *(
         (
-            dict(tokenizer=None),
-            r"exactly one of --tokenizer \(got None\) and --train_tokenizer \(got None\)",
-        ),
+            lambda folder, name=name: [written(folder / name, CUT), some(folder)],
+            dict(on_error="stop"),
+            rf"{name} is not a complete gzip file: ",
+        )
+        for name in ("a.jsonl.gz", "a.txt.gz")
+    ),
+    (lambda folder: [without_info(folder)], {}, "in is not a complete dataset folder: "),
+    (
+        lambda folder: [written(folder / "a.parquet", b"no table")],
+        {},
+        r"a\.parquet is not a parquet file: ",
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(pattern=["*.py"]),
+        r"no file in .*in matches \*\.py: choose others with --pattern",
+    ),
+    (
+        lambda folder: [some(folder), folder / "in" / "000.txt"],
+        {},
+        r"000\.txt comes in twice, by the inputs .*in and .*000\.txt: name it once",
+    ),
+    *(
         (
-            dict(tokenizer="x", train_tokenizer=300),
-            r"exactly one of --tokenizer \(got x\) and .* \(got 300\)",
-        ),
-        (dict(inputs=[]), "no input: name at least one"),
-    ],
-)
-def test_arguments_that_do_not_go_together(tmp_path, changes, message):
-    arguments = dict(inputs=["in"], output=tmp_path / "out", tokenizer="x", context_length=8)
+            lambda folder: [write_texts(folder / "in", ["", " "])],
+            changes,
+            "no document with text in 2 inputs and files: 2 empty documents and 0 that",
+        )
+        for changes in ({}, dict(train_tokenizer=300))
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(output=lambda folder: written(folder / "out", b"x"), overwrite=True),
+        "out is a file: name a folder",
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(output=lambda folder: written(folder / "file", b"x") / "out"),
+        r"output .*file/out cannot be written: ",
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(output="/"),
+        "is a mount point, which cannot be replaced: name a folder inside it",
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(output=lambda folder: write_texts(folder / "out", ["precious"]), overwrite=True),
+        "holds no prepared dataset, so it is not overwritten",
+    ),
+    *(
+        (
+            lambda folder, name=name: [name],
+            {},
+            f"^input {name} is neither a file or folder here nor a dataset .*: .*Hub",
+        )
+        for name in ("no-such/corpus", "corpus", "org/corpus:config")
+    ),
+    *(  # which can only be a path, and isn't looked for on the hub
+        (
+            lambda folder, name=name: [name],
+            {},
+            f"^input {name} is neither a file or folder here nor .* from the hub$",
+        )
+        for name in "./corpus /data/corpus a/b/c corpus/ ../x book.txt data/a.jsonl".split()
+    ),
+    *(
+        (
+            lambda folder: [some(folder)],
+            dict(tokenizer=name),
+            r"^tokenizer \S+ is neither a folder here nor one [^\n]*$",
+        )
+        for name in ("no-such/tokenizer", lambda folder: str(folder))
+    ),
+    (
+        lambda folder: [some(folder)],
+        dict(validation_fraction=0),
+        "validation_fraction is 0, and no input has a validation split of its own",
+    ),
+]
+
+
+@pytest.mark.parametrize("inputs, changes, message", MISTAKES)
+def test_a_mistake_is_named_and_leaves_nothing(make, tmp_path, no_hub, inputs, changes, message):
+    paths = inputs(tmp_path)
+    changes = {
+        name: value(tmp_path) if callable(value) else value for name, value in changes.items()
+    }
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        prepare(**{**arguments, **changes})
-    assert os.listdir(tmp_path) == []
+        make(*paths, **changes)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -1076,71 +1201,6 @@ def test_bad_json_line_is_named(make, tmp_path, line, message, tokenizer):
         )
 
 
-def test_missing_column_names_the_columns_there_are(make, tmp_path):
-    pq.write_table(pa.table({"body": ["a"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(
-        ValueError,
-        match=r'a\.parquet has no field "text" \(fields: body, id\): name .* --text_field',
-    ):
-        make(tmp_path / "a.parquet")
-    datasets.Dataset.from_dict({"body": ["a"], "id": [1]}).save_to_disk(tmp_path / "hf")
-    with pytest.raises(ValueError, match=r'hf \[rows\] has no field "text" \(fields: body, id\)'):
-        make(tmp_path / "hf")
-
-
-def test_column_that_is_not_text(make, tmp_path):
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    with pytest.raises(
-        ValueError, match=r'a\.parquet holds int64, not strings, in its column "text"'
-    ):
-        make(tmp_path / "a.parquet")
-    datasets.Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "hf")
-    with pytest.raises(
-        ValueError, match=r'hf \[rows\] row 0 holds int, not a string, in its column "text"'
-    ):
-        make(tmp_path / "hf")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
-def test_damaged_gzip_file_is_named(make, tmp_path, name):
-    data = gzip.compress(random.Random(0).randbytes(1000).hex().encode())
-    (tmp_path / name).write_bytes(data[:500])
-    (tmp_path / "other.txt").write_text("text")
-    with pytest.raises(ValueError, match=rf"{name} is not a complete gzip file: "):
-        make(tmp_path / name, tmp_path / "other.txt", on_error="stop")
-
-
-def test_damaged_dataset_folder_is_named(make, tmp_path, texts):
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "in")
-    (tmp_path / "in" / "dataset_info.json").unlink()
-    with pytest.raises(ValueError, match="in is not a complete dataset folder: "):
-        make(tmp_path / "in")
-
-
-def test_damaged_parquet_file_is_named(make, tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"no table")
-    with pytest.raises(ValueError, match=r"a\.parquet is not a parquet file: "):
-        make(tmp_path / "a.parquet")
-
-
-def test_folder_without_a_matching_file(make, tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.pdf").write_text("x")
-    with pytest.raises(
-        ValueError, match=r"no file in .*in matches \*\.txt .*: choose others with --pattern"
-    ):
-        make(tmp_path / "in")
-
-
-def test_file_that_comes_in_twice(make, tmp_path, texts):
-    folder = write_texts(tmp_path / "in", texts)
-    with pytest.raises(
-        ValueError,
-        match=r"000\.txt comes in twice, by the inputs .*in and .*000\.txt: name it once",
-    ):
-        make(folder, folder / "000.txt")
-
-
 def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"one long {number} book " for number in range(1000)))
     with pytest.raises(
@@ -1150,17 +1210,6 @@ def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
     manifest = make(tmp_path / "a.txt", document_separator="book ")
     assert sum(split["documents"] for split in manifest["splits"].values()) == 1000
-
-
-def test_corpus_without_text(make, tmp_path):
-    folder = write_texts(tmp_path / "in", ["", " "])
-    with pytest.raises(
-        ValueError,
-        match="no document with text in 2 inputs and files: 2 empty documents and 0 that",
-    ):
-        make(folder)
-    with pytest.raises(ValueError, match="no document with text"):
-        make(folder, train_tokenizer=300)
 
 
 @pytest.mark.parametrize(
@@ -1200,61 +1249,6 @@ def test_single_document_cannot_be_split(make, tmp_path):
             match="of 1 documents, which do not fill one row .* documents nor .* are ever divided",
         ):
             make(path, seed=seed, packing=packing)
-
-
-def test_output_that_is_a_file(make, tmp_path, texts):
-    (tmp_path / "out").write_text("x")
-    with pytest.raises(ValueError, match="out is a file: name a folder"):
-        make(write_texts(tmp_path / "in", texts), overwrite=True)
-
-
-def test_output_that_cannot_be_written(make, tmp_path, texts):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"output .*file/out cannot be written: "):
-        make(write_texts(tmp_path / "in", texts), output=tmp_path / "file" / "out")
-
-
-def test_output_that_is_a_mount_point(make, tmp_path, texts):
-    with pytest.raises(
-        ValueError, match="is a mount point, which cannot be replaced: name a folder inside it"
-    ):
-        make(write_texts(tmp_path / "in", texts), output="/")
-
-
-@pytest.fixture
-def no_hub(monkeypatch):
-    """As with HF_HUB_OFFLINE=1, which both libraries read when they are imported."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.parametrize("name", ["no-such/corpus", "corpus", "org/corpus:config"])
-def test_input_that_is_nowhere(make, tmp_path, no_hub, name):
-    with pytest.raises(
-        ValueError, match=f"^input {name} is neither a file or folder here nor a dataset .*: .*Hub"
-    ):
-        make(name)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["./corpus", "/data/corpus", "a/b/c", "corpus/", "../x", "book.txt", "data/a.jsonl"]
-)
-def test_input_that_can_only_be_a_path_is_not_looked_for_on_the_hub(make, name):
-    with pytest.raises(
-        ValueError, match=f"^input {name} is neither a file or folder here nor .* from the hub$"
-    ):
-        make(name)
-
-
-def test_tokenizer_that_is_nowhere(make, tmp_path, texts, no_hub):
-    folder = write_texts(tmp_path / "in", texts)
-    for name in ("no-such/tokenizer", str(tmp_path / "in")):
-        with pytest.raises(
-            ValueError, match=f"^tokenizer {name} is neither a folder here nor one [^\n]*$"
-        ):
-            make(folder, tokenizer=name)
-    assert os.listdir(tmp_path) == ["in"]
 
 
 def test_tokenizer_without_eos(make, tmp_path, texts, bpe):

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 SERVER = """
 import json, os, sys, warnings
 import fabric_llm.prepare.prepare
-from fabric_llm.base.program import in_one_sentence
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.prepare import corpus, encoding
 corpus.PIECE_BYTES = 4000
 encoding.BATCH_CHARACTERS = 400

@@ -517,6 +517,36 @@ def test_rows_of_tsv_with_a_single_quote_stay_rows(tmp_path):
     assert read(write(tmp_path / "b.tsv", as_csv(of_programs, "\t"))) == (of_programs, [])
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        b'1,"he said \\"hi\\" to\nher, and left"\n2,plain\n',  # a fragment with two fields
+        b'1,"first \\"\nsecond line, with comma\n"\n2,plain\n',  # and no invalid row before it
+        b'1,"he said \\"hi\\" once"\n2,plain\n',
+    ],
+)
+def test_a_csv_that_escapes_quotation_marks_by_a_backslash_is_refused(tmp_path, rows):
+    """pandas takes fragments of its rows for rows, without a word."""
+    with pytest.raises(ValueError, match=r"a\.csv:\d is not a valid row: .* line 2 has a quotation"):
+        read(write(tmp_path / "a.csv", b"id,text\n" + rows))
+
+
+def test_a_backslash_before_a_quotation_mark_may_be_text(tmp_path):
+    texts = ['C:\\dir\\', 'a \\"o" of TeX, and\n\\"u', "\\"]
+    assert read(write(tmp_path / "a.csv", as_csv(texts))) == (texts, [])
+    bad = as_csv(['\\"o and "u"']) + b'2,"b"c\n3,d\n'
+    assert read(write(tmp_path / "b.csv", bad))[0] == ['\\"o and "u"', "d"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tsv_whose_quotation_marks_mean_two_things_is_refused(tmp_path, order):
+    """Such as one with quoted fields of several lines, of which one has a tab in each line."""
+    rows = ['1\t"first\nsecond\tline"\n', "2\tplain\n", '3\t"two\nlines"\n'][::order]
+    message = r"a\.tsv: a quoted field in line \d has several lines, and those of one in line \d are"
+    with pytest.raises(ValueError, match=message):
+        read(write(tmp_path / "a.tsv", ("id\ttext\n" + "".join(rows)).encode()))
+
+
 def test_a_quote_without_an_end_in_csv_takes_one_line(tmp_path):
     texts, bad = read(write(tmp_path / "a.csv", b'id,text\n1,a\n2,"b\n3,c\n4,d\n'))
     assert texts == ["a", "c", "d"] and [line.split(" ")[0] for line in bad] == ["a.csv:3"]

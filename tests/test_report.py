@@ -153,15 +153,8 @@ EVALUATIONS = [
 @pytest.mark.longer
 def test_a_real_run_that_was_resumed(toys, tmp_path):
     flags = (
-        *toy_run(toys, tmp_path),
-        "--run_name",
-        "run",
-        "--global_batch_size",
-        4,
-        "--eval_iters",
-        1,
-        "--lr",
-        1e-2,
+        *toy_run(toys, tmp_path), "--run_name", "run", "--global_batch_size", 4, "--eval_iters", 1,
+        "--lr", 1e-2,
     )
     flags += ("--max_step", 4, "--save_step_interval", 2)
     train_ranks(1, *flags)
@@ -190,44 +183,19 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     stages = [{"from": 0.5, "weights": {"new": 0.25, "old": 0.75}}]
     (tmp_path / "mix.yaml").write_text(json.dumps({"sources": sources, "stages": stages}))
     flags = (
-        "--model_name",
-        toys / "gpt2-no-dropout",
-        "--data_mix",
-        tmp_path / "mix.yaml",
-        "--output_dir",
-        tmp_path,
+        "--model_name", toys / "gpt2-no-dropout", "--data_mix", tmp_path / "mix.yaml",
+        "--output_dir", tmp_path,
     )
     flags += (
-        "--run_name",
-        "run",
-        "--devices",
-        1,
-        "--global_batch_size",
-        4,
-        "--micro_batch_size",
-        1,
-        "--lr",
-        1e-4,
+        "--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 1,
+        "--lr", 1e-4,
     )
     flags += (
-        "--max_step",
-        16,
-        "--save_step_interval",
-        4,
-        "--eval_step_interval",
-        4,
-        "--eval_iters",
-        1,
+        "--max_step", 16, "--save_step_interval", 4, "--eval_step_interval", 4, "--eval_iters", 1,
     )
     flags += (
-        "--spike_threshold",
-        6,
-        "--spike_action",
-        "rewind",
-        "--ema_decay",
-        0.9,
-        "--log_step_interval",
-        10,
+        "--spike_threshold", 6, "--spike_action", "rewind", "--ema_decay", 0.9,
+        "--log_step_interval", 10,
     )
     spike = {0: range(4 * 13, 4 * 14)}  # step 14
     assert run_ranks(1, train_with_faults, list(map(str, flags)), spike, 100.0) == [0]
@@ -255,9 +223,7 @@ def test_evaluations_with_sets_budgets_and_a_copy_probe(tmp_path):
     lines = [EVALUATIONS[0], *(training(step) for step in range(1, 21)), EVALUATIONS[1]]
     shown = report(made(tmp_path / "run", lines))
     assert [one["set"] for one in shown.lines("eval_loss")] == [
-        "all sets, weighted",
-        "code",
-        "general",
+        "all sets, weighted", "code", "general",
     ]
     assert [one["y"] for one in shown.lines("eval_loss")] == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
     forgetting = {one["set"]: one["y"] for one in shown.lines("forgetting")}
@@ -635,26 +601,18 @@ def opened(file, tmp_path, width=1280):
     seen."""
     content = file.read_text()
     content = re.sub(
-        r'<meta http-equiv="Content-Security-Policy"[^>]*>',
-        r"\g<0>" + PROBE.replace("\\", r"\\"),
-        content,
-        count=1,
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>', r"\g<0>" + PROBE.replace("\\", r"\\"),
+        content, count=1,
     )
     copy = tmp_path / f"{file.stem}-{width}.html"
     copy.write_text(content.replace("</body>", SEEN + "</body>"))
     words = [
-        browser(),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
+        browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
         "--disable-background-networking",
     ]
     words += [
-        "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},900",
-        "--dump-dom",
+        "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900", "--dump-dom",
     ]
     done = subprocess.run([*words, copy.as_uri()], capture_output=True, text=True, timeout=120)
     found = re.search(r'data-seen="([^"]*)"', done.stdout)
@@ -712,26 +670,12 @@ def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
 def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
     flags = toy_run(toys, tmp_path, model="gpt2-no-dropout")
     flags += (
-        "--run_name",
-        "run",
-        "--devices",
-        1,
-        "--global_batch_size",
-        4,
-        "--micro_batch_size",
-        4,
-        "--eval_iters",
-        0,
+        "--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 4,
+        "--eval_iters", 0,
     )
     flags += (
-        "--max_step",
-        12,
-        "--save_step_interval",
-        4,
-        "--log_step_interval",
-        1,
-        "--lr_decay",
-        "false",
+        "--max_step", 12, "--save_step_interval", 4, "--log_step_interval", 1,
+        "--lr_decay", "false",
     )
     flags += ("--spike_threshold", 6, "--spike_action", "rewind")
     # step 11 goes back to 8
@@ -745,6 +689,23 @@ def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
     assert undone["line"]["dash"] == "dot" and not undone["showlegend"]
     known = {figure.name for figure in figures.FIGURES}
     assert set(shown.names()) <= known, "a title of its own for each number that a run logs"
+
+
+def test_a_rewind_comes_after_what_it_has_undone(tmp_path):
+    begins = {"event": "started", "step": 0, "position": 0}
+    saves = [{"event": "saved", "step": step, "position": 8 * step} for step in (4, 8)]
+    again = {"event": "saved", "step": 8, "position": 96}
+    events = [begins, *saves, again, {"event": "ended", "step": 8, "code": 0, "reason": "done"}]
+    rewind = {"step": 4, "position": 64, "verdict": "rewind", "reason": "a spike"}
+    run = made(tmp_path / "run", [training(1), rewind], events=events)
+    assert [(one.kind, one.step) for one in reading.timeline(reading.read_run(run))] == [
+        ("started", 0),
+        ("saved", 4),
+        ("saved", 8),
+        ("rewound", 4),
+        ("saved", 8),
+        ("done", 8),
+    ]
 
 
 def test_what_was_undone_at_several_times_is_several_lines(tmp_path):

@@ -57,7 +57,7 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
 
     assert said("base", "base")[0] == [0]
     code, words = said("base", "lowercase")
-    assert code == [2] and "was made with another tokenizer" in words and "The Quick" in words
+    assert code == [2] and "was made with a different tokenizer" in words and "The Quick" in words
     code, words = said("base", "ending")
     assert code == [2] and "end with token 7, and texts of" in words
     code, words = said("ending", "ending")

@@ -25,14 +25,8 @@ def swept(toys, *words):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_row_is_the_plan_of_its_devices(toys, strategy):
     flags = (
-        "--devices",
-        2,
-        "--strategy",
-        strategy,
-        "--micro_batch_size",
-        4,
-        "--gradient_accumulation_steps",
-        2,
+        "--devices", 2, "--strategy", strategy, "--micro_batch_size", 4,
+        "--gradient_accumulation_steps", 2,
     )
     rows, _ = swept(toys, "--sweep", "devices=2..64", *flags)
     assert [row for row in rows if row[0] < 8] == [
@@ -134,13 +128,8 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
 @pytest.mark.longer
 def test_what_does_not_fit_is_said(toys):
     words = [
-        "--model_name",
-        str(toys / "llama"),
-        *SHORT,
-        "--sweep",
-        "devices=8..8",
-        "--device_memory",
-        "1e-3",
+        "--model_name", str(toys / "llama"), *SHORT, "--sweep", "devices=8..8",
+        "--device_memory", "1e-3",
     ]
     [text] = run_ranks(1, captured, words)
     assert " %, no " in text.splitlines()[1]
@@ -153,13 +142,7 @@ def test_what_is_printed(toys):
     lines = text.splitlines()
     assert lines[0].split()[:2] == ["devices", "tokens"] and [
         line.split()[0] for line in lines[1:6]
-    ] == [
-        "8",
-        "16",
-        "16",
-        "32",
-        "32",
-    ]
+    ] == ["8", "16", "16", "32", "32"]
     assert (
         "\nFULL_SHARD: messages " in text
         and "\nAssumed\n  Weak scaling" in text

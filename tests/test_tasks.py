@@ -388,7 +388,7 @@ def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_p
             f"tasks={tmp_path / 'tasks'}",
         ),
     )
-    assert job.wait() == [2] and "was made with another tokenizer" in job.output[0]
+    assert job.wait() == [2] and "was made with a different tokenizer" in job.output[0]
 
 
 def group_of(folder, name, *tasks, **more):

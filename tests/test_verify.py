@@ -33,14 +33,7 @@ def runs(toys, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs")
     flags = toy_run(toys, output, model="llama-tied")
     flags += (
-        "--global_batch_size",
-        4,
-        "--save_step_interval",
-        2,
-        "--eval_iters",
-        2,
-        "--max_step",
-        6,
+        "--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 2, "--max_step", 6,
     )
     flags += ("--strategy", "fsdp", "--lr", 1e-3)
     for name, kind, seed in (
@@ -100,10 +93,7 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     code, out, error = verified(capsys, run, "--output", tmp_path / "certificate.json")
     assert (code, error) == (0, "")
     for words in (
-        "step-00000002",
-        "step-00000006",
-        "code 0, done",
-        "Verified with plain transformers",
+        "step-00000002", "step-00000006", "code 0, done", "Verified with plain transformers",
         "Certificate",
     ):
         assert words in out
@@ -479,26 +469,12 @@ def drilled(folder, *argv):
 @pytest.mark.longer
 def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     flags = (
-        "--model_name",
-        toys / "llama-tied",
-        "--train_data_dir",
-        toys / "data",
-        "--devices",
-        2,
-        "--strategy",
-        "fsdp",
+        "--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--devices", 2,
+        "--strategy", "fsdp",
     )
     flags += (
-        "--global_batch_size",
-        4,
-        "--eval_iters",
-        0,
-        "--max_step",
-        99,
-        "--resume",
-        "true",
-        "--keep_last",
-        1,
+        "--global_batch_size", 4, "--eval_iters", 0, "--max_step", 99, "--resume", "true",
+        "--keep_last", 1,
     )
     own = ("--steps", 4, "--seed", 1, "--output", "certificate.json")
     done = drilled(tmp_path, *own, "--", *flags)

@@ -37,13 +37,17 @@ def warned(flags, **facts):
             devices=known.devices,
             num_nodes=known.num_nodes,
         ),
-        schedule=Has(max_step=known.max_step, global_batch_size=known.sequences or 1),
+        schedule=Has(
+            max_step=known.max_step, global_batch_size=known.sequences or 1, epochs=dict
+        ),
         start=Has(step=known.start_step),
-        data=Has(dataset=Has(context_length=known.context_length), budgets={}),
+        data=Has(
+            dataset=Has(context_length=known.context_length),
+            opened=[Has(folder="d", unread=known.unread)],
+            budgets={},
+        ),
         model=Has(source="m", config=Has(get_text_config=lambda: config)),
-        epochs=dict,
         shifted_labels=lambda: known.shifted,
-        datasets=lambda: [Has(folder="d", unread=known.unread)],
     )
     module = "fabric_llm.plan.warnings"
     with (

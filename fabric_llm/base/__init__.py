@@ -4,8 +4,9 @@ faults        exit codes, `Fault`, `as_fault`, `one_line`
 files         `fsync`, `write_atomically`, `sha256`, the manifest of a folder, `latest` and other
               names of checkpoints
 ranks         `gather`, `from_first`, `first_fault`, `from_rank_zero`
-program       `plain_output`, `outlast_readers`, `wait_until`, `cores`, `in_one_sentence`,
-              `on_disk`: how programs print and end
+program       `plain_output`, `outlast_readers`, `wait_until`, `cores`: how programs print, and what
+              the machine has
+ending        `in_one_sentence`, `on_disk`: how a program that works on folders ends
 names         `nearest`, `unknown`, `hub_name`, `reach_hub`, `shown`: what a mistyped flag, model or
               folder may mean; `command`: a command as a shell takes it; `at_home`: a path with `~`
 fabric        `Fabric` and its strategies: the one import of Lightning

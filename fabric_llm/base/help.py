@@ -26,7 +26,7 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     if not named and any(
         one.basic for title, group in groups.items() if title for one in group.values()
     ):
-        # which has scrolled away on a small screen
+        # The usage comes last: on a small screen what comes first has scrolled away.
         lines += [
             *_short(groups, columns),
             *about.splitlines()[:1],
@@ -35,7 +35,7 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
         for title, group in (
             part for word in named or ["all"] for part in _meant(word, groups).items()
         ):
-            # no other program has such flags
+            # Only a program whose runs can be resumed has such flags.
             of_run = any(one.resume == "free" for one in groups[title].values())
             lines += ["", title] * bool(title)
             lines += [

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 300  # of a path
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a data source, and of a set that is evaluated
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
-# difflib's ratios: a wrong suggestion is worse than none
+# Ratios of difflib. A wrong suggestion is worse than none.
 MIN_LIKENESS_OF_SHORT, MIN_LIKENESS = (
     0.65,
     0.8,
@@ -54,7 +54,7 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
     exact = [name, *reversed(name.split("."))]
     if name in elsewhere and name not in flag_of:
         return elsewhere[name]
-    # the first is hardly ever mistyped
+    # The first letter is hardly ever mistyped.
     same_letter = [word for word in flag_of if word[0] == name[:1]]
     meant = [flag_of[word] for word in (*exact, *nearest(name, same_letter)) if word in flag_of]
     return f"did you mean --{meant[0]}?" if meant else ""

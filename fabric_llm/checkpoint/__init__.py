@@ -8,6 +8,6 @@ writing      `begin`, `write`, `commit`: the three acts of a save; `Background` 
              thread
 whole        `Pieces`, `WeightFiles`: whole weights for files that `from_pretrained` opens, unit by
              unit
-reading      `load_optimizer`, `MovingAverage`, `read_probe`: what the files hold beside the
+reading      `load_optimizer`, `read_probe`: what the files hold beside the
              weights, on any number of ranks
 """

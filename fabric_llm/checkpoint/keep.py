@@ -151,12 +151,12 @@ def checkpoint_at(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"No checkpoint at {str(path)!r}.{nearest_of(path)}")
-    found = path if (path / MANIFEST).is_file() else files.latest(path)
-    if found is None:
+    checkpoint = path if (path / MANIFEST).is_file() else files.latest(path)
+    if checkpoint is None:
         raise ValueError(
             f"{str(path)!r} is neither a checkpoint nor a run with one: no {MANIFEST}, no step-N."
         )
-    return found
+    return checkpoint
 
 
 def move_aside(run_directory: Path, after_step: int) -> list[str]:

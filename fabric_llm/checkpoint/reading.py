@@ -15,7 +15,6 @@ from fabric_llm.checkpoint.keep import damaged, read_progress
 from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held
 from fabric_llm.model.sharded import local_part, shards
 from fabric_llm.model.tensor_files import Tensors, readable
-from fabric_llm.model.weights import Source
 
 SPOILT = 3  # times the loss of a guess, of which a model that learns has less than one
 
@@ -82,27 +81,6 @@ def optimizer_state(path: Path) -> Tensors:
 def parameter_of(key: str) -> str:
     """The Hugging Face name in a key of the optimizer's state: `state.causal_lm.NAME.exp_avg`."""
     return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
-
-
-class MovingAverage:
-    """The weights of a checkpoint, and in place of those that were trained their moving average. A
-    `weights.Source`."""
-
-    def __init__(self, path: Path, source: Source) -> None:
-        """source: the weights. Raises ValueError where the checkpoint holds no average."""
-        self.source, self.stored = source, optimizer_state(path)
-        if not any(key.endswith(f".{EMA}") for key in self.stored):
-            raise ValueError(
-                f"{str(path)!r} holds no moving average of the weights: its run had no "
-                "--ema_decay when it was saved."
-            )
-
-    def read(self, unit: str) -> dict[str, Tensor]:
-        found = self.source.read(unit)
-        for name, tensor in found.items():
-            if (key := f"state.{PREFIX}{name}.{EMA}") in self.stored:
-                found[name] = torch.empty_like(tensor).copy_(self.stored[key])
-        return found
 
 
 def is_spoilt(path: Path) -> bool:

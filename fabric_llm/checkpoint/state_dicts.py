@@ -18,7 +18,7 @@ from fabric_llm.model.sharded import (
     shard_ranks,
     shards,
 )
-from fabric_llm.model.weights import first_names, saved
+from fabric_llm.model.weights import saved
 
 EMA = "ema"  # the state of a parameter that is its moving average
 
@@ -28,7 +28,7 @@ class Held(NamedTuple):
 
     tensor: Tensor  # of any shape
     # Index of its first element in the flattened whole; None where all ranks hold the whole. Of a
-    # number, 0 where it is right.
+    # number, 0 on ranks whose value is valid.
     first: Optional[int]
     shape: tuple[int, ...]  # of the whole
 
@@ -40,27 +40,27 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[dict[str, Part]]:
-    """What this rank writes of what all ranks hold: its part of what is sharded, and of what all
-    hold alike every n-th.
+def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[tuple[str, Part]]:
+    """What this rank writes of what all ranks hold, by name. They are views, which take no memory.
 
-    model: wrapped. A part that isn't a block, such as FSDP1's, which begins and ends within rows,
-    is several: in the first dictionary is one of each tensor, in the next one the second, and so
-    on. They are views, which take no memory.
+    model: wrapped. A shard that begins and ends within rows, such as FSDP1's, has several parts.
     """
-    rank, ranks = (
-        (0, 1) if alone() else (torch.distributed.get_rank(), torch.distributed.get_world_size())
-    )
+    rank, ranks = 0, 1
+    if not alone():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     is_sharded, is_first_replica = shard_group(model) is not None, 0 in shard_ranks(model)
-    found: list[dict[str, Part]] = []
+    parts: list[tuple[str, Part]] = []
     for number, (name, (tensor, first, shape)) in enumerate(sorted(held.items())):
-        is_own = is_first_replica if is_sharded and first is not None else number % ranks == rank
-        is_own = is_own and bool(shape or not first)
-        blocks = _blocks(local_part(tensor).detach().flatten(), first or 0, shape) if is_own else ()
-        for place, part in enumerate(blocks):
-            found += [{}] * (place == len(found))
-            found[place][name] = part
-    return found
+        if is_sharded and first is not None:
+            is_own = is_first_replica
+        else:  # all ranks hold it alike, and each writes every n-th
+            is_own = number % ranks == rank
+        if not shape and first:
+            is_own = False  # its value is valid on another rank
+        if is_own:
+            flat = local_part(tensor).detach().flatten()
+            parts += [(name, block) for block in _blocks(flat, first or 0, shape)]
+    return parts
 
 
 def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
@@ -68,8 +68,11 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     rows, and parts of the rows around."""
     if not flat.numel():
         return
-    if len(shape) < 2:
-        yield Part(flat.view(shape and (-1,)), (first,)[: len(shape)])
+    if not shape:
+        yield Part(flat.view(()), ())
+        return
+    if len(shape) == 1:
+        yield Part(flat, (first,))
         return
     inner, of_row = shape[1:], math.prod(shape[1:])
     row, inside = divmod(first, of_row)
@@ -86,12 +89,6 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     yield from (
         Part(one.tensor[None], (row + rows, *one.offsets)) for one in _blocks(after, 0, inner)
     )
-
-
-def tied_names(model: nn.Module) -> set[str]:
-    """Second names of parameters that have two, such as lm_head.weight where it is the
-    embedding."""
-    return {name for name, first in first_names(model).items() if name != first}
 
 
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -124,23 +121,24 @@ def optimizer_held(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
     average = getattr(optimizer, "average", None)  # training/ema.py
-    shapes, found = saved_shapes(skeleton), {}
+    shapes, held = saved_shapes(skeleton), {}
     kept = [optimizer.state, average.state if average else {}]
     for name, shard in shards(model).items():
-        # A counter of steps stays 0 where a rank holds nothing of the parameter: who holds its
-        # beginning writes it.
-        counts = shard.first if local_part(shard.parameter).numel() else 1
         for key, tensor in (
             one for state in kept for one in state.get(shard.parameter, {}).items()
         ):
-            whole = (
-                (shard.first, shapes[name.removeprefix(PREFIX)]) if tensor.ndim else (counts, ())
-            )
-            if tensor.ndim and tensor.shape != shard.parameter.shape:
+            first: Optional[int] = shard.first
+            shape = shapes[name.removeprefix(PREFIX)]
+            if not tensor.ndim:
+                shape = ()
+                # A counter of steps stays 0 on a rank that holds nothing of the parameter.
+                if not local_part(shard.parameter).numel():
+                    first = 1
+            elif tensor.shape != shard.parameter.shape:
                 if shard_group(model) is not None:
                     raise ValueError(
                         f"The optimizer's {key} of {name} hasn't its shape: take --strategy ddp."
                     )
-                whole = None, tuple(tensor.shape)
-            found[f"state.{name}.{key}"] = Held(tensor, *whole)
-    return found
+                first, shape = None, tuple(tensor.shape)
+            held[f"state.{name}.{key}"] = Held(tensor, first, shape)
+    return held

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     """What this rank has of a weight."""
 
     tensor: Tensor  # flattened
-    # elements that each rank of its group has, in their order; None: each has all of it
+    # Elements that each rank of its group has, in their order; None where each has all of it.
     counts: Optional[list[int]]
 
 
@@ -51,7 +51,7 @@ class Pieces:
         }
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
-        # another group has the same
+        # Another group of ranks has the same weights: the one with rank 0 sends them.
         for name in saved(skeleton) if 0 in sharded.shard_ranks(model) else ():
             tensor, counts = held[PREFIX + name]
             self.held[name] = Piece(tensor.detach().flatten(), counts)
@@ -63,10 +63,10 @@ class Pieces:
         """
         expected = self.skeleton.state_dict()
         for names in units(self.skeleton).values() if self.held else ():
-            found = {name: self._sent(name, group or self.group) for name in names}
+            weights = {name: self._sent(name, group or self.group) for name in names}
             yield {
                 name: weight.view(expected[name].shape)
-                for name, weight in found.items()
+                for name, weight in weights.items()
                 if weight is not None
             }
 

@@ -19,17 +19,15 @@ and rank 0 writes the manifest and renames. The rename is the one commit point. 
 rank is raised on all of them, and leaves nothing behind.
 """
 
-import itertools
 import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Callable, Optional
@@ -74,15 +72,17 @@ class Pending:
     progress: Progress
     temporary: Path  # .tmp-step-N-*
     rank: int
-    # folder -> what this rank writes there, each tensor once in each file
-    parts: dict[str, list[dict[str, Part]]]
+    parts: dict[str, list[tuple[str, Part]]]  # folder -> what this rank writes there, by name
     pieces: Optional[whole.Pieces]  # of the weights that rank 0 writes whole
-    rest: Callable[[], None]  # writes all other files, on rank 0
+    skeleton: PreTrainedModel
+    tokenizer: Optional[Any]
+    probe: dict[str, Tensor]
+    document: dict[str, Any]  # progress.json
     manifest: dict[str, Any]  # but for the files
     # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host
     # where least would be left.
     copies: Optional[tuple[int, float]] = None
-    # of this rank's files, once they are written
+    # Of this rank's files, once they are written.
     entries: dict[str, files.Entry] = field(default_factory=dict)
     problem: Optional[Fault] = None  # why they are not
 
@@ -91,6 +91,17 @@ class Pending:
         """Whether training can go on before it is published: not where a host has no memory for the
         copies."""
         return self.copies is not None and self.copies[0] <= self.copies[1]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of all that this rank writes, or sends to rank 0."""
+        for parts in self.parts.values():
+            for name, part in parts:
+                yield name, part.tensor
+        if self.pieces is not None:
+            for name, piece in self.pieces.held.items():
+                yield name, piece.tensor
+        if self.rank == 0:
+            yield from self.probe.items()
 
 
 def begin(
@@ -116,62 +127,83 @@ def begin(
     `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
     """
     reshard(model)
-    rank = fabric.global_rank
     state = optimizer_held(model, skeleton, optimizer)
-    kept = {name.rpartition(".")[2] for name, one in state.items() if one.shape}  # such as exp_avg
-    parts: dict[str, list[dict[str, Part]]] = {"trainer/optimizer": own_parts(model, state)}
+    parts = {"trainer/optimizer": own_parts(model, state)}
     pieces = None
     if state_dict_type == "full":
         pieces = whole.Pieces(model, skeleton)
     else:
         parts["weights"] = own_parts(model, weights_held(model, skeleton))
-    held: list[dict[str, Any]] = [
-        *itertools.chain(*parts.values()),
-        *([pieces.held] if pieces is not None else []),
-    ]
-    own = [(name, one.tensor) for some in held for name, one in some.items()]
-    own += probe.items() if rank == 0 else []
-    bad = next((name for name, tensor in own if not is_finite(tensor)), None)
-    if found := [name for name in gather(bad) if name is not None]:
-        raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    sizes = gather((gethostname(), sum(tensor.nbytes for _, tensor in own), free_memory_bytes()))
-    needed_bytes = sum(size for _, size, _ in sizes)
-    copies = tightest_host(sizes) if copy else None
-    temporary = Path(
-        from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")))
+    kept = {name.rpartition(".")[2] for name, one in state.items() if one.shape}  # such as exp_avg
+    own_name = from_first(f".tmp-{target.name}-{secrets.token_hex(4)}")
+    pending = Pending(
+        target,
+        progress,
+        target.with_name(own_name),
+        fabric.global_rank,
+        parts,
+        pieces,
+        skeleton,
+        tokenizer,
+        probe,
+        document={
+            "progress": asdict(progress),
+            "state_dict_type": state_dict_type,
+            "optimizer_state": sorted(kept),
+            **facts,
+        },
+        manifest={
+            "step": progress.step,
+            "world_size": fabric.world_size,
+            "versions": versions(),
+            **origin,
+        },
     )
-    said = {
-        "progress": asdict(progress),
-        "state_dict_type": state_dict_type,
-        "optimizer_state": sorted(kept),
-        **facts,
-    }
-
-    def rest() -> None:
-        whole.write_configuration(temporary, skeleton, tokenizer)
-        of_probe = TensorFile(temporary / "trainer" / "probe.safetensors", probe, {"format": "pt"})
-        for name, tensor in probe.items():
-            of_probe.write(name, tensor)
-        (temporary / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
-
-    def make_room() -> None:
-        failpoint("save.begin")
-        if target.exists():
-            raise FileExistsError(f"{target} exists already")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        require_room(target.parent, needed_bytes, f"Checkpoint {target.name}")
-        for folder in parts:
-            (temporary / folder).mkdir(parents=True)
-
-    of_run = {"step": progress.step, "world_size": fabric.world_size, "versions": versions()}
-    manifest = {**of_run, **origin}
-    pending = Pending(target, progress, temporary, rank, parts, pieces, rest, manifest, copies)
-    _agree(pending, gather(_try(make_room) if rank == 0 else None))
-    for some in held if pending.is_copied else ():
-        some |= {
-            name: one._replace(tensor=one.tensor.to("cpu", copy=True)) for name, one in some.items()
-        }
+    _require_finite(pending)
+    own_bytes = sum(tensor.nbytes for _, tensor in pending.tensors())
+    sizes = gather((gethostname(), own_bytes, free_memory_bytes()))
+    problem = None
+    if pending.rank == 0:
+        problem = _try(_make_room, pending, sum(size for _, size, _ in sizes))
+    _agree(pending, gather(problem))
+    if copy:
+        pending.copies = tightest_host(sizes)
+    if pending.is_copied:
+        _copy_to_host(pending)
     return pending
+
+
+def _require_finite(pending: Pending) -> None:
+    """Raises Fault (76) on all ranks where a tensor of any rank holds NaN or infinity."""
+    bad = next((name for name, tensor in pending.tensors() if not is_finite(tensor)), None)
+    for name in gather(bad):
+        if name is not None:
+            sentence = f"{pending.target} isn't saved: {name} holds NaN or infinity."
+            raise Fault(sentence, NON_FINITE)
+
+
+def _make_room(pending: Pending, needed_bytes: int) -> None:
+    """On rank 0: check that the checkpoint can be written, and make its directory."""
+    failpoint("save.begin")
+    target = pending.target
+    if target.exists():
+        raise FileExistsError(f"{target} exists already")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    require_room(target.parent, needed_bytes, f"Checkpoint {target.name}")
+    for folder in pending.parts:
+        (pending.temporary / folder).mkdir(parents=True)
+
+
+def _copy_to_host(pending: Pending) -> None:
+    """Training goes on to change the tensors while copies of them are written."""
+    for parts in pending.parts.values():
+        parts[:] = [
+            (name, part._replace(tensor=part.tensor.to("cpu", copy=True))) for name, part in parts
+        ]
+    if pending.pieces is not None:
+        held = pending.pieces.held
+        for name, piece in held.items():
+            held[name] = piece._replace(tensor=piece.tensor.to("cpu", copy=True))
 
 
 def tightest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, float]:
@@ -192,70 +224,78 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
     and flushed while the next one is written.
     """
     with files.Describing(pending.temporary) as describing:
-
-        def rest() -> None:
-            if pending.rank == 0:
-                pending.rest()
-                # the other ranks may be writing their parts already
-                there = files.files_in(pending.temporary)
-                describing.start(
-                    name for name in there if str(Path(name).parent) not in pending.parts
-                )
-            failpoint("save.rest")
-
-        def described() -> None:
-            pending.entries = describing.entries()
-            failpoint("save.hash")
-
-        parts = [
-            partial(_write_parts, pending, folder, some, describing)
-            for folder, some in pending.parts.items()
-        ]
-        pieces = (
-            []
-            if pending.pieces is None
-            else [partial(_write_whole, pending, pending.pieces, group, describing)]
-        )
-        actions: list[Callable[[], None]] = [rest, *parts, *pieces, described]
-        problems = list(map(_try, actions))  # each, whatever went wrong here
-        pending.problem = next((problem for problem in problems if problem is not None), None)
+        problems = [_try(_write_rest, pending, describing)]
+        for folder in pending.parts:
+            problems.append(_try(_write_parts, pending, folder, describing))
+        if pending.pieces is not None:
+            problems.append(_try(_write_whole, pending, pending.pieces, group, describing))
+        problems.append(_try(_describe, pending, describing))
+    pending.problem = next((problem for problem in problems if problem is not None), None)
     return pending
 
 
-def _write_parts(
-    pending: Pending, folder: str, parts: list[dict[str, Part]], describing: files.Describing
-) -> None:
-    """Write this rank's parts to files with one of each tensor, and where there is much to several
-    of about the same size."""
+def _write_rest(pending: Pending, describing: files.Describing) -> None:
+    """Write all but parts and weights, on rank 0."""
+    if pending.rank == 0:
+        trainer = pending.temporary / "trainer"
+        whole.write_configuration(pending.temporary, pending.skeleton, pending.tokenizer)
+        of_probe = TensorFile(trainer / "probe.safetensors", pending.probe, {"format": "pt"})
+        for name, tensor in pending.probe.items():
+            of_probe.write(name, tensor)
+        (trainer / "progress.json").write_text(json.dumps(pending.document, indent=2) + "\n")
+        # The other ranks may be writing their parts already.
+        there = files.files_in(pending.temporary)
+        describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
+    failpoint("save.rest")
+
+
+def _describe(pending: Pending, describing: files.Describing) -> None:
+    pending.entries = describing.entries()
+    failpoint("save.hash")
+
+
+def _write_parts(pending: Pending, folder: str, describing: files.Describing) -> None:
+    """Write this rank's parts to files, where there is much to several of about the same size."""
     # Where machines share no disk it isn't there, which `_require_seen` tells.
     (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
-    bins: list[dict[str, Part]] = []
-    for some in parts:
-        sizes = {name: part.tensor.nbytes for name, part in some.items()}
-        split: list[list[str]] = [
-            [] for _ in range(files.THREADS if sum(sizes.values()) >= MANY_BYTES else 1)
-        ]
-        for name in sorted(sizes, key=lambda name: -sizes[name]):
-            min(split, key=lambda names: sum(sizes[name] for name in names)).append(name)
-        bins += [{name: some[name] for name in names} for names in split if names]
-    for number, some in enumerate(bins, start=1):
+    shares = _shares(pending.parts[folder])
+    for number, share in enumerate(shares, start=1):
         file = (
-            f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(bins):05}.safetensors"
+            f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(shares):05}"
+            ".safetensors"
         )
-        offsets = json.dumps(
-            {name: {dcp.SAVED_OFFSETS_KEY: part.offsets} for name, part in some.items()}
-        )
+        offsets = {name: {dcp.SAVED_OFFSETS_KEY: part.offsets} for name, part in share.items()}
         metadata = {
-            dcp.CUSTOM_METADATA_KEY: offsets,
+            dcp.CUSTOM_METADATA_KEY: json.dumps(offsets),
             dcp.DCP_VERSION_KEY: str(dcp.HF_DCP_VERSION),
             "format": "pt",
         }
-        layout = {name: part.tensor for name, part in some.items()}
+        layout = {name: part.tensor for name, part in share.items()}
         out = TensorFile(pending.temporary / file, layout, metadata)
         for name, tensor in layout.items():
             out.write(name, tensor)
         describing.start([file])
     failpoint("save.parts")
+
+
+def _shares(parts: list[tuple[str, Part]]) -> list[dict[str, Part]]:
+    """What goes into one file each: at most one part of a tensor, and about as many bytes as into
+    the others."""
+    count = 1
+    if sum(part.tensor.nbytes for _, part in parts) >= MANY_BYTES:
+        count = files.THREADS
+    shares: list[dict[str, Part]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, part in sorted(parts, key=lambda one: -one[1].tensor.nbytes):
+        free = [number for number, share in enumerate(shares) if name not in share]
+        if not free:
+            free = [len(shares)]
+            shares.append({})
+            sizes.append(0)
+        number = min(free, key=sizes.__getitem__)
+        shares[number][name] = part
+        sizes[number] += part.tensor.nbytes
+    return [share for share in shares if share]
 
 
 def _write_whole(
@@ -310,7 +350,10 @@ def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
             {**pending.manifest, "files": dict(sorted(written.items()))},
         )
 
-    _agree(pending, gather(_try(seal) if pending.rank == 0 else None))
+    problem = None
+    if pending.rank == 0:
+        problem = _try(seal)
+    _agree(pending, gather(problem))
 
 
 def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) -> None:
@@ -355,10 +398,10 @@ def require_room(folder: Path, needed_bytes: int, what: str) -> None:
     files.room(folder, needed_bytes, what, "make room, or keep fewer checkpoints (--keep_last)")
 
 
-def _try(action: Callable[[], None]) -> Optional[Fault]:
+def _try(action: Callable[..., None], *given: Any) -> Optional[Fault]:
     """What went wrong, for `_agree`; None if nothing."""
     try:
-        action()
+        action(*given)
     except Exception as error:
         if isinstance(error, Fault) or as_fault(error).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             return as_fault(error)
@@ -368,16 +411,14 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
 
 def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     """Raise the first rank's problem on all ranks, if there is any, and remove what was written."""
-    found = next(
-        ((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None
-    )
-    if found is None:
-        return
-    shutil.rmtree(pending.temporary, ignore_errors=True)  # by each rank, where they share no disk
-    rank, problem = found
-    if problem.code != SAVE_FAILED or not problem.retryable:
-        raise problem
-    raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
+    for rank, problem in enumerate(problems):
+        if problem is None:
+            continue
+        # Each rank removes it, in case they share no disk.
+        shutil.rmtree(pending.temporary, ignore_errors=True)
+        if problem.code != SAVE_FAILED or not problem.retryable:
+            raise problem
+        raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
 
 
 def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> dict[str, Tensor]:

@@ -62,17 +62,19 @@ class Rows:
         inside = np.searchsorted(self.starts, places, side="right") - 1
         chunks = [self.chunks[chunk] for chunk in inside]
         rows = (places - self.starts[inside]).tolist()
-        found = {}
+        columns = {}
         for name, values in (chunks or self.chunks)[0].items():
-            found[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
+            columns[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
             for place, (chunk, row) in enumerate(zip(chunks, rows)):
                 # from the file into the batch; Python's lock is free meanwhile
                 out[place] = chunk[name][row]
         if is_padded(self):
-            eos, ids = self.padding[inside][:, None], found["input_ids"]
-            found["labels"] = ids.copy()
-            found["labels"][:, 1:][(ids[:, 1:] == eos) & (ids[:, :-1] == eos)] = IGNORED
-        return found if wanted.ndim else {name: values[0] for name, values in found.items()}
+            eos, ids = self.padding[inside][:, None], columns["input_ids"]
+            columns["labels"] = ids.copy()
+            columns["labels"][:, 1:][(ids[:, 1:] == eos) & (ids[:, :-1] == eos)] = IGNORED
+        if wanted.ndim:
+            return columns
+        return {name: values[0] for name, values in columns.items()}
 
 
 def pads_before_text(rows: Any) -> bool:
@@ -88,9 +90,9 @@ def pads_before_text(rows: Any) -> bool:
 def shifts_labels(rows: Any) -> bool:
     """Whether labels stand at the place before their tokens, in 64 rows: a model, which shifts them
     itself, would learn the token after next."""
-    columns = (
-        rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})] if len(rows) else {}
-    )
+    if not len(rows):
+        return False
+    columns = rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})]
     if "labels" not in columns:
         return False
     ids, labels = columns["input_ids"], columns["labels"][:, :-1]

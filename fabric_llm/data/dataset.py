@@ -102,9 +102,9 @@ def open_dataset(
         and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
     )
     files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
-    said = (
-        (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
-    )
+    declared = None  # tokens in a row, and the largest id
+    if manifest.get("packed"):
+        declared = manifest["context_length"], manifest["max_token_id"]
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
     splits, kinds, largest, unread = [], [], 0, dict[str, None]()
     for name in (*parts[:-1], validation_name):
@@ -114,16 +114,18 @@ def open_dataset(
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
-        is_as_said = (
-            said is not None and pa.types.is_fixed_size_list(kind) and kind.list_size == said[0]
+        is_declared = (
+            declared is not None
+            and pa.types.is_fixed_size_list(kind)
+            and kind.list_size == declared[0]
         )
         length, max_token_id = (
-            said if is_as_said else _scan(split.data.table.select(columns), where)
+            declared if is_declared else _scan(split.data.table.select(columns), where)
         )
-        if said and (length != said[0] or max_token_id > said[1]):
-            found = f"rows of {length} tokens with ids up to {max_token_id}"
+        if declared and (length != declared[0] or max_token_id > declared[1]):
+            there = f"rows of {length} tokens with ids up to {max_token_id}"
             raise ValueError(
-                f"The {where} holds {found}, but manifest.json says {said[0]} and {said[1]}."
+                f"The {where} holds {there}, but manifest.json says {declared[0]} and {declared[1]}."
             )
         chunks = []
         for batch in split.data.table.select(

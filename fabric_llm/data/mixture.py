@@ -17,6 +17,7 @@ import numpy as np
 from fabric_llm.data import mixture_text
 from fabric_llm.data.mixture_text import Stage
 from fabric_llm.data.order import random_key, rows_at
+from fabric_llm.data.sources import ONE_SET
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Mixture:
     contexts: tuple[int, ...]  # tokens of a row of each
     stages: tuple[Stage, ...]
     seed: int
+    # False for the one dataset of a run without --data_mix. Logs and checkpoints name no source.
+    is_named: bool = True
 
     @property
     def bases(self) -> np.ndarray:
@@ -54,7 +57,7 @@ class Mixture:
         (sources, numbers), rows = self.places_at(positions), np.empty_like(positions)
         for source in np.unique(sources):
             there = sources == source
-            seed = seed_of(self.seed, self.names[source])
+            seed = seed_of(self.seed, self.names[source]) if self.is_named else self.seed
             rows[there] = self.bases[source] + rows_at(numbers[there], self.rows[source], seed)
         return rows
 
@@ -70,7 +73,9 @@ class Mixture:
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
         """{name: {"tokens", "epochs"}} of each source that was read before `position`, including
-        what a rewind has undone."""
+        what a rewind has undone. {} if the mixture isn't `is_named`."""
+        if not self.is_named:
+            return {}
         counts = mixture_text.read_before(self.stages, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}
@@ -89,18 +94,25 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
     """The mixture of a run, of which `document` is the progress.json. Raises ValueError for one
     that can't be read."""
     try:
-        fixed, said = document["fixed"], document["mixture"]
-        names = tuple(said["sources"])
-        rows, contexts = (
-            tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length")
-        )
+        fixed = document["fixed"]
+        rows, contexts, seed = (fixed[key] for key in ("train_rows", "context_length", "seed"))
+        if "mixture" not in document:
+            whole = (Stage(0, (1,)),)
+            return Mixture((ONE_SET,), (rows,), (contexts,), whole, seed, is_named=False)
+        names = tuple(document["mixture"]["sources"])
         stages = tuple(
             Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names))
-            for one in said["segments"]
+            for one in document["mixture"]["segments"]
+        )
+        return Mixture(
+            names,
+            tuple(rows[name] for name in names),
+            tuple(contexts[name] for name in names),
+            stages,
+            seed,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its mixture can't be read") from error
-    return Mixture(names, rows, contexts, stages, fixed["seed"])
 
 
 @lru_cache(maxsize=256)

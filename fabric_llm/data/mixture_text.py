@@ -23,6 +23,7 @@ import yaml
 
 from fabric_llm.base import command_line
 from fabric_llm.base.names import NAME, at_home, command, nearest, shown
+from fabric_llm.data.sources import ONE_SET
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
@@ -35,7 +36,7 @@ SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data
 class Stage(NamedTuple):
     """Weights that hold from `begins` to the next stage."""
 
-    # Fraction, a share of the run, as --data_mix says it; int, a position, where the run is planned
+    # Of what --data_mix says, a share of the run, Fraction; of a run's plan, a position, int.
     begins: Any
     weights: tuple[int, ...]  # of each source: slots of a period
 
@@ -103,19 +104,25 @@ def with_replay(
             "--replay goes with --train_data_dir; in --data_mix what is replayed is one more "
             "source."
         )
-    part = Fraction("0.2" if share is None else repr(share))
-    if not 0 < part < 1:
+    fraction = Fraction("0.2" if share is None else repr(share))
+    if not 0 < fraction < 1:
         raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
-    sources = {NEW: (new, 1 - part), REPLAY: (replay, part)}
-    said = {
-        name: {"path": path, "weight": f"{float(weight):.12g}"}
-        for name, (path, weight) in sources.items()
-    }
-    return _one_line({"sources": said})
+    sources = {}
+    for name, path, weight in ((NEW, new, 1 - fraction), (REPLAY, replay, fraction)):
+        sources[name] = {"path": path, "weight": f"{float(weight):.12g}"}
+    return _one_line({"sources": sources})
 
 
 def _one_line(values: Any) -> str:
     return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
+
+
+def mix_of(data_mix: Optional[str], train_data_dir: Optional[str]) -> DataMix:
+    """What a run reads. Without --data_mix that is a mixture of the one dataset in
+    --train_data_dir."""
+    if data_mix:
+        return parse(data_mix)
+    return DataMix((Source(ONE_SET, str(train_data_dir)),), (Stage(Fraction(0), (1,)),))
 
 
 def parse(given: str) -> DataMix:
@@ -134,31 +141,57 @@ def _of_short_form(text: str) -> dict[str, Any]:
     """new=data/x:0.75:4 -> {"sources": {"new": {"path": "data/x", "weight": "0.75", "max_epochs":
     "4"}}}"""
     sources: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        found = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", part)
-        if found is None or found[1].strip() in sources:
+    for source in filter(None, map(str.strip, text.split(","))):
+        match = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", source)
+        if match is None or match[1].strip() in sources:
             raise ValueError(
-                f"it takes a YAML file, or {SHORT}, each name once; not {_shown(part)}"
+                f"it takes a YAML file, or {SHORT}, each name once; not {_shown(source)}"
             )
-        sources[found[1].strip()] = {"path": found[2], "weight": found[3], "max_epochs": found[4]}
+        sources[match[1].strip()] = {"path": match[2], "weight": match[3], "max_epochs": match[4]}
     return {"sources": sources}
 
 
 def _parsed(values: Any) -> DataMix:
-    said, stages = _values(values, "the mixture", ("sources", "stages"))
-    if not isinstance(said, dict) or not said or not isinstance(stages or [], list):
+    given, of_stages = _values(values, "the mixture", ("sources", "stages"))
+    if not isinstance(given, dict) or not given or not isinstance(of_stages or [], list):
         raise ValueError(
             "it needs `sources`, by name; `stages`, if any, is a list of {from: 0.8, weights: "
             "{...}}"
         )
+    sources, weights = _sources(given)
+    names = [source.name for source in sources]
+    # The weights from a share of the run on, and the words for them in a message.
+    stages = {Fraction(0): (weights, "the mixture")}
+    for one in of_stages or []:
+        share, given = _values(one, "a stage", ("from", "weights"))
+        begins = _number(share, "`from` of a stage")
+        where = f"the stage from {float(begins):g} on"
+        if not 0 < begins < 1 or begins in stages:
+            raise ValueError(
+                f"{where}: `from` is a share of the run between 0 and 1, another for each stage"
+            )
+        stages[begins] = _weights(given, names, where), where
+    for name in names:
+        if not any(name in of_stage for of_stage, _ in stages.values()):
+            raise ValueError(
+                f"source {name!r} has no weight; a source that isn't read any more has weight 0"
+            )
+    planned = []
+    for begins, (of_stage, where) in sorted(stages.items()):
+        planned.append(Stage(begins, _slots(of_stage, names, where)))
+    return DataMix(tuple(sources), tuple(planned))
+
+
+def _sources(given: dict[Any, Any]) -> tuple[list[Source], dict[str, Fraction]]:
+    """(the sources of a mixture, the weights of those that have one from its beginning on)."""
     sources, weights, folders = [], {}, {}
-    for key, one in said.items():
+    for key, values in given.items():
         name, where = str(key), f"source {str(key)!r}"
         if not re.fullmatch(NAME, name):
             raise ValueError(
                 f"a source's name has letters, digits, '_', '-' and '.', unlike {_shown(name)}"
             )
-        path, weight, most = _values(one, where, ("path", "weight", "max_epochs"))
+        path, weight, most = _values(values, where, ("path", "weight", "max_epochs"))
         if not isinstance(path, str) or not path:
             raise ValueError(f"{where} needs a path, the folder of its dataset")
         path = at_home(path)
@@ -172,50 +205,32 @@ def _parsed(values: Any) -> DataMix:
         if max_epochs == 0:
             raise ValueError(f"max_epochs of {where} must be positive, not {most}")
         sources.append(Source(name, path, max_epochs))
-    names = [source.name for source in sources]
-    found = {Fraction(0): (weights, "the mixture")}
-    for one in stages or []:
-        share, given = _values(one, "a stage", ("from", "weights"))
-        begins = _number(share, "`from` of a stage")
-        where = f"the stage from {float(begins):g} on"
-        if not 0 < begins < 1 or begins in found:
-            raise ValueError(
-                f"{where}: `from` is a share of the run between 0 and 1, another for each stage"
-            )
-        if not isinstance(given, dict) or not given:
-            raise ValueError(f"{where} needs `weights`, such as {{{names[0]}: 1}}")
-        for name in map(str, given):
-            if name not in names:
-                raise ValueError(
-                    f"{where} names {_shown(name)}, which isn't a source. {_meant(name, names)}"
-                )
-        found[begins] = (
-            {
-                str(n): _number(w, f"the weight of source {n!r} in {where}")
-                for n, w in given.items()
-            },
-            where,
-        )
-    for name in names:
-        if not any(name in of_stage for of_stage, _ in found.values()):
-            raise ValueError(
-                f"source {name!r} has no weight; a source that isn't read any more has weight 0"
-            )
-    planned = [
-        Stage(begins, _slots(of_stage, names, where))
-        for begins, (of_stage, where) in sorted(found.items())
-    ]
-    return DataMix(tuple(sources), tuple(planned))
+    return sources, weights
 
 
-def _values(said: Any, where: str, keys: Sequence[str]) -> list[Any]:
-    """What a mapping says of each key, None where it doesn't."""
-    if not isinstance(said, dict):
-        raise ValueError(f"{where} must be a mapping with {', '.join(keys)}, not {_shown(said)}")
-    for key in map(str, said):
+def _weights(given: Any, names: Sequence[str], where: str) -> dict[str, Fraction]:
+    """The weights of the sources in a stage. where: words for the stage."""
+    if not isinstance(given, dict) or not given:
+        raise ValueError(f"{where} needs `weights`, such as {{{names[0]}: 1}}")
+    for name in map(str, given):
+        if name not in names:
+            raise ValueError(
+                f"{where} names {_shown(name)}, which isn't a source. {_meant(name, names)}"
+            )
+    return {
+        str(name): _number(weight, f"the weight of source {name!r} in {where}")
+        for name, weight in given.items()
+    }
+
+
+def _values(given: Any, where: str, keys: Sequence[str]) -> list[Any]:
+    """The values of `keys` in a mapping, None for those that it doesn't have."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} must be a mapping with {', '.join(keys)}, not {_shown(given)}")
+    for key in map(str, given):
         if key not in keys:
             raise ValueError(f"unknown key {_shown(key)} of {where}. {_meant(key, keys)}")
-    return [said.get(key) for key in keys]
+    return [given.get(key) for key in keys]
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
@@ -310,26 +325,23 @@ def described(mix: DataMix) -> str:
 def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
     """contexts: tokens in a row of each source. Raises ValueError where a stage has several."""
     for stage in mix.stages:
-        found = {
+        lengths = {
             c: source for source, c, weight in zip(mix.sources, contexts, stage.weights) if weight
         }
-        if len(found) > 1:
-            words = " and ".join(
-                f"{context} in source {source.name!r}" for context, source in found.items()
-            )
-            flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
-            said = (
-                f"{flag}: rows that are read together, from {float(stage.begins):g} of the run on,"
-            )
-            length, other = next(iter(found)), [*found.values()][1].path
-            again = command(
-                "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
-            )
-            raise ValueError(
-                f"{said} must hold equally many tokens, which are {words}: make rows of the same "
-                "length from the text of "
-                f"{other!r} by {again}, or use a stage of --data_mix for each length."
-            )
+        if len(lengths) == 1:
+            continue
+        words = [f"{length} in source {source.name!r}" for length, source in lengths.items()]
+        flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
+        length, other = next(iter(lengths)), [*lengths.values()][1].path
+        again = command(
+            "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
+        )
+        raise ValueError(
+            f"{flag}: rows that are read together, from {float(stage.begins):g} of the run on, "
+            f"must hold equally many tokens, which are {' and '.join(words)}: make rows of the "
+            f"same length from the text of {other!r} by {again}, or use a stage of --data_mix for "
+            "each length."
+        )
 
 
 # ------------------------------------------------------------------------ which source stands where
@@ -365,10 +377,10 @@ def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def places(weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The slots of each source in the period, in order."""
-    found: list[list[int]] = [[] for _ in weights]
+    slots: list[list[int]] = [[] for _ in weights]
     for slot, source in enumerate(period_of(weights)):
-        found[source].append(slot)
-    return tuple(map(tuple, found))
+        slots[source].append(slot)
+    return tuple(map(tuple, slots))
 
 
 def read_before(stages: Sequence[Stage], position: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
     from fabric_llm.data.dataset import TokenDataset
 
 
-# of what a model does with its context, see probes.py
+# The probes of what a model does with its context, see probes.py.
 COPY, RETRIEVAL = PROBES = (
     "copy",
     "retrieval",
@@ -90,19 +90,6 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
                 f"{said} If it holds the splits of one, echo {listed} > {path} writes it."
             )
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
-
-
-def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
-    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
-    without a manifest."""
-    try:
-        said = json.loads((folder / "manifest.json").read_bytes())
-        numbers = said["splits"]["train"]["rows"], said["context_length"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return (
-        numbers if said.get("packed") and all(type(number) is int for number in numbers) else None
-    )
 
 
 def parse_eval_data(given: Optional[str]) -> dict[str, str]:

@@ -21,23 +21,23 @@ from fabric_llm.data.order import spread
 # Of each row: its task; its document, whose rows are in the order of the choices; whether it is a
 # right answer; whether it is the only choice, right if each of its tokens is the likeliest;
 # characters of the choice, and bytes of what is predicted.
-SAID = ("task", "document", "gold", "alone", "characters", "bytes")
+ABOUT_ROWS = ("task", "document", "gold", "alone", "characters", "bytes")
 
 
 class Tasks(Rows):
     """Requests, and how the answers to them are judged."""
 
-    def __init__(self, rows: Rows, said: Mapping[str, np.ndarray]) -> None:
-        """said: SAID of each row."""
+    def __init__(self, rows: Rows, about: Mapping[str, np.ndarray]) -> None:
+        """about: ABOUT_ROWS of each row."""
         super().__init__(rows.chunks)
-        self.said = said
+        self.about = about
 
     def sample(self, count: int) -> np.ndarray:
         """All choices of documents that are evenly spread over each task, as many as have `count`
         rows together, or one."""
-        firsts = np.append(0, np.flatnonzero(np.diff(self.said["document"])) + 1)
+        firsts = np.append(0, np.flatnonzero(np.diff(self.about["document"])) + 1)
         sizes = np.diff(np.append(firsts, len(self)))
-        by_task = np.argsort(self.said["task"][firsts], kind="stable")
+        by_task = np.argsort(self.about["task"][firsts], kind="stable")
         chosen = by_task[: min(count, 1)]
         for documents in range(min(count // int(sizes.min()), len(sizes)), 1, -1):
             fewer = by_task[spread(documents, len(sizes))]
@@ -57,37 +57,32 @@ class Tasks(Rows):
         """
         judged: dict[str, list[list[float]]] = defaultdict(list)
         for rows in np.split(
-            np.arange(len(self)), np.flatnonzero(np.diff(self.said["document"])) + 1
+            np.arange(len(self)), np.flatnonzero(np.diff(self.about["document"])) + 1
         ):
             if not targets[rows].all():
                 continue
-            losses, gold = sums[rows, 0], self.said["gold"][rows]
+            losses, gold = sums[rows, 0], self.about["gold"][rows]
             with np.errstate(divide="ignore"):  # an empty choice
-                # the first of equal ones
-                chosen = (
-                    losses.argmin(),
-                    (losses / self.said["characters"][rows]).argmin(),
-                )
+                # Each is the first of equal ones.
+                chosen = losses.argmin(), (losses / self.about["characters"][rows]).argmin()
             right = [gold[choice] for choice in chosen]
-            if self.said["alone"][rows[0]]:
+            if self.about["alone"][rows[0]]:
                 right = [sums[rows[0], 1] == targets[rows[0]]] * 2
-            sizes = (losses, targets[rows], self.said["bytes"][rows])
-            for name in ("", f"_of_{self.said['task'][rows[0]]}"):
+            sizes = (losses, targets[rows], self.about["bytes"][rows])
+            for name in ("", f"_of_{self.about['task'][rows[0]]}"):
                 judged[name].append([*right, *(size[gold].sum() for size in sizes)])
-        found = {"loss": math.nan, "documents": 0.0}
+        answers = {"loss": math.nan, "documents": 0.0}
         for name, each in judged.items():  # the first is that of all tasks
             right, norm, nats, tokens, size = np.sum(each, axis=0, dtype=float).tolist()
-            found |= {
-                f"accuracy{name}": right / len(each),
-                f"accuracy_norm{name}": norm / len(each),
-            }
-            found |= {f"bits_per_byte{name}": nats / math.log(2) / size} if size else {}
-            found |= (
-                {"loss": nats / tokens if tokens else math.nan, "documents": float(len(each))}
-                if not name
-                else {}
-            )
-        return found
+            answers[f"accuracy{name}"] = right / len(each)
+            answers[f"accuracy_norm{name}"] = norm / len(each)
+            if size:
+                answers[f"bits_per_byte{name}"] = nats / math.log(2) / size
+            if not name:
+                answers["documents"] = float(len(each))
+            if not name and tokens:
+                answers["loss"] = nats / tokens
+        return answers
 
 
 def open_tasks(folder: Path, verify: str) -> TokenDataset:
@@ -97,10 +92,10 @@ def open_tasks(folder: Path, verify: str) -> TokenDataset:
     try:
         table = (
             datasets.load_from_disk(str(folder / "validation"))
-            .select_columns(SAID)
+            .select_columns(ABOUT_ROWS)
             .with_format("numpy")[:]
         )
-        rows = Tasks(dataset.validation, {name: np.asarray(table[name]) for name in SAID})
+        rows = Tasks(dataset.validation, {name: np.asarray(table[name]) for name in ABOUT_ROWS})
     except ValueError as error:
         raise ValueError(
             f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}"

@@ -2,6 +2,7 @@
 
 accelerators  `accelerator`: a small table of devices, with links; how long a step takes at most
 trace         `Ledger`, `Layers`: a step on fake tensors, of which all storages are counted
+compiled      `CompiledLayers`: what a compiled layer keeps, from one that was run eagerly
 memory        `predict_memory`: bytes of a rank on its device, and the moment of a step at which it
               needs most
 prediction    `predict`: memory of device and host, disk, time and money of a run, from flags and a

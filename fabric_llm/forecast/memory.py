@@ -30,6 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from fabric_llm.base.faults import one_line
 from fabric_llm.forecast import trace
+from fabric_llm.forecast.compiled import CompiledLayers
 from fabric_llm.model import (
     chunked_loss,
     context_parallel,
@@ -101,61 +102,66 @@ def predict_memory(work: Work) -> Memory:
     moments = _moments(work)
     most = moments.pop(ELSEWHERE)
     operations = most.pop(OPERATIONS)
-    here = {
-        moment: {
-            label: size for label, size in held.items() if size and label not in work.elsewhere
-        }
-        for moment, held in moments.items()
-    }
-    moment = max(here, key=lambda name: sum(here[name].values()))
-    for name in {moment, UPDATE} if work.placement.kind == "cuda" else ():
-        found = here[name]
-        found["allocator's slack (assumed)"] = int(SLACK * sum(found.values()))
-        found["CUDA context (assumed)"] = CONTEXT_BYTES
-    return Memory(here[moment], moment, sum(here[UPDATE].values()), dict(most), operations)
+    here: dict[str, dict[str, int]] = {}
+    for moment, held in moments.items():
+        here[moment] = {}
+        for label, size in held.items():
+            if size and label not in work.elsewhere:
+                here[moment][label] = size
+    peak = max(here, key=lambda name: sum(here[name].values()))
+    if work.placement.kind == "cuda":
+        for parts in {peak: here[peak], UPDATE: here[UPDATE]}.values():
+            parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
+            parts["CUDA context (assumed)"] = CONTEXT_BYTES
+    return Memory(here[peak], peak, sum(here[UPDATE].values()), dict(most), operations)
 
 
 def _moments(work: Work) -> dict[str, Counter[str]]:
     """As `_traced_step`, of all layers and rows of any length, from steps with a few of these."""
     shortest = LONG * work.placement.context_parallel
     if (context := work.context_length) > shortest:
-        if (
-            _traced(work.model.config, context)._attn_implementation != UNMASKED
-            and context > MAX_MASKED
-        ):
+        # Each token more takes as much as the one before, unless rows have masks.
+        attention = _traced(work.model.config, context)._attn_implementation
+        if attention != UNMASKED and context > MAX_MASKED:
             raise ValueError(
                 f"{work.model.name!r} can't be planned with --context_length {context}: its "
-                "attention here makes a "
-                f"mask of each row, which is planned up to {MAX_MASKED:,} tokens."
+                "attention here makes a mask of each row, which is planned up to "
+                f"{MAX_MASKED:,} tokens."
             )
-        half, whole = (
-            _moments(replace(work, context_length=length)) for length in (shortest // 2, shortest)
-        )
-        return _further(half, [((context - shortest // 2) / (shortest - shortest // 2), whole)])
-    kinds = [trace.kind(layer) for layer in sharded.repeated_layers(_skeleton(work)).values()]
+        half = _moments(replace(work, context_length=shortest // 2))
+        whole = _moments(replace(work, context_length=shortest))
+        return _extrapolated(half, whole, (context - shortest // 2) / (shortest - shortest // 2))
     # Units of at least so many parameters are others where there are fewer layers.
-    by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
-    cuts = [] if by_size else trace.cuts(kinds)
-    fewest, *with_one_more = (_traced_step(work, left_out) for left_out in trace.left_out(cuts))
-    return _further(fewest, [(cut.times, one_more) for cut, one_more in zip(cuts, with_one_more)])
+    if wrap_size(work.placement.sharding.auto_wrap_policy) is not None:
+        return _traced_step(work)
+    kinds = []
+    for name, layer in sharded.repeated_layers(_skeleton(work)).items():
+        # Only what is in a list can be removed, which its name says.
+        is_listed = name.rpartition(".")[2].isdigit()
+        kinds.append(trace.kind(layer) if is_listed else name)
+    cut = trace.longest_cut(kinds)
+    if cut is None:
+        return _traced_step(work)
+    fewest = _traced_step(work, cut.numbers())
+    one_group_more = _traced_step(work, cut.numbers()[cut.period :])
+    return _extrapolated(fewest, one_group_more, cut.times)
 
 
-def _further(
-    moments: dict[str, Counter[str]], more: list[tuple[float, dict[str, Counter[str]]]]
+def _extrapolated(
+    moments: dict[str, Counter[str]], more: dict[str, Counter[str]], times: float
 ) -> dict[str, Counter[str]]:
-    """What is held where what each of `more` has beyond `moments` is there so many times."""
-    found = {}
+    """What is held where what `more` has beyond `moments` is there so many times."""
+    result = {}
     for moment, held in moments.items():
-        found[moment] = Counter(held)
-        for times, others in more:
-            other = others[moment]
-            for label in held.keys() | other.keys():
-                found[moment][label] += int(times * (other[label] - held[label]))
-    return found
+        result[moment] = Counter(held)
+        for label in held.keys() | more[moment].keys():
+            result[moment][label] += int(times * (more[moment][label] - held[label]))
+    return result
 
 
-def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str]]:
-    """{moment of a step: what is held at its peak, by label}, and the most that is elsewhere."""
+def _traced_step(work: Work, without: Collection[int] = ()) -> dict[str, Counter[str]]:
+    """{moment of a step: what is held at its peak, by label}, and the most that is elsewhere.
+    without: numbers of layers."""
     placement = work.placement
     fabric = SimpleNamespace(
         device=torch.device("cpu"),
@@ -164,28 +170,33 @@ def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str
         setup_module=lambda model, move_to_device: model,
     )
     skeleton = _skeleton(work)
+    trace.remove_layers(skeleton, without)
+    ledger = trace.Ledger(placement.kind == "cpu", work.elsewhere)
     with (
         _ranks(placement.world_size),
         _as_on_devices(work, fabric),
         _sharing(placement.context_parallel),
     ):
-        ledger = trace.Ledger(placement.kind == "cpu", work.elsewhere)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
-                _step(work, skeleton, left_out, fabric, ledger)
+                _step(work, skeleton, without, fabric, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
                 f"{work.model.name!r} can't be planned: its code depends on the tokens ({error})."
             ) from error
         except RuntimeError as error:
-            said = one_line(error)[:200].rstrip(".")
+            message = one_line(error)[:200].rstrip(".")
             raise ValueError(
-                f"{work.model.name!r} can't be planned: its code can't run here: {said}."
+                f"{work.model.name!r} can't be planned: its code can't run here: {message}."
             ) from error
-    for _, held in ledger.peaks.values() if trace.LAYERS not in work.elsewhere else ():
-        held[trace.ACTIVATIONS] += held.pop(trace.LAYERS, 0)
+    moments = {ELSEWHERE: ledger.most}
+    for moment, (_, held) in ledger.peaks.items():
+        moments[moment] = held
+        # Only where they are offloaded are activations of layers apart from others.
+        if trace.LAYERS not in work.elsewhere:
+            held[trace.ACTIVATIONS] += held.pop(trace.LAYERS, 0)
     ledger.most[OPERATIONS] = ledger.operations
-    return {ELSEWHERE: ledger.most, **{moment: held for moment, (_, held) in ledger.peaks.items()}}
+    return moments
 
 
 def _skeleton(work: Work) -> Any:
@@ -202,23 +213,29 @@ def _skeleton(work: Work) -> Any:
 
 
 def _step(
-    work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, ledger: trace.Ledger
+    work: Work, skeleton: Any, without: Collection[int], fabric: Any, ledger: trace.Ledger
 ) -> None:
     """The calls of the loop in train.py that take memory, in its order."""
     name, model_plan = work.placement.strategy, work.model
+    is_cuda = work.placement.kind == "cuda"
+
+    # The model, wrapped.
     model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
-    if model_plan.compiles and work.placement.kind == "cuda" and model_plan.loss == "chunked":
+    if model_plan.compiles and is_cuda and model_plan.loss == "chunked":
         model.token_loss = _CompiledLoss.apply
     _fill_buffers(model)
     if model_plan.tiled_mlp:
-        tiles.tile(skeleton, tiled_modules(skeleton))
-    offloads = work.placement.kind == "cuda" and model_plan.activation_checkpointing == "offload"
-    followed = trace.Layers(skeleton, ledger, left_out, model_plan.compiles, offloads)
+        tiles.tile(skeleton, tiled_modules(skeleton, without))
+    offloads = is_cuda and model_plan.activation_checkpointing == "offload"
+    compiled = CompiledLayers(ledger, offloads) if model_plan.compiles else None
+    followed = trace.Layers(skeleton, ledger, without, compiled)
     wrapped = strategy.wrap(
         fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding
     )
     followed.wrapped = wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+
+    # What is there in each step besides.
     ledger.label = trace.OPTIMIZER
     optimizer = adamw.AdamW([{"params": trained}], lr=1e-3, updates=model_plan.bf16_updates)
     if work.ema_device == "same":
@@ -227,29 +244,23 @@ def _step(
     ledger.label = trace.BATCH
     shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
-    # from the second on all are alike
-    precision, count = (
-        model_plan.precision,
-        min(work.micro_batches, 2),
-    )
+    count = min(work.micro_batches, 2)  # from the second on all are alike
     sums = None
     if model_plan.sums_in_float32 and count == 2:
-        ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
-        sums = step.GradientSums(wrapped.parameters())
-        local = [
-            sharded.local_part(parameter) if parameter.requires_grad else None
-            for parameter in sums.parameters
-        ]
-        sums.sums = [
-            None if one is None else torch.zeros_like(one, dtype=torch.float32) for one in local
-        ]
+        # The first micro-batch leaves nothing but these.
+        ledger.label, count = trace.SUMS, 1
+        sums = _zero_sums(wrapped)
     syncs = strategy.syncs_every_micro_batch(name, sums is not None)
     done: list[Any] = []
     if name == "ddp":
         ledger.label = trace.GRADIENTS
         _keep_in_buckets(trained, lambda: syncs or len(done) == count - 1)
+
+    # Forward and backward, and the update.
     ledger.peaks.clear()  # nothing is there only while the model is built
-    forward = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+    forward: Any = nullcontext()
+    if model_plan.precision in AUTOCAST:
+        forward = torch.autocast("cpu", AUTOCAST[model_plan.precision])
     while len(done) < count:
         ledger.label, followed.is_forward, ledger.operations = trace.ACTIVATIONS, True, 0
         with forward:
@@ -265,10 +276,23 @@ def _step(
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
 
 
-def tiled_modules(skeleton: Any) -> list[str]:
+def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
+    """Sums of gradients as the first micro-batch leaves them."""
+    sums = step.GradientSums(wrapped.parameters())
+    sums.sums = []
+    for parameter in sums.parameters:
+        total = None
+        if parameter.requires_grad:
+            total = torch.zeros_like(sharded.local_part(parameter), dtype=torch.float32)
+        sums.sums.append(total)
+    return sums
+
+
+def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
     """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random
-    numbers isn't known."""
+    numbers isn't known. without: layers that `skeleton` doesn't have any more."""
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
+    trace.remove_layers(probe, without)
     for module in probe.modules():
         sharded.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
     _fill_buffers(probe)

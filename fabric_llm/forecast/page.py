@@ -101,22 +101,20 @@ def course(
     has_sets = flags.evaluation.eval_iters > 0
     if has_sets and save.evaluates_first(plan, flags):
         happens.append((progress.step, "evaluated"))
-    while not plan.is_over(progress):
-        before, progress = progress, plan.after(progress)
-        lr = lr_at(
-            before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training))
-        )
+    schedule = plan.schedule
+    while not schedule.is_over(progress):
+        before, progress = progress, schedule.after(progress)
+        lr = lr_at(before.step, max_step=schedule.max_step, **arguments_of(vars(flags.training)))
         line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
         lines.append(line)
-        if plan.data.mixture is not None:
-            last_shares, shares = shares, plan.data.mixture.shares_at(before.position)
-            if last_shares not in (None, shares):
-                happens.append((before.step, "stage"))
-            read = plan.data.mixture.read_before(progress.position)
+        last_shares, shares = shares, schedule.mixture.shares_at(before.position)
+        if last_shares not in (None, shares):
+            happens.append((before.step, "stage"))
+        if read := schedule.mixture.read_before(progress.position):
             line["sources"] = {
                 name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()
             }
-        _, evaluates, saves = save.due_after(before, progress, plan, flags)
+        _, evaluates, saves = save.due_after(before, progress, schedule, flags)
         if has_sets and evaluates:
             happens.append((progress.step, "evaluated"))
         if saves:
@@ -134,7 +132,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
-    data = ", ".join(plan.data.sources) or flags.data.train_data_dir
+    data = flags.data.train_data_dir or ", ".join(plan.data.sources)
     return {
         "title": run.name,
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",

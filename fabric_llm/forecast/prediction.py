@@ -1,6 +1,7 @@
 """Flags and a config.json -> what a run needs: memory of device and host, disk, time and money.
 Nothing is loaded or started."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil, lcm
@@ -12,7 +13,6 @@ from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
 from fabric_llm.data import mixture_text
-from fabric_llm.data.sources import said_of_rows
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.model import (
@@ -30,8 +30,8 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks
 from fabric_llm.plan.make_plan import model_plan, require_shares
-from fabric_llm.plan.mixture import lay_out
 from fabric_llm.plan.plan import ModelPlan
+from fabric_llm.plan.schedule import lay_out
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
@@ -283,7 +283,7 @@ def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     folders = [flags.data.train_data_dir] if flags.data.train_data_dir is not None else []
     if flags.data.data_mix:
         folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
-    return [said_of_rows(Path(folder)) for folder in folders]
+    return [declared_rows(Path(folder)) for folder in folders]
 
 
 def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
@@ -384,3 +384,16 @@ def _host(
     if flags.model.verify_start:
         found["reference, before step 1 (less where less is free)"] = held
     return found
+
+
+def declared_rows(folder: Path) -> Optional[tuple[int, int]]:
+    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
+    without a manifest."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        numbers = manifest["splits"]["train"]["rows"], manifest["context_length"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not manifest.get("packed") or any(type(number) is not int for number in numbers):
+        return None
+    return numbers

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 # A CPU's chunk stays in its cache, a GPU's keeps the matrix products large.
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
-# logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
+# Takes logits [tokens, vocabulary] and targets, int64 [tokens], and gives their sum, a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,7 +87,7 @@ def chunked_loss(head: Head, token_loss: Loss, hidden: Tensor, targets: Tensor) 
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(head, token_loss, targets, hidden, *head.tensors())
-    # else it would make gradients all the same
+    # Without gradients autograd must not see the parameters, or it would make theirs all the same.
     return _ChunkedLoss.apply(head, token_loss, targets, hidden.detach())
 
 

@@ -46,17 +46,17 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
             )
 
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_product)
-    found = [
+    products = [
         module
         for module in model.modules()
         if isinstance(module, float8.float8_linear.Float8Linear)
     ]
-    if not found:
+    if not products:
         raise ValueError(
             f"--float8 {recipe}: {type(model).__name__} has no linear layer whose sizes divide by "
             "16."
         )
-    for module in found:
+    for module in products:
         module.__class__ = TrainedInFloat8
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 OF_TRAINING = 3  # forward once, backward twice
 WITHOUT_GRADIENT = 2 / 3  # of them: a frozen matrix has no gradient itself
-# what configurations call it
+# What configurations call the number of experts, and of those that a token goes through.
 EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -139,17 +139,17 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
 def experts_of(config: Any) -> tuple[int, int]:
     """(experts of a layer, those that each token goes through); 1, 1 where the configuration
     doesn't say."""
-    found = []
+    numbers = []
     for names in (EXPERTS, CHOSEN):
         values = (
             getattr(part, name, None)
             for part in (config, getattr(config, "ffn_config", None))
             for name in names
         )
-        found.append(
+        numbers.append(
             next((value for value in values if isinstance(value, int) and value > 0), None)
         )
-    return (1, 1) if None in found else (found[0], found[1])
+    return (1, 1) if None in numbers else (numbers[0], numbers[1])
 
 
 def windows(config: Any) -> list[Optional[int]]:

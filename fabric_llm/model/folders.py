@@ -31,10 +31,10 @@ NO_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 
-# of a file; configurations have a few thousand, of quantised models some hundred thousand
+# Of a file. Configurations have a few thousand, those of quantised models some hundred thousand.
 MAX_BYTES = 4 * 2**20
 MAX_LAYERS = 4096
-# of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
+# Of a list or an object, and of labels, experts and blocks. Switch-C has 2048 experts.
 MAX_ENTRIES = 2**15
 MAX_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
 # How names end that say how many there are.
@@ -98,12 +98,12 @@ def _require_none_that_may_be_weights(folder: Path) -> None:
             if NO_WEIGHTS.fullmatch(name) and name not in links and not is_index:
                 continue
             inside = str(Path(place, name).relative_to(folder))
-            said = f"{str(folder)!r} has no model.safetensors, and {inside!r}"
+            message = f"{str(folder)!r} has no model.safetensors, and {inside!r}"
             if name.endswith(PICKLES):
-                sentence = f"{said} is a pickle, which can run code when opened: refused."
+                sentence = f"{message} is a pickle, which can run code when opened: refused."
                 raise Fault(sentence, REFUSED)
             raise ValueError(
-                f"{said} may be weights, or a part of them: convert them, or download the model as "
+                f"{message} may be weights, or a part of them: convert them, or download the model as "
                 "safetensors. A run that is to begin with random weights takes a folder with "
                 "config.json and a tokenizer alone."
             )
@@ -188,12 +188,12 @@ def limited() -> Iterator[None]:
     ]
     before = signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    # again and again, where an exception is swallowed
+    # The signal comes again and again, in case the exception of the first one is swallowed.
     signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS, 1)
     try:
         yield
     except Exception as error:
-        # torch's
+        # torch reports a lack of memory as a RuntimeError.
         if (
             isinstance(error, MemoryError)
             or isinstance(error, RuntimeError)

@@ -48,8 +48,8 @@ def frozen_names(
     frozen = _frozen(causal_lm, freeze, train_only)
     trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
     if frozen and not trained - frozen:
-        said = f"--freeze {freeze}" if freeze is not None else f"--train_only {train_only}"
-        raise ValueError(f"{said} leaves nothing to train in {type(causal_lm).__name__}.")
+        flag = f"--freeze {freeze}" if freeze is not None else f"--train_only {train_only}"
+        raise ValueError(f"{flag} leaves nothing to train in {type(causal_lm).__name__}.")
     return frozen
 
 
@@ -61,7 +61,7 @@ def _frozen(
         return frozenset()
     chosen: set[str] = set()
     for word in words(given):
-        if not (found := _chosen(causal_lm, word)):
+        if not (matching := _chosen(causal_lm, word)):
             names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
             close = nearest(word, [EMBEDDINGS, *names])
             hint = (
@@ -73,7 +73,7 @@ def _frozen(
                 f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; "
                 f"{hint}"
             )
-        chosen |= found.keys()
+        chosen |= matching.keys()
     parameters = dict(causal_lm.named_parameters())
     return frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
 
@@ -88,9 +88,9 @@ def tied_both_ways(
     causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
 ) -> list[str]:
     """A sentence for each weight that is chosen by only some of its names."""
-    said = "is frozen" if freeze is not None else "trains"
+    what = "is frozen" if freeze is not None else "trains"
     return [
-        f"{name} {said} as well: it is tied, the same weight under another name."
+        f"{name} {what} as well: it is tied, the same weight under another name."
         for word in words(freeze or train_only)
         for names in _chosen(causal_lm, word).values()
         for name in names

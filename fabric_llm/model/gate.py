@@ -39,11 +39,12 @@ PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones
 SAMPLED_ELEMENTS = 4096  # of each parameter's gradient, evenly spaced
 SQUARED_AT_ONCE = 2**22  # elements of a gradient, of which float64 copies are made
-# a layer with so little of the whole gradient's norm isn't compared: it may be nothing but rounding
+# A layer with less than this fraction of the whole gradient's norm isn't compared: it may be
+# nothing but rounding.
 SMALL = 1e-3
 Inputs = dict[str, Tensor]
 
-# The mean difference of logits that rounding explains on one device, as a part of their standard
+# The mean difference of logits that rounding explains on one device, as a fraction of their standard
 # deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md), a fifth of
 # what a model that packed attention would change shows.
 SAME_DEVICE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
@@ -54,9 +55,9 @@ class Limits(NamedTuple):
     GPU in bfloat16 sums in another order and rounds after each of dozens of layers."""
 
     loss: float  # nats
-    logits: float  # mean, as a part of their standard deviation
-    module: float  # root mean square of a module's output, as a part of its own
-    gradient_norm: float = math.inf  # of a layer, as a part of it
+    logits: float  # mean, as a fraction of their standard deviation
+    module: float  # root mean square of a module's output, as a fraction of its own
+    gradient_norm: float = math.inf  # of a layer, as a fraction of it
     gradient_cosine: float = math.inf  # 1 - cosine
 
 
@@ -78,7 +79,7 @@ class Outputs(NamedTuple):
 
     loss: float  # nats per target
     logits: Tensor  # float32 [positions, vocabulary], the last KEPT_POSITIONS
-    # leaf module's name -> its output at those positions, in the order of their calls
+    # By the leaf module's name its output at those positions, in the order of calls.
     modules: dict[str, Tensor]
     buffers: dict[str, Tensor]  # after the pass: FSDP casts them in its first
 
@@ -113,7 +114,7 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
 
     model.eval()
     handles = [module.register_forward_hook(keep) for module in names]
-    # compiled layers would keep the hooks in their graphs
+    # Compiled layers would keep the hooks in their graphs.
     with torch.compiler.set_stance("force_eager"):
         logits = forward(input_ids)[0].float()
     for handle in handles:
@@ -130,9 +131,9 @@ def _path(name: str) -> str:
 def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Optional[str]:
     """None if only rounding differs, else a sentence that names the first module that does."""
     for name, expected in reference.buffers.items():
-        found = ours.buffers.get(name)
-        if found is None or found.dtype != expected.dtype or not torch.equal(found, expected):
-            dtype = "missing" if found is None else found.dtype
+        own = ours.buffers.get(name)
+        if own is None or own.dtype != expected.dtype or not torch.equal(own, expected):
+            dtype = "missing" if own is None else own.dtype
             return (
                 f"the buffer {name} isn't the one that transformers makes ({dtype}, there "
                 f"{expected.dtype})."
@@ -140,15 +141,12 @@ def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Opti
     limits, named = LIMITS[precision], "no module alone"
     logits = ((ours.logits - reference.logits).abs().mean() / reference.logits.std()).item()
     for name, expected in reference.modules.items():
-        found = ours.modules.get(name)
-        if found is not None and found.shape == expected.shape:
-            part = (
-                ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12))
-                .sqrt()
-                .item()
-            )
-            if not part <= limits.module:  # NaN as well
-                named = f"{name} ({part:.1%} of its output)"
+        own = ours.modules.get(name)
+        if own is not None and own.shape == expected.shape:
+            square = (own - expected).square().mean()
+            relative = (square / expected.square().mean().clamp(min=1e-12)).sqrt().item()
+            if not relative <= limits.module:  # NaN as well
+                named = f"{name} ({relative:.1%} of its output)"
                 break
     else:
         if abs(ours.loss - reference.loss) <= limits.loss and logits <= limits.logits:
@@ -204,20 +202,20 @@ def gradients_of_wrapped(
     loss = loss.detach()
     if parts > 1:
         loss = ranks.sum_over_ranks(fabric, loss.clone()) / place["world_size"]
-    found = {}
+    sampled = {}
     for name, (parameter, first, counts) in shards(wrapped).items():
         if parameter.requires_grad:
             # Zeros where there is none.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             piece = local_part(gradient).detach().flatten()
-            found[name] = square(piece).item(), _sampled(piece, first, sum(counts))
+            sampled[name] = square(piece).item(), _sampled(piece, first, sum(counts))
             parameter.grad = gradient = piece = None
-    gathered = ranks.gather(found)
+    gathered = ranks.gather(sampled)
     held = [gathered[rank] for rank in shard_ranks(wrapped)]
     return Gradients(
         loss.item(),
-        {name: sum(own[name][0] for own in held) for name in found},
-        {name: torch.cat([own[name][1] for own in held]) for name in found},
+        {name: sum(own[name][0] for own in held) for name in sampled},
+        {name: torch.cat([own[name][1] for own in held]) for name in sampled},
     )
 
 
@@ -226,14 +224,14 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
     limits = LIMITS[precision]
     if not abs(ours.loss - reference.loss) <= limits.loss:
         return f"the loss is {ours.loss:.4f} instead of {reference.loss:.4f}"
-    layers: dict[
-        str, list[str]
-    ] = {}  # causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3
-    # others have no part in the loss
-    for name in [name for name in ours.squares if name in reference.squares]:
-        path = _path(name)
-        numbered = re.match(r"(.*?\.\d+)\.", path)
-        layers.setdefault(numbered[1] if numbered else path.rpartition(".")[0], []).append(name)
+    # By layer: causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3.
+    layers: dict[str, list[str]] = {}
+    for name in ours.squares:
+        if name in reference.squares:  # others have no part in the loss
+            path = _path(name)
+            numbered = re.match(r"(.*?\.\d+)\.", path)
+            layer = numbered[1] if numbered else path.rpartition(".")[0]
+            layers.setdefault(layer, []).append(name)
     whole = sum(reference.squares.values())
     worst, words = 1.0, None
     for layer, names in layers.items():
@@ -241,12 +239,12 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
         if not expected > SMALL**2 * whole:
             continue
         norm = math.sqrt(sum(ours.squares[name] for name in names) / expected)
-        one, other = (
-            torch.cat([g.samples[name] for name in names]).double() for g in (ours, reference)
+        own, other = (
+            torch.cat([of.samples[name] for name in names]).double() for of in (ours, reference)
         )
         cosine = 1.0  # an embedding's sample may hold none of the probe's tokens
-        if one.any() or other.any():
-            cosine = (one @ other / (one.norm() * other.norm())).item()
+        if own.any() or other.any():
+            cosine = (own @ other / (own.norm() * other.norm())).item()
         excess = max(abs(norm - 1) / limits.gradient_norm, (1 - cosine) / limits.gradient_cosine)
         excess = excess if math.isfinite(norm + cosine) else math.inf
         if excess > worst:
@@ -394,10 +392,8 @@ def _makes_the_same(
     rows = _rows(reference)
     try:
         with torch.no_grad():
-            plain, found = (
-                LanguageModel(reference)(rows, **given).float(),
-                fast(rows, **given).float(),
-            )
+            expected = LanguageModel(reference)(rows, **given).float()
+            logits = fast(rows, **given).float()
     except (
         TypeError,
         AttributeError,
@@ -406,7 +402,8 @@ def _makes_the_same(
         ValueError,
     ):  # a model of another build
         return False
-    return ((found - plain).abs().mean() / plain.std()).item() <= SAME_DEVICE[reference.dtype]
+    difference = (logits - expected).abs().mean() / expected.std()
+    return difference.item() <= SAME_DEVICE[reference.dtype]
 
 
 @contextmanager
@@ -429,7 +426,7 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
     """None if restarting positions alone make a packed document blind to the one before it, on the
     path that trains.
 
-    Else the largest change of its logits, as a part of their standard deviation, when the one
+    Else the largest change of its logits, as a fraction of their standard deviation, when the one
     before it is another. Autograd says exactly whether there is a way: where attention is masked
     the gradient is zero, not small, whatever rounding does, and one that is left, through a
     recurrent state or a convolution, isn't. What it can't see, positions that go on where they
@@ -438,30 +435,37 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
     """
     rows, places = _rows(model), torch.arange(16)[None]
     begins = torch.tensor([8, 5])  # of the second document in each row
-    second = places >= begins[:, None]
-    positions = torch.where(second, places - begins[:, None], places)
-    others = torch.where(second, rows, (rows * 3 + 1) % model.config.get_text_config().vocab_size)
-    given = {"position_ids": positions} if takes_positions(type(model)) else {}
+    in_second = places >= begins[:, None]
+    given = {}
+    if takes_positions(type(model)):
+        given["position_ids"] = torch.where(in_second, places - begins[:, None], places)
     language_model = LanguageModel(model)
-    found = _depends(language_model, rows, given, second, ~second)
+    leaks = _depends(language_model, rows, given, in_second, ~in_second)
+
+    # The logits of the second documents: behind the first ones, behind others, and alone.
+    vocabulary = model.config.get_text_config().vocab_size
+    other_rows = torch.where(in_second, rows, (rows * 3 + 1) % vocabulary)
     model.eval()
     with torch.no_grad():
-        packed, changed = (language_model(ids, **given)[second].float() for ids in (rows, others))
-        parts = [
-            (slice(row, row + 1), slice(begin, None)) for row, begin in enumerate(begins.tolist())
-        ]
-        alone = [
-            language_model(rows[part], **{name: value[part] for name, value in given.items()})[0]
-            for part in parts
-        ]
-    alone = torch.cat(alone).float()
+        packed = language_model(rows, **given)[in_second].float()
+        behind_others = language_model(other_rows, **given)[in_second].float()
+        documents = []
+        for row, begin in enumerate(begins.tolist()):
+            place = slice(row, row + 1), slice(begin, None)
+            own = {name: value[place] for name, value in given.items()}
+            documents.append(language_model(rows[place], **own)[0])
+    alone = torch.cat(documents).float()
+
     deviation = alone.std()
-    limit = LIMITS["32-true" if model.dtype == torch.float32 else "bf16-true"].logits
-    found = found or any(
-        not (some - alone).abs().mean() <= limit * deviation for some in (packed, changed)
-    )
-    differences = torch.stack([packed - changed, packed - alone])
-    return (differences.abs().max() / deviation).item() if found else None
+    precision = "32-true" if model.dtype == torch.float32 else "bf16-true"
+    for logits in (packed, behind_others):
+        difference = (logits - alone).abs().mean() / deviation
+        if not difference <= LIMITS[precision].logits:  # NaN as well
+            leaks = True
+    if not leaks:
+        return None
+    differences = torch.stack([packed - behind_others, packed - alone])
+    return (differences.abs().max() / deviation).item()
 
 
 def beyond_the_row(
@@ -481,7 +485,7 @@ def beyond_the_row(
     if not (kinds := positions.kinds(config) & positions.BY_LONGEST):
         return None
     if documents:
-        lengths = sorted({2, *(shorter for length in lengths for shorter in (length - 1, length))})
+        lengths = sorted({2, *lengths, *(length - 1 for length in lengths)})
     for rotary in (module for module in model.modules() if hasattr(module, "rope_type")):
         per_type = "layer_type" in inspect.signature(rotary.forward).parameters
         for given in [{"layer_type": one} for one in layer_types] if per_type else [{}]:
@@ -527,7 +531,7 @@ def _depends(
 ) -> bool:
     """True if logits at the places `here` depend on embeddings at the places `there`, in training,
     dropout and all."""
-    # has no backward pass on CPUs
+    # Flex attention has no backward pass on CPUs.
     if model.causal_lm.config._attn_implementation == "flex_attention":
         return False
     embedded: list[Tensor] = []
@@ -539,7 +543,7 @@ def _depends(
     handle = model.causal_lm.get_input_embeddings().register_forward_hook(cut)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         logits = model.train()(rows, **given)[here].float()
-        # a plain sum could be blind to some change
+        # A plain sum could be blind to changes that cancel out.
         weights = torch.arange(logits.numel()).view_as(logits).cos()
         gradients = torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True)
     handle.remove()

@@ -67,9 +67,9 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
         logits.gather(1, targets[:, None]),
     )
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
-    found = torch.stack([each, (margin > 0).float(), margin], dim=1)
+    sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
     return torch.cat(
-        [each.sum()[None], found.new_zeros(rows, 3).index_add_(0, numbers, found).flatten()]
+        [each.sum()[None], sums.new_zeros(rows, 3).index_add_(0, numbers, sums).flatten()]
     )
 
 
@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
         self.head = chunked_loss.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.keep_in_root: set[nn.Module] = self.head.keep_in_root if chunked else set()
-        # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
+        # Modules that --tiled_mlp concerns: strategies mustn't shard parts of them.
         self.tiled: set[nn.Module] = set()
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        # columns that are another rank's
+        # The number of label columns that belong to another rank's part of the rows.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
             group = self.context_group if after else None
@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        # position t is predicted from those before it
+        # Position t is predicted from those before it.
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         targets_of = targets.flatten()

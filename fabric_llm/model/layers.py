@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.sharded import repeated_layers
 
-# parameters of a layer: a smaller one spends less time than its compilation takes
+# Parameters of a layer. A smaller one spends less time than its compilation takes.
 WORTH_COMPILING = 10**6
 # Of batches, that layers are compiled for: each context to train and to evaluate on, and its last
 # batch.
@@ -108,7 +108,7 @@ def compiling() -> Iterator[None]:
     torch._dynamo.config.recompile_limit = MAX_SHAPES
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
-        # the compiler imports parts of torch that go away
+        # The compiler imports deprecated parts of torch.
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 

@@ -38,7 +38,7 @@ from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 
 MAX_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
-# of torch.nn.init
+# Functions of torch.nn.init that draw random numbers.
 DRAWING = (
     "kaiming_uniform_",
     "normal_",
@@ -63,7 +63,7 @@ def load_config(model_name: str) -> PretrainedConfig:
     try:
         # AutoConfig says that there is none
         document = _read_bounded(model_name, CONFIG_NAME) or {}
-        # others, for other versions of transformers
+        # Versions of the configuration for other versions of transformers.
         for name in document.get("configuration_files", ()):
             check_name(str(name), Path(model_name, CONFIG_NAME))
             _read_bounded(model_name, str(name))
@@ -86,7 +86,7 @@ def load_config(model_name: str) -> PretrainedConfig:
             raise ValueError(
                 f"The configuration of {model_name!r} sets {name!r}, which is a method."
             )
-    # where code is that isn't used: not to be passed on by what is saved
+    # It names code that isn't used, and mustn't be passed on by what is saved.
     vars(config).pop("auto_map", None)
     if (weights := getattr(config, "transformers_weights", None)) is not None:
         folders.weights_name(weights, Path(model_name, CONFIG_NAME))
@@ -100,8 +100,8 @@ def load_config(model_name: str) -> PretrainedConfig:
 def _read_bounded(model_name: str, file: str) -> Optional[Any]:
     """The JSON of a model's file, None where there is none. Raises TooMuch if it declares too
     much."""
-    found = cached_file(model_name, file)
-    return None if found is None else folders.read_json(Path(found))
+    path = cached_file(model_name, file)
+    return None if path is None else folders.read_json(Path(path))
 
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
@@ -136,7 +136,7 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
             document = json.loads(
                 Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()
             )
-            # of T5 and Pegasus: tokens that are made, and not listed
+            # T5 and Pegasus make these tokens without listing them.
             for name in (
                 "extra_ids",
                 "offset",
@@ -283,7 +283,7 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     model's dtype.
     """
     patterns = model._get_dtype_plan(dtype)
-    # as transformers reads them
+    # transformers reads the patterns so.
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     saved = model.state_dict()  # what a file can hold: not the buffers that are computed
     parameters = model.named_parameters(remove_duplicate=False)
@@ -312,18 +312,22 @@ def checked_skeleton(
                 f"it declares {parameters:.1e} parameters; at most {MAX_PARAMETERS:.0e} are read"
             )
     except Exception as error:  # whatever sizes that nobody thought of lead to
-        said = one_line(error)[:300].rstrip(".")
+        reason = one_line(error)[:300].rstrip(".")
         raise ValueError(
-            f"The configuration of {model_name!r} makes no model here: {said}."
+            f"The configuration of {model_name!r} makes no model here: {reason}."
         ) from error
     return skeleton
 
 
 def quantized(config: PretrainedConfig) -> Optional[str]:
     """How a model's weights are quantized, as the end of a sentence, None where they aren't."""
-    if (found := getattr(config, "quantization_config", None)) is None:
+    if (quantization := getattr(config, "quantization_config", None)) is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else type(found).__name__
+    method = (
+        quantization.get("quant_method")
+        if isinstance(quantization, dict)
+        else type(quantization).__name__
+    )
     return f"quantized ({method}), and only weights in 16 or 32 bits are trained"
 
 
@@ -337,7 +341,7 @@ def open_weights(
     checkpoint, else 2.
     """
     skeleton = build_skeleton(config, dtype)
-    # a checkpoint always has them
+    # A checkpoint always has weights: where they are missing it is damaged.
     if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:
         return weights.Drawn(skeleton, seed)
     try:
@@ -404,11 +408,11 @@ def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
     there = (
         cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names
     )
-    if (found := next(filter(None, there), None)) is None:
+    if (first := next(filter(None, there), None)) is None:
         raise FileNotFoundError(f"it has no {' and no '.join(names)}")
     paths = (
-        get_checkpoint_shard_files(model_name, found)[0]
-        if found.endswith(".index.json")
-        else [found]
+        get_checkpoint_shard_files(model_name, first)[0]
+        if first.endswith(".index.json")
+        else [first]
     )
     return [Path(path) for path in paths]

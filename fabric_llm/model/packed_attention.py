@@ -25,7 +25,7 @@ PACKED = "packed"
 # pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
-# of some models' attention: what isn't computed here
+# Arguments of some models' attention that aren't computed here.
 NOT_HERE = (
     "softcap",
     "s_aux",
@@ -187,7 +187,7 @@ def _of_document(
     all would be tokens x tokens."""
     length = len(query)
     size = length if window is None or window >= length else window
-    found = []
+    outputs = []
     for begin in range(0, length, size):
         end, first, mask = min(begin + size, length), max(0, begin - size + 1), None
         if size < length:
@@ -201,8 +201,8 @@ def _of_document(
         out = F.scaled_dot_product_attention(
             *some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
         )
-        found.append(out[0].transpose(0, 1))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        outputs.append(out[0].transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 AttentionInterface.register(PACKED, packed_attention)

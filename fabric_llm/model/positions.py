@@ -69,8 +69,8 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     context_length: tokens of the longest row, for which `theta` makes the model. Scaling multiplies
     what it was made for.
     """
-    (kind, value), found = parse(given), deepcopy(config)
-    text, name = found.get_text_config(), type(config).__name__
+    (kind, value), changed = parse(given), deepcopy(config)
+    text, name = changed.get_text_config(), type(config).__name__
     rope, trained = (
         getattr(text, "rope_parameters", None),
         getattr(text, "max_position_embeddings", None),
@@ -100,13 +100,13 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
         if kind == "linear":  # knows no length
             del own["original_max_position_embeddings"]
     text.max_position_embeddings = made_for
-    if _frequencies(found) == _frequencies(config):
+    if _frequencies(changed) == _frequencies(config):
         raise ValueError(
             f"--rope {given}: a model of {name} has the same positions with it as before."
         )
     never = f"; positions from {trained:,} on were never trained" if made_for > trained else ""
     return (
-        found,
+        changed,
         (
             f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for "
             f"{made_for:,}{never}."

@@ -23,19 +23,16 @@ PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transfor
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder layers of a model by name, none of them inside another: of the classes that it
     names itself, else of its longest list."""
-    kinds = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", None) or ()
-    }
+    kinds = set()
+    for module in model.modules():
+        kinds.update(getattr(module, "_no_split_modules", None) or ())
     if not any(type(module).__name__ in kinds for module in model.modules()):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in kinds and not any(
-            name.startswith(f"{outer}.") for outer in layers
-        ):
+        is_inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if type(module).__name__ in kinds and not is_inside:
             layers[name] = module
     return layers
 
@@ -64,12 +61,12 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     """The process group that the parameters of a wrapped model are split over, None where ranks
     hold them whole."""
     root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
-    if root is not None:
-        return (
-            None if root.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD else root.process_group
-        )
+    if root is not None and root.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
+        return root.process_group
     parameter = next(model.parameters())
-    return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh.get_group("shard")
+    return None
 
 
 def shard_ranks(model: nn.Module) -> list[int]:
@@ -109,8 +106,10 @@ def shards(model: nn.Module) -> dict[str, Shard]:
         waits_for_others()
         torch.distributed.all_gather(of_ranks, held, group=group)
         counts = torch.cat(of_ranks, dim=1)
-    found = zip(named.items(), counts.tolist())
-    return {name: Shard(parameter, sum(held[:rank]), held) for (name, parameter), held in found}
+    return {
+        name: Shard(parameter, sum(held[:rank]), held)
+        for (name, parameter), held in zip(named.items(), counts.tolist())
+    }
 
 
 def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
@@ -118,7 +117,7 @@ def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
     `numbers`."""
     if group is None:
         return numbers
-    # offloaded gradients are on the CPU, NCCL is not
+    # Offloaded gradients are on the CPU, where NCCL can't sum them.
     total = numbers.to(communication_device(group))
     torch.distributed.all_reduce(total, group=group)
     return total.to(numbers.device)
@@ -142,14 +141,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
-        handle = module._handle if isinstance(module, FSDP) else None
-        ran = handle is not None and module._is_root is not None
-        if (
-            ran
-            and not handle.needs_unshard()
-            and (handle.uses_sharded_strategy or not handle.flat_param.requires_grad)
-        ):
-            _reshard(module, handle, handle.uses_sharded_strategy)
+        if not isinstance(module, FSDP) or module._handle is None or module._is_root is None:
+            continue  # it has never run, or holds nothing
+        handle = module._handle
+        splits = handle.uses_sharded_strategy
+        if not handle.needs_unshard() and (splits or not handle.flat_param.requires_grad):
+            _reshard(module, handle, splits)
 
 
 def original_name(name: str) -> str:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup, fsdp
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -46,16 +46,12 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
-    plugin = (
-        lightning.MixedPrecision(precision, device=kind)
-        if precision.endswith("-mixed")
-        else lightning.Precision()
-    )
+    plugin = lightning.Precision()
+    if precision.endswith("-mixed"):
+        plugin = lightning.MixedPrecision(precision, device=kind)
     if name == "fsdp":
-        strategy, plugin = (
-            AnyDeviceFSDPStrategy(timeout=timeout),
-            AnyDeviceFSDPPrecision(precision, kind),
-        )
+        strategy = AnyDeviceFSDPStrategy(timeout=timeout)
+        plugin = AnyDeviceFSDPPrecision(precision, kind)
     elif name == "fsdp2":
         how = {"data_parallel_size": placement.world_size, "tensor_parallel_size": 1}
         # `wrap` shards the model.
@@ -70,22 +66,19 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
         strategy = lightning.DDPStrategy(
             gradient_as_bucket_view=True, timeout=timeout, **{sync: False}
         )
-    # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM
-    # job for srun's.
-    elastic = lightning.TorchElasticEnvironment.detect()
-    plugins = [
-        plugin,
-        lightning.TorchElasticEnvironment() if elastic else lightning.LightningEnvironment(),
-    ]
-    return Fabric(accelerator=kind, **sizes, strategy=strategy, plugins=plugins)
+    # Ranks come from torchrun, or from launch.py, which knows srun. Fabric would take any SLURM job
+    # for srun's.
+    environment = lightning.LightningEnvironment()
+    if lightning.TorchElasticEnvironment.detect():
+        environment = lightning.TorchElasticEnvironment()
+    return Fabric(accelerator=kind, **sizes, strategy=strategy, plugins=[plugin, environment])
 
 
 class AnyDeviceFSDPStrategy(lightning.FSDPStrategy):
     """FSDPStrategy, also on CPU (Fabric refuses the class itself there)."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        # as `wrap` made it: Fabric's own would look for metrics in it, and import torchmetrics for
-        # that
+        # It is as `wrap` made it. Fabric's own would import torchmetrics to look for metrics in it.
         return module
 
 
@@ -103,9 +96,8 @@ class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
     def forward_context(self) -> AbstractContextManager:
         if not self.precision.endswith("-mixed"):
             return nullcontext()
-        return torch.autocast(
-            self.kind, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        )
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        return torch.autocast(self.kind, dtype=dtype)
 
 
 def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
@@ -118,14 +110,14 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     if policy == "auto":
         return list(repeated_layers(model).values())
     names = {name.strip() for name in policy.split(",")}
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if missing := sorted(names - {type(module).__name__ for module in found}):
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    if missing := sorted(names - {type(module).__name__ for module in modules}):
         there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
         raise ValueError(
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has "
             f"{', '.join(there)}."
         )
-    return found
+    return modules
 
 
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
@@ -139,7 +131,7 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
     main = max(sizes, key=sizes.__getitem__)
-    found: Units = {}
+    dtype_of: Units = {}
 
     def visit(module: nn.Module, outside: torch.dtype) -> None:
         held = {parameter.dtype for parameter in module.parameters(recurse=False)}
@@ -153,10 +145,10 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
         for child in module.children():
             visit(child, dtype)
         if module in units or dtype != outside or module is model:
-            found[module] = dtype
+            dtype_of[module] = dtype
 
     visit(model, main)
-    return found
+    return dtype_of
 
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
@@ -175,7 +167,7 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
         count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
             visit(c) for c in module.children()
         )
-        # others are never called
+        # Lists and dictionaries of modules are never called.
         has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         whole = all(held == of_model[key] for key, held in holders(module).items())
         if count < minimum or module is model or not has_forward or not whole:
@@ -197,20 +189,16 @@ def wrap(
     """
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = buffer if buffer is None else buffer.to(fabric.device)
-    # Just before a strategy shards a module.
+            if buffer is not None:
+                module._buffers[key] = buffer.to(fabric.device)
+    # Called just before a strategy shards a module, so that no rank holds the whole model.
     give_memory = replacing(lambda meta: torch.empty_like(meta, device=fabric.device))
     if name in ("fsdp", "fsdp2"):
-        units = {
-            unit
-            for unit in modules_to_wrap(model, how.auto_wrap_policy)
-            if unit not in model.keep_in_root
-        }
+        units = set(modules_to_wrap(model, how.auto_wrap_policy)) - model.keep_in_root
         if name == "fsdp":
             units |= _unlike_the_outermost(model, units) - model.keep_in_root
-        for (
-            module
-        ) in model.tiled:  # its gradients are made at once, for which all of it must be there
+        for module in model.tiled:
+            # Its gradients are made at once, for which all of it must be there.
             if inside := units.intersection(module.modules()):
                 units = units - inside | {module}
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
@@ -232,11 +220,12 @@ def _wrap_fsdp(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    # what a unit of another dtype than the model's gets: it computes in its own
+    # A unit of another dtype than the model's computes in its own.
     kept = {"mixed_precision": None}
-    policy = {
-        m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model
-    }
+    policy: dict[nn.Module, Any] = {}
+    for module, dtype in dtypes.items():
+        if module is not model:
+            policy[module] = dtype == dtypes[model] or kept
     mixed = None
     if precision != "32-true":
         dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
@@ -248,26 +237,26 @@ def _wrap_fsdp(
     # FSDP1 would take NO_SHARD for what is sharded over one rank, and add gradients up over that
     # rank alone.
     one_a_node = how.sharding_strategy == "HYBRID_SHARD" and fabric.strategy.num_processes == 1
-    sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node
+    sharding, mesh, prefetch = "NO_SHARD", None, None
+    if fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node:
+        sharding, mesh = how.sharding_strategy, _mesh(fabric, how)
+    if how.backward_prefetch != "none":
+        prefetch = fsdp.BackwardPrefetch[how.backward_prefetch]
     with warnings.catch_warnings():
-        # the user, or a single rank, asked for it
+        # The user, or a single rank, asked for it.
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        # such as a router's bias
+        # A unit may hold a frozen parameter, such as a router's bias.
         warnings.filterwarnings("ignore", message=".*requires_grad=True and False")
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
             param_init_fn=give_memory,
-            sharding_strategy=fsdp.ShardingStrategy[
-                how.sharding_strategy if sharded else "NO_SHARD"
-            ],
-            device_mesh=_mesh(fabric, how) if sharded else None,
+            sharding_strategy=fsdp.ShardingStrategy[sharding],
+            device_mesh=mesh,
             mixed_precision=mixed,
             # On a CPU all is there already.
             cpu_offload=fsdp.CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),
-            backward_prefetch=None
-            if how.backward_prefetch == "none"
-            else fsdp.BackwardPrefetch[how.backward_prefetch],
+            backward_prefetch=prefetch,
             limit_all_gathers=how.limit_all_gathers,
             device_id=fabric.device,
             use_orig_params=True,
@@ -282,23 +271,25 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     frozen, which stay with the outermost unit, the last norm would cost the gradients of both.
     """
     inside = {module for unit in units for module in unit.modules()}
-    held = {
-        m: own
-        for m in model.modules()
-        if m not in inside and (own := list(m.parameters(recurse=False)))
-    }
-    must_stay = [
-        own for module, own in held.items() if module in model.keep_in_root
-    ] or held.values()
-    counts = Counter(id(parameter) for own in held.values() for parameter in own)
-    trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
-    return {
-        module
-        for module, own in held.items()
-        if all(
-            p.requires_grad != trained and counts[id(p)] == 1 for p in own
-        )  # tied weights stay together
-    }
+    held: dict[nn.Module, list[nn.Parameter]] = {}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and module not in inside:
+            held[module] = own
+    # What most of the outermost unit's elements do, of those that must stay there if any must.
+    must_stay = [own for module, own in held.items() if module in model.keep_in_root]
+    balance = 0
+    for own in must_stay or held.values():
+        for parameter in own:
+            balance += parameter.numel() if parameter.requires_grad else -parameter.numel()
+    unlike = set()
+    holders = Counter(id(parameter) for own in held.values() for parameter in own)
+    for module, own in held.items():
+        differs = all(parameter.requires_grad != (balance >= 0) for parameter in own)
+        is_tied = any(holders[id(parameter)] > 1 for parameter in own)
+        if differs and not is_tied:  # tied weights stay together
+            unlike.add(module)
+    return unlike
 
 
 def _wrap_fsdp2(
@@ -309,15 +300,13 @@ def _wrap_fsdp2(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    pinned = fabric.device.type == "cuda"
-    settings: dict[str, Any] = {
-        "mesh": _mesh(fabric, how),
-        # None: all but the outermost unit, which the backward pass needs first
-        "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
-        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
-        if how.cpu_offload
-        else fsdp.OffloadPolicy(),
-    }
+    settings: dict[str, Any] = {"mesh": _mesh(fabric, how)}
+    # By default all units but the outermost, which the backward pass needs first.
+    if how.sharding_strategy == "SHARD_GRAD_OP":
+        settings["reshard_after_forward"] = False
+    if how.cpu_offload:
+        pinned = fabric.device.type == "cuda"
+        settings["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=pinned)
     own = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = own
     if precision != "32-true":
@@ -338,12 +327,6 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
     else:
         shape = {"shard": fabric.world_size}
     return init_device_mesh(fabric.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def context_group(ranks: int) -> Optional[ProcessGroup]:
-    """The ranks side by side that share the rows of this one, so many; None where it has them
-    alone. All ranks call it."""
-    return None if ranks == 1 else torch.distributed.new_subgroups(group_size=ranks)[0]
 
 
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:

@@ -53,11 +53,11 @@ class Tensors(Mapping[str, Tensor]):
     def _require_equal(self, name: str, *paths: Path) -> None:
         """Raises ValueError where two files hold a tensor with other values: nothing says which is
         meant."""
-        found = []
+        tensors = []
         for path in paths:
             with safe_open(path, framework="pt") as file:
-                found.append(file.get_tensor(name))
-        if not torch.equal(*found):
+                tensors.append(file.get_tensor(name))
+        if not torch.equal(*tensors):
             raise ValueError(
                 f"{paths[0].name} and {paths[1].name} hold {name} with different values"
             )
@@ -150,7 +150,7 @@ class TensorFile:
         """layout: name -> a tensor of its dtype and shape, on any device, also without memory."""
         header: dict[str, Any] = {"__metadata__": metadata}
         end, begins = 0, {}
-        # so that each is aligned
+        # The widest dtypes come first, so that each tensor is aligned.
         for name in sorted(layout, key=lambda name: (-layout[name].element_size(), name)):
             tensor = layout[name]
             begins[name], end = end, end + tensor.nbytes
@@ -162,7 +162,7 @@ class TensorFile:
             }
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
-        # of what isn't written yet
+        # Where the tensors begin that aren't written yet.
         self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}
         self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
 

@@ -34,7 +34,7 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
     measures: false where there are no weights but fake ones; then it counts what modules are called
     with, and give back.
     """
-    names, found = {}, {}
+    names, tiled = {}, {}
     for of_layer, layer in repeated_layers(model).items():
         names |= {
             child: f"{of_layer}.{name}"
@@ -49,15 +49,15 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
             and isinstance(output, Tensor)
             and output.shape == inputs[0].shape
         ):
-            # it has its weights now
-            found[names[module]] = not measures or _is_alike(module.forward, inputs[0], output)
+            # Its weights are there now: a large reference has those of one layer at a time.
+            tiled[names[module]] = not measures or _is_alike(module.forward, inputs[0], output)
 
     handles = [module.register_forward_hook(see, with_kwargs=True) for module in names]
     was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
     model.train()
     try:
         model(input_ids=torch.arange(PROBE_TOKENS, device=model.device)[None] % vocabulary)
-        return found
+        return tiled
     finally:
         for handle in handles:
             handle.remove()
@@ -84,7 +84,7 @@ def tile(model: PreTrainedModel, names: list[str]) -> None:
         module.forward = partial(_in_tiles, module.forward, tokens, places)
 
 
-# of parameters, by name: FSDP puts other tensors there while a layer computes
+# Parameters by module and name, since FSDP puts other tensors there while a layer computes.
 Places = list[tuple[nn.Module, str]]
 
 
@@ -140,10 +140,12 @@ class _Tiled(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 tile = tile.detach().requires_grad_()
                 out = forward(tile)
-            of_input, *found = torch.autograd.grad(out, [tile, *wanted], of_tile, allow_unused=True)
+            of_input, *gradients = torch.autograd.grad(
+                out, [tile, *wanted], of_tile, allow_unused=True
+            )
             of_hidden.append(of_input)
             # In float32, whatever the weights: bfloat16 would round at each tile.
-            for place, found_here in enumerate(found):
+            for place, found_here in enumerate(gradients):
                 if found_here is not None:  # as of an expert that gets no token of a tile
                     sums[place] = (
                         found_here.float() if sums[place] is None else sums[place].add_(found_here)

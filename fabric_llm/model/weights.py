@@ -36,9 +36,9 @@ from fabric_llm.model.sharded import (
     shards,
 )
 
-# name of a tensor in the model, the dictionary that holds it, its name in there
+# The name of a tensor in the model, the dictionary that holds it, and its name in there.
 Held = tuple[str, dict[str, Any], str]
-# name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
+# By its name in files a tensor as of safetensors' get_slice, which is read when it is indexed.
 Slices = Mapping[str, Any]
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that are numbers without a scale
 
@@ -95,23 +95,31 @@ class Stored:
 
     def _keys_of_units(self, named: dict[str, list[str]]) -> dict[str, list[str]]:
         """Unit -> the names in the files of what it is made from."""
-        unit_of = {name: unit for unit, names in units(self.skeleton).items() for name in names}
-        # a weight's other name -> its own
+        unit_of: dict[str, str] = {}
+        for unit, names in units(self.skeleton).items():
+            unit_of |= dict.fromkeys(names, unit)
+        # By a tied weight's other name its own.
         tied = getattr(self.skeleton, "all_tied_weights_keys", {})
         for other, own in tied.items():
-            there = [self.slices[key][...] for name in (own, other) for key in named.get(name, ())]
-            if len(there) == 2 and not torch.equal(*there):  # which transformers doesn't tie then
-                raise ValueError(
-                    f"{own} and {other} differ, but config.json ties them: it has to say "
-                    "tie_word_embeddings false"
-                )
-        found: dict[str, list[str]] = {}
+            if own in named and other in named:
+                self._require_equal(own, other, [*named[own], *named[other]])
+        keys_of: dict[str, list[str]] = {}
         for name, keys in named.items():
             unit = unit_of.get(self.first.get(name, name))
-            # of a weight that is there twice its own
+            # A weight that the files hold by both of its names is read by its own.
             if unit is not None and tied.get(name) not in named:
-                found.setdefault(unit, []).extend(keys)
-        return found
+                keys_of.setdefault(unit, []).extend(keys)
+        return keys_of
+
+    def _require_equal(self, own: str, other: str, keys: list[str]) -> None:
+        """Raises ValueError where a weight has two values in the files, which transformers doesn't
+        tie then."""
+        tensors = [self.slices[key][...] for key in keys]
+        if len(tensors) == 2 and not torch.equal(*tensors):
+            raise ValueError(
+                f"{own} and {other} differ, but config.json ties them: it has to say "
+                "tie_word_embeddings false"
+            )
 
     def _require_numbers(self, named: dict[str, list[str]]) -> None:
         """Raises ValueError for integers and numbers of 8 bits, which mean nothing without
@@ -140,23 +148,17 @@ class Stored:
             key: torch.empty(one.get_shape(), dtype=how.dtype, device="meta")
             for key, one in self.slices.items()
         }
-        said, _ = convert_and_load_state_dict_in_model(self.skeleton, slices, how)
-        loaded = {
-            self.first.get(name, name)
-            for name in self.skeleton.state_dict().keys() - said.missing_keys
-        }
-        said.missing_keys = {
-            name for name in said.missing_keys if self.first.get(name, name) not in loaded
-        }
-        self.skeleton._adjust_missing_and_unexpected_keys(said)
-        wrong = [
-            *said.missing_keys,
-            *(str(key) for key in said.mismatched_keys),
-            *said.conversion_errors,
-        ]
+        info, _ = convert_and_load_state_dict_in_model(self.skeleton, slices, how)
         expected = self.skeleton.state_dict()
+        # A tied weight is there if it is by any of its names.
+        loaded = {self.first.get(name, name) for name in expected.keys() - info.missing_keys}
+        info.missing_keys = {
+            name for name in info.missing_keys if self.first.get(name, name) not in loaded
+        }
+        self.skeleton._adjust_missing_and_unexpected_keys(info)
+        wrong = [*info.missing_keys, *map(str, info.mismatched_keys), *info.conversion_errors]
         unused = {key: name for name in named.keys() - expected.keys() for key in named[name]}
-        foreign = sorted(key for key, name in unused.items() if name in said.unexpected_keys)
+        foreign = sorted(key for key, name in unused.items() if name in info.unexpected_keys)
         problems = []
         if wrong:
             missing = f"{len(wrong)} of the model's weights are missing or have another shape"
@@ -176,13 +178,15 @@ class Stored:
         """Raises Fault (76) where they hold NaN or infinity."""
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
-        taken = _taken(self.skeleton).items()
-        found = {self.first.get(name, name): tensor for name, tensor in taken}
-        numbers = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
-        if bad := [name for name, tensor in numbers.items() if not is_finite(tensor)]:
+        tensors, bad = {}, []
+        for name, tensor in _taken(self.skeleton).items():
+            tensors[self.first.get(name, name)] = tensor
+            if tensor.is_floating_point() and not is_finite(tensor):
+                bad.append(self.first.get(name, name))
+        if bad:
             sentence = f"{self.model_name!r} holds NaN or infinity in {_first(bad)}."
             raise Fault(sentence, NON_FINITE)
-        return found
+        return tensors
 
 
 def _first(names: Iterable[str]) -> str:
@@ -215,14 +219,12 @@ class Drawn:
                 int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:8])
             )
             above[-1].apply(model._init_weights)
-        drawn = _taken(self.skeleton)
-        found = {name: drawn[name] for name in self.names[unit]}
-        if any(tensor.isnan().any() for tensor in found.values()):
+        drawn, names = _taken(self.skeleton), self.names[unit]
+        if any(drawn[name].isnan().any() for name in names):
             # A few constructors draw what _init_weights leaves out (Apertus, the first GPT): there
             # the model is drawn as one.
-            self.whole = self.whole or self._drawn_whole()
-            found = {name: self.whole[name] for name in found}
-        return found
+            self.whole = drawn = self.whole or self._drawn_whole()
+        return {name: drawn[name] for name in names}
 
     def _drawn_whole(self) -> dict[str, Tensor]:
         size = sum(parameter.nbytes for parameter in self.skeleton.parameters())
@@ -260,17 +262,16 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
         tensors: dict[str, Tensor] = {}  # on rank 0
         from_rank_zero(lambda: tensors.update(source.read(unit)))
         for name in names:
-            part, first = held[PREFIX + name]
-            whole = (
-                tensors.pop(name).contiguous()
-                if tensors
-                else torch.empty_like(expected[name], device=device)
-            )
+            own, first = held[PREFIX + name]
+            if tensors:
+                whole = tensors.pop(name).contiguous()
+            else:
+                whole = torch.empty_like(expected[name], device=device)
             if not alone():
                 whole = whole.to(device)
                 waits_for_others()
                 torch.distributed.broadcast(whole, src=0)
-            part.view(-1).copy_(whole.view(-1)[first : first + part.numel()])
+            own.view(-1).copy_(whole.view(-1)[first : first + own.numel()])
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -278,7 +279,7 @@ def is_finite(tensor: Tensor) -> bool:
     local = local_part(tensor)
     if not local.numel():
         return True
-    # isfinite of it all makes copies of it all
+    # Minimum and maximum say it without a copy, which torch.isfinite of the tensor would make.
     return bool(torch.isfinite(torch.stack(local.aminmax())).all())
 
 
@@ -293,13 +294,12 @@ def saved(model: nn.Module) -> dict[str, Tensor]:
 
 def units(model: nn.Module) -> dict[str, list[str]]:
     """Unit -> the names in `saved` of what it holds, in the order of the model."""
-    layers, found = repeated_layers(model), {}
+    layers, names_of = repeated_layers(model), {}
     for name in saved(model):
-        layer = next(
-            (layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0]
-        )
-        found.setdefault(layer, []).append(name)
-    return found
+        module = name.rpartition(".")[0]
+        unit = next((layer for layer in layers if name.startswith(f"{layer}.")), module)
+        names_of.setdefault(unit, []).append(name)
+    return names_of
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -332,17 +332,15 @@ def compute_buffers(model: PreTrainedModel) -> None:
 def _taken(skeleton: nn.Module) -> dict[str, Tensor]:
     """The tensors that have memory, by name. They are taken from the skeleton, which is on the meta
     device afterwards."""
-    found = {}
+    taken = {}
     for full, place, name in tensors_of(skeleton):
         if not place[name].is_meta:
-            found[full] = place[name].detach()
+            taken[full] = place[name].detach()
             place[name] = _in_place_of(place[name], place[name].to("meta"))
-    return found
+    return taken
 
 
 def _in_place_of(before: Tensor, tensor: Tensor) -> Tensor:
-    return (
-        nn.Parameter(tensor, requires_grad=before.requires_grad)
-        if isinstance(before, nn.Parameter)
-        else tensor
-    )
+    if isinstance(before, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=before.requires_grad)
+    return tensor

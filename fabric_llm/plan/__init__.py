@@ -2,13 +2,13 @@
 
 run_directory  `directory`, `lock`, `choose`: checkpoints/RUN, its name, lock, STATUS.json and the
                checkpoint to resume from
-mixture        `lay_out`: where each stage of a mixture begins, and where the run ends
+schedule       `Schedule`: the steps of a run and the rows that they read; a rewind changes it
 start          `place`, `start`: devices, batches over them, and the ranks of this machine
 demo           `prepare_demo`: the dataset of `python train.py` without flags
 checks         `check_training`: what is checked without torch
-plan           `Plan`: what the run will do, step by step
-same_run       `require_same_run`: what a run has in common with its checkpoint, and what it changes
-               on purpose
+plan           `Plan`: what the run will do, with which model and data
+same_run       `require_same_run`: what a resumed run must have in common with its checkpoint, and
+               what it changes on purpose
 make_plan      `make_plan`: flags -> what they mean on this machine, with this dataset and model
 warnings       `warnings_of`: valid flags that are probably a mistake
 """

@@ -78,14 +78,14 @@ def check_training(flags: Flags) -> None:
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     freezing.check(training.freeze, training.train_only)
     overrides(flags)
-    # which reads them for all ranks
+    # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():
         read_prompts(flags.logging.sample_prompts)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
 
     folders = [data.train_data_dir] if mix is None else [source.path for source in mix.sources]
-    read = [] if flags.demo else folders  # the demo's may have to be made first
+    read = [] if flags.demo else folders  # the demo's dataset may have to be made first
     for folder in (*parse_eval_data(flags.evaluation.eval_data).values(), *read):
         check_dataset_folder(folder, model_name)
     directory = run_directory.directory(flags)
@@ -130,8 +130,8 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
     """The first and the last step of --profile START:STOP."""
     if given is None:
         return None
-    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
-    first, last = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
+    first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
             "--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not "

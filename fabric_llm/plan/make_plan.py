@@ -5,7 +5,7 @@ Each check raises ValueError in one sentence with the offending value. A check w
 same on all ranks is made on rank 0 only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,7 @@ from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
-from fabric_llm.data.dataset import TokenDataset, concatenate
+from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.folders import TASKS
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
@@ -30,32 +30,39 @@ from fabric_llm.model import freezing, language_model, layers, loading, packed_a
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
-from fabric_llm.plan.mixture import Cursor, last_step, lay_out
-from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
+from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES
+from fabric_llm.plan.schedule import Cursor, Schedule, last_step, lay_out
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.forgetting import parse_budgets
 
-# that tokenizers of other rules make other tokens of
+# A text of which tokenizers with other rules make other tokens.
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
 
 
 def make_plan(
-    flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]
+    flags: Flags,
+    placement: Placement,
+    directory: Path,
+    resume_from: Optional[Path],
+    resumed: Optional[dict[str, Any]] = None,
 ) -> Plan:
     """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises
-    ValueError."""
-    resumed = {} if resume_from is None else keep.verified(resume_from)
-    start = Progress(**resumed["progress"]) if resumed else Progress()
+    ValueError.
+
+    resumed: progress.json of that checkpoint, as rank 0 has read it; None: as this rank reads it.
+    """
+    read = {} if resume_from is None else keep.verified(resume_from)
+    resumed = read if resumed is None else resumed
+    batches = batch_sizes(flags, placement.devices, placement.num_nodes)
     with same_run.written_by_a_run(resume_from):
-        data, schedule = _plan_data(
-            flags, batch_sizes(flags, placement.devices, placement.num_nodes), start, resumed
-        )
+        data, mix = _plan_data(flags, resumed)
+        schedule = _plan_schedule(flags, batches, data.sources, mix, resumed)
     source = flags.model.model_name if resume_from is None else str(resume_from)
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
     model, skeleton = _plan_model(flags, source, data, placement.kind)
-    plan = Plan(placement, model, data, schedule, start, directory, resume_from, resumed)
+    plan = Plan(placement, model, data, schedule, directory, resume_from, resumed)
     if is_rank_zero():
         _require_model_can(plan, skeleton)
         _require_rows_to_share(plan, flags.model.attention)
@@ -71,8 +78,8 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     ValueError."""
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
-    datasets, rope = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()], ""
-    # a resumed run has them from its checkpoint
+    datasets, rope = data.opened, ""
+    # The configuration of a resumed run's checkpoint has them already.
     if asked.rope is not None and source == asked.model_name:
         config, rope = positions.scaled(
             config, asked.rope, max(dataset.context_length for dataset in datasets)
@@ -86,7 +93,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
-                f"{str(dataset.folder)!r} was made with another tokenizer than that of "
+                f"{str(dataset.folder)!r} was made with a different tokenizer from that of "
                 f"{source!r}{differing}; "
                 f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
@@ -139,8 +146,8 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
 
 
 def _require_whole(source: Path, hashes: bool) -> None:
-    """If a new run starts from a checkpoint, its files must be as listed; other files may be beside
-    them. Raises Fault."""
+    """Raises Fault if a new run starts from a checkpoint whose files aren't as listed. Other files
+    may be beside them."""
     if (source / MANIFEST).is_file():
         listed = files.read(source)["files"]
         files.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
@@ -201,13 +208,10 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     if differing := sorted(
         name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
     ):
-        words = (
-            (
-                f"{name} {list(there.get(name, ())) or 'missing'}, not "
-                f"{list(here.get(name, ())) or 'there'}"
-            )
-            for name in differing[:MAX_DIFFERENCES]
-        )
+        words = []
+        for name in differing[:MAX_DIFFERENCES]:
+            stored, wanted = list(there.get(name, ())), list(here.get(name, ()))
+            words.append(f"{name} {stored or 'missing'}, not {wanted or 'there'}")
         raise ValueError(
             f"{str(plan.resume_from)!r} belongs to another model than --model_name "
             f"{plan.model.name!r}: {len(differing)} parameters differ: {'; '.join(words)}."
@@ -218,15 +222,14 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
     """Raises ValueError if --context_parallel ranks can't have equal parts of each row, or of the
     heads."""
     sharing = plan.placement.context_parallel
-    for dataset in [
-        *(plan.data.sources or {"": plan.data.dataset}).values(),
-        *plan.data.eval_data.values(),
-    ]:
+    for dataset in plan.data.opened:
         folder = repr(str(dataset.folder))
         require_shares(sharing, plan.model, attention, f"rows of {folder}", dataset.context_length)
         if sharing > 1 and "attention_mask" in dataset.train[0]:
-            said = f"{folder} has an attention_mask, which packed attention doesn't read."
-            raise ValueError(f"--context_parallel {sharing}: {said}")
+            raise ValueError(
+                f"--context_parallel {sharing}: {folder} has an attention_mask, which packed "
+                "attention doesn't read."
+            )
 
 
 def require_shares(
@@ -236,11 +239,8 @@ def require_shares(
     ranks."""
     if sharing == 1:
         return
-    flag, text_config, name = (
-        f"--context_parallel {sharing}",
-        model.config.get_text_config(),
-        repr(model.name),
-    )
+    flag, name = f"--context_parallel {sharing}", repr(model.name)
+    text_config = model.config.get_text_config()
     if attention not in ("auto", "packed"):
         raise ValueError(
             f"{flag} exchanges heads around packed attention: take --attention auto, not "
@@ -262,42 +262,90 @@ def require_shares(
         raise ValueError(f"{flag}: {rows} hold {context_length} tokens, which don't divide by it.")
 
 
-def _plan_data(
-    flags: Flags, batches: tuple[int, int, int], start: Progress, resumed: dict[str, Any]
-) -> tuple[DataPlan, Schedule]:
-    """The data of a run, and its schedule. Raises ValueError.
+def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix]:
+    """(the data of a run, the shares in which it is read). Raises ValueError.
 
-    batches: see `batch_sizes`. resumed: progress.json of the checkpoint, {} for a new run.
+    resumed: progress.json of the checkpoint, {} for a new run.
     """
-    training, evaluation, masking = flags.training, flags.evaluation, flags.data.document_masking
+    evaluation, masking = flags.evaluation, flags.data.document_masking
     if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
         masking = resumed["schedule"]["document_masking"]  # as in the steps before
-    if flags.data.data_mix:
-        read, end, max_step = _plan_mixture(flags, batches[2], start, resumed)
-    else:
-        dataset = open_here(flags.data.train_data_dir, flags)
-        _require_row_length(dataset, flags)
-        if batches[2] > (rows := len(dataset.train)):
-            folder = str(dataset.folder)
-            raise ValueError(
-                f"A step takes {batches[2]} sequences, but the training split of {folder!r} has "
-                f"{rows}."
-            )
-        read, end, max_step = {"dataset": dataset}, None, training.max_step
-        if max_step is None:
-            end = training.number_epochs * len(dataset.train)
-            max_step = last_step(start.step, start.position, end, batches[2])
-    budgets = parse_budgets(evaluation.forgetting_budget)
+    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
+    if flags.data.data_mix and "mixture" in resumed:
+        mix = _in_order(mix, mixture_of(resumed).names)
+    sources, budgets = open_sources(flags, mix), parse_budgets(evaluation.forgetting_budget)
+    first = next(iter(sources.values()))
     data = DataPlan(
-        **read,
+        sources,
         eval_data=open_eval_data(flags),
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
         budgets=budgets,
         probes=evaluated_probes(evaluation.probes, budgets),
-        document_end=read["dataset"].document_end if masking else None,
+        document_end=first.document_end if masking else None,
         document_masking=masking,
     )
-    return data, Schedule(*batches, max_step, end, training.max_step, training.number_epochs)
+    return data, mix
+
+
+def _in_order(mix: DataMix, names: Sequence[str]) -> DataMix:
+    """The mixture with the sources of the resumed run first, so that their rows keep their
+    numbers. Raises ValueError where one is missing."""
+    for name in names:
+        if name not in mix.names:
+            raise ValueError(
+                f"--data_mix leaves out source {name!r} of the resumed run: give it weight 0."
+            )
+    return mix.in_order(names)
+
+
+def _plan_schedule(
+    flags: Flags,
+    batches: tuple[int, int, int],
+    sources: Mapping[str, TokenDataset],
+    mix: DataMix,
+    resumed: dict[str, Any],
+) -> Schedule:
+    """The steps of a run. Raises ValueError. batches: see `batch_sizes`."""
+    training, is_named, batch = flags.training, bool(flags.data.data_mix), batches[2]
+    rows = tuple(len(source.train) for source in sources.values())
+    contexts = tuple(source.context_length for source in sources.values())
+    if not is_named and batch > rows[0]:
+        [dataset] = sources.values()
+        raise ValueError(
+            f"A step takes {batch} sequences, but the training split of {str(dataset.folder)!r} "
+            f"has {rows[0]}."
+        )
+    mixture_text.require_one_length(mix, contexts)
+    start = Progress(**resumed["progress"]) if resumed else Progress()
+    length = training.max_step, training.number_epochs
+    before = resumed.get("mixture") if is_named else None
+    raised: dict[str, Fraction] = {}
+    if before is None:
+        stages, end, _ = lay_out(mix, rows, batch, *length)
+    else:
+        raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
+        stages, end = mixture_of(resumed).stages, before["end"]
+        if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
+            # Changed on purpose: the stages before this step stay.
+            here = Cursor(start.step, start.position, stages)
+            more = mixture_text.at_least(mix, raised, contexts)
+            stages, end, _ = lay_out(more, rows, batch, *length, here)
+    # Rewinds have skipped data, so the steps that are left are counted from here.
+    last = [] if end is None else [last_step(start.step, start.position, end, batch)]
+    if training.max_step is not None:
+        last.append(training.max_step)
+    mixture = Mixture(mix.names, rows, contexts, stages, training.seed, is_named)
+    return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised)
+
+
+def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping[str, Any]) -> bool:
+    """Whether the flags ask for the stages that a resumed run had. then: its flags."""
+    training = flags.training
+    if (mixture_text.described(mix), batch) != (then.get("data_mix"), then["global_batch_size"]):
+        return False
+    if training.max_step is not None:
+        return training.max_step == then["max_step"]
+    return then["max_step"] is None and training.number_epochs == then["number_epochs"]
 
 
 def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
@@ -326,61 +374,10 @@ def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
     given."""
     asked, length = flags.data.context_length, dataset.context_length
     if asked not in (None, length):
-        said = f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens"
-        raise ValueError(f"{said}; run prepare_data.py again with --context_length {asked}.")
-
-
-def _plan_mixture(
-    flags: Flags, batch: int, start: Progress, resumed: dict[str, Any]
-) -> tuple[dict[str, Any], Optional[int], int]:
-    """(fields of DataPlan for --data_mix, the position that the run may not pass, its last step).
-    batch: sequences of a step."""
-    mix, training = mixture_text.parse(flags.data.data_mix), flags.training
-    max_step, number_epochs = training.max_step, training.number_epochs
-    had = mixture_of(resumed) if "mixture" in resumed else None
-    if had is not None:  # the run's sources come first, so that their rows keep their numbers
-        if missing := [name for name in had.names if name not in mix.names]:
-            raise ValueError(
-                f"--data_mix leaves out source {missing[0]!r} of the resumed run: give it weight 0."
-            )
-        mix = mix.in_order(had.names)
-    sources = open_sources(flags, mix)
-    rows = tuple(len(source.train) for source in sources.values())
-    contexts = tuple(source.context_length for source in sources.values())
-    mixture_text.require_one_length(mix, contexts)
-    raised = {}
-    if had is None:
-        stages, end, last = lay_out(mix, rows, batch, max_step, number_epochs)
-    else:
-        then = resumed["schedule"]
-        raised = {
-            name: Fraction(share) for name, share in resumed["mixture"].get("raised", {}).items()
-        }
-        is_as_before = (
-            (mixture_text.described(mix), batch)
-            == (then.get("data_mix"), then["global_batch_size"])
-            and max_step == then["max_step"]
-            and (max_step is not None or number_epochs == then["number_epochs"])
+        raise ValueError(
+            f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens; "
+            f"run prepare_data.py again with --context_length {asked}."
         )
-        if is_as_before:
-            stages, end = had.stages, resumed["mixture"]["end"]
-            steps = [
-                max_step,
-                None if end is None else last_step(start.step, start.position, end, batch),
-            ]
-            last = min(step for step in steps if step is not None)
-        else:  # changed on purpose: the stages before this step stay
-            here = Cursor(start.step, start.position, had.stages)
-            more = mixture_text.at_least(mix, raised, contexts)
-            stages, end, last = lay_out(more, rows, batch, max_step, number_epochs, here)
-    read = {
-        "dataset": concatenate(list(sources.values())),
-        "sources": sources,
-        "mix": mix,
-        "raised": raised,
-        "mixture": Mixture(mix.names, rows, contexts, stages, training.seed),
-    }
-    return read, end, last
 
 
 def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
@@ -411,14 +408,12 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
     _require_one_tokenizer(first, other, both)
     ends = [one.document_end for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
-        said = [
-            f"packed, token {end} ends a document"
-            if end is not None
-            else "not packed by prepare_data.py"
-            for end in ends
-        ]
+        packed = []
+        for end in ends:
+            words = f"packed, token {end} ends a document"
+            packed.append("not packed by prepare_data.py" if end is None else words)
         raise ValueError(
-            f"{both} have different documents: {', and '.join(said)}; take --document_masking "
+            f"{both} have different documents: {', and '.join(packed)}; take --document_masking "
             "false."
         )
 
@@ -464,15 +459,15 @@ def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, sourc
     of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
     if end is None or end in of_config or of_tokenizer is None and not of_config:
         return
-    said = f"Documents of {str(dataset.folder)!r} end with token {end}"
+    sentence = f"Documents of {str(dataset.folder)!r} end with token {end}"
     if of_tokenizer is not None and end != of_tokenizer:
         raise ValueError(
-            f"{said}, and texts of {source!r} with {of_tokenizer}: make the data with "
+            f"{sentence}, and texts of {source!r} with {of_tokenizer}: make the data with "
             f"{command('prepare_data.py', tokenizer=source)}."
         )
     if of_config and is_rank_zero():
         ids = ", ".join(map(str, of_config))
         print(
-            f"Warning: {said}, but in the configuration of {source!r} {ids} ends a text: what is "
+            f"Warning: {sentence}, but in the configuration of {source!r} {ids} ends a text: what is "
             "generated won't stop there."
         )

@@ -25,19 +25,15 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
 
-# codes in STATUS.json that a command that trained nothing doesn't replace
-ENDED = (
-    DONE,
-    NON_FINITE,
-)
+ENDED = (DONE, NON_FINITE)  # codes in STATUS.json that a command that trains nothing leaves there
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
-SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
-MAX_DIFFERENCES = 10  # named in an error
-MAX_CHARACTERS = 80  # of a mixture's sources in a run's name
-LONGEST_NAME = 200  # characters of a run's name; file systems take 255 bytes
-_locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
-_made: set[Path] = set()  # locked directories that weren't there before
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of network file systems without locks
+SECONDS_OF_NFS = 70.0  # NFS caches a directory for a minute
+MAX_DIFFERENCES = 10  # that one error names
+MAX_CHARACTERS = 80  # of a mixture's sources in the name of a run
+LONGEST_NAME = 200  # characters in the name of a run; file systems take 255 bytes
+_locks: dict[Path, int] = {}  # descriptors of locks, held until this process ends in any way
+_made: set[Path] = set()  # locked directories that this process has created
 
 
 def directory(flags: Flags) -> Path:
@@ -49,68 +45,70 @@ def directory(flags: Flags) -> Path:
     --output_dir (2) or is a link (77), for a new run in a directory that holds checkpoints (2), for
     a resume without a checkpoint, and for a --checkpoint that isn't one (66).
     """
-    resume, name, parent = (
-        flags.checkpoint.resume,
-        flags.checkpoint.run_name,
-        Path(flags.checkpoint.output_dir),
-    )
-    given = given_checkpoint(flags)
-    if given is not None and not resume:
-        raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
-    if given is not None and not _restarted(flags):  # a restarted run may have pruned it
-        require_checkpoint(given)
-    if given is not None and name is None:
-        return no_link(given.parent)
-    if name is None:
-        default = default_name(
-            flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix
-        )
-        if flags.demo and resume is True:  # which may mean other runs than the demo's
-            runs = sorted(path.name for path in parent.glob("*") if files.latest(path) is not None)
-            if others := [
-                run for run in runs if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", run)
-            ]:
-                raise ValueError(
-                    f"--resume true doesn't say which run of {str(parent)!r} goes on, "
-                    f"{', '.join(map(repr, runs[:MAX_DIFFERENCES]))}: name it, such as "
-                    f"{command(run_name=others[0])}."
-                )
-        numbered = [default, *(f"{default}-{k}" for k in range(2, 10_000))]
-        there = set(os.listdir(parent)) if parent.is_dir() else set()
-        taken = [run for run in numbered if run in there]
-        name = (
-            (taken or [default])[-1]
-            if resume
-            else next(run for run in numbered if run not in there)
-        )
-    elif not (
-        0 < len(name) <= LONGEST_NAME
-        and name.isprintable()
-        and name == Path(name).name
-        and name != ".."
-    ):
-        start = name[:LONGEST_NAME]
-        raise ValueError(
-            f"--run_name {start!r} must be a plain name of {LONGEST_NAME} characters at most, not "
-            "'/' or '..'."
-        )
-    folder = no_link(parent / name)
+    resume, given = flags.checkpoint.resume, given_checkpoint(flags)
+    if given is not None:
+        if not resume:
+            raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
+        # A run that was restarted may have pruned the checkpoint since.
+        if not _restarted(flags):
+            require_checkpoint(given)
+        if flags.checkpoint.run_name is None:
+            return no_link(given.parent)
+    folder = no_link(Path(flags.checkpoint.output_dir) / _name(flags))
     if resume is True and given is None and not files.step_directories(folder):
         raise Fault(
             f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT
         )
     if not resume and (newest := files.latest(folder)) is not None:
-        said = f"{str(folder)!r} holds checkpoints up to {newest.name}"
-        raise ValueError(f"{said}: go on with --resume true, or take another --run_name.")
+        raise ValueError(
+            f"{str(folder)!r} holds checkpoints up to {newest.name}: go on with --resume true, or "
+            "take another --run_name."
+        )
     return folder
+
+
+def _name(flags: Flags) -> str:
+    """--run_name, or else that of the first free directory of a new run, or of the last one of a
+    resumed run. Raises ValueError."""
+    name = flags.checkpoint.run_name
+    if name is not None:
+        is_plain = name == Path(name).name and name != ".." and name.isprintable()
+        if not is_plain or not 0 < len(name) <= LONGEST_NAME:
+            raise ValueError(
+                f"--run_name {name[:LONGEST_NAME]!r} must be a plain name of {LONGEST_NAME} "
+                "characters at most, not '/' or '..'."
+            )
+        return name
+    default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
+    parent = Path(flags.checkpoint.output_dir)
+    if flags.demo and flags.checkpoint.resume is True:
+        _require_demo_alone(parent, default)
+    last, there = None, set(os.listdir(parent)) if parent.is_dir() else set()
+    for numbered in (default, *(f"{default}-{k}" for k in range(2, 10_000))):
+        if numbered in there:
+            last = numbered
+        elif not flags.checkpoint.resume:
+            return numbered
+    return last or default
+
+
+def _require_demo_alone(parent: Path, default: str) -> None:
+    """Raises ValueError if --resume true, without a name, may mean another run than the demo's."""
+    runs = sorted(path.name for path in parent.glob("*") if files.latest(path) is not None)
+    for other in runs:
+        if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", other):
+            raise ValueError(
+                f"--resume true doesn't say which run of {str(parent)!r} goes on, "
+                f"{', '.join(map(repr, runs[:MAX_DIFFERENCES]))}: name it, such as "
+                f"{command(run_name=other)}."
+            )
 
 
 def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] = None) -> str:
     """MODEL-DATA from the last parts of both names. With a checkpoint of RUN as the model:
     RUN-DATA, or RUN on the same data.
 
-    DATA is the name of the dataset, also where another one is replayed, or the names of a mixture's
-    sources.
+    DATA is the name of the dataset, also with --replay, or the names of a mixture's sources.
     """
     if data_mix:
         mix = mixture_text.parse(data_mix)
@@ -143,24 +141,25 @@ def lock(folder: Path) -> None:
     descriptor = -1
     try:
         for path in folder.iterdir():
+            # A pipe would block whoever opens it. What no longer exists was a temporary file of
+            # another run.
             is_known = no_link(path).is_dir() or path.is_file()
-            # A pipe blocks whoever opens it. What is gone was another run's temporary file.
             if not is_known and path.exists():
                 raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
             raise FileNotFoundError
-    except FileNotFoundError:  # another run, which didn't begin, has removed what it had made
+    except FileNotFoundError:
+        # Another run, which didn't begin, has removed the directory that it had created.
         if descriptor >= 0:
             os.close(descriptor)
         return lock(folder)
     except BlockingIOError:
         os.close(descriptor)
-        said = read_status(folder)
-        who = (
-            f" (process {said['pid']} on {said['host']})" if {"pid", "host"} <= said.keys() else ""
-        )
+        status, who = read_status(folder), ""
+        if {"pid", "host"} <= status.keys():
+            who = f" (process {status['pid']} on {status['host']})"
         raise Fault(
             f"Another run{who} is using {str(folder)!r}: wait for it, or take another --run_name.",
             UNWRITABLE,
@@ -192,15 +191,15 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
     """
     for folder in list(_locks):
         if not has_plan and folder in _made and not fault.retryable:
-            # While it is locked, so that no other run begins in what is removed.
+            # It is removed while it is locked, so that no other run begins in it.
             (folder / LOCK).unlink(missing_ok=True)
             with suppress(OSError):  # another run has begun there since
                 folder.rmdir()
             unlock(folder)
             continue
-        if fault.code == DONE:  # no later start will sweep
+        if fault.code == DONE:  # there will be no later start, which would sweep
             sweep(folder)
-        # a mistaken command doesn't end a run anew
+        # How a run ended stays in STATUS.json if a later command is a mistake.
         if fault.retryable or read_status(folder).get("code") not in ENDED:
             write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)
@@ -245,8 +244,9 @@ def write_status(
 def read_status(folder: Path) -> dict[str, Any]:
     """STATUS.json, {} where there is none."""
     with suppress(OSError, ValueError, RecursionError):
-        said = json.loads((folder / STATUS).read_text())
-        return said if isinstance(said, dict) else {}
+        status = json.loads((folder / STATUS).read_text())
+        if isinstance(status, dict):
+            return status
     return {}
 
 
@@ -270,7 +270,8 @@ def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) ->
     with suppress(OSError), (folder / EVENTS).open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line  # a kill cut off the last line
+            if file.read(1) != b"\n":  # a kill cut off the last line
+                line = "\n" + line
         file.write(line.encode())
 
 
@@ -302,15 +303,13 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
         return None
     if given is not None and not (_restarted(flags) and _goes_on_from(directory, given)):
         require_checkpoint(given)
-        no_link(given.parent / "metrics.jsonl")  # a branch begins with a copy
+        no_link(given.parent / "metrics.jsonl")  # of which a branch begins with a copy
         own = files.latest(directory)
         if own is not None and given.parent.resolve() != directory.resolve():
-            said = (
-                f"--checkpoint {given} would begin a branch in {str(directory)!r}, which holds "
-                f"checkpoints up to {own.name}"
-            )
             raise ValueError(
-                f"{said}: go on there without --checkpoint, or take another --run_name."
+                f"--checkpoint {given} would begin a branch in {str(directory)!r}, which holds "
+                f"checkpoints up to {own.name}: go on there without --checkpoint, or take another "
+                "--run_name."
             )
         keep.verified(given, hashes)
         return given
@@ -354,9 +353,8 @@ def _goes_on_from(directory: Path, given: Path) -> bool:
     """True if the run in `directory` already began at `given`, by going back to it or as a branch,
     and has saved since."""
     for path in reversed(files.checkpoints(directory)):
-        with suppress(Fault):  # a damaged one: the checkpoint before it says the same
-            return (
-                read_progress(path).get("rolled_back_to") == given.name
-                and path.resolve() != given.resolve()
-            )
+        # If a checkpoint is damaged, the one before it says the same.
+        with suppress(Fault):
+            went_back = read_progress(path).get("rolled_back_to") == given.name
+            return went_back and path.resolve() != given.resolve()
     return False

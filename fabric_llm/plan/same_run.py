@@ -16,6 +16,8 @@ from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
+from fabric_llm.plan.schedule import Schedule
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.schedule import arguments_of, lr_at
 
 
@@ -37,43 +39,43 @@ def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
         ) from error
 
 
-def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
-    """What a checkpoint says of its run, to be compared by runs that resume from it."""
+def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
+    """What a checkpoint says of its run, to be compared by runs that resume from it. schedule: that
+    of the run where it is."""
     flat, declared, given = flags.flat(), flags.declared(), given_checkpoint(flags)
     packed = bool(plan.data.dataset.manifest.get("packed"))
     masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
-    schedule = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
-    schedule |= {"global_batch_size": plan.schedule.global_batch_size, "document_masking": masking}
-    schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
+    of_run = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
+    of_run |= {"global_batch_size": schedule.global_batch_size, "document_masking": masking}
+    of_run |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
     fixed = {name: flat[name] for name, one in declared.items() if one.resume == "never"}
     of_data = {
-        "context_length": plan.data.of_each(lambda dataset: dataset.context_length),
-        "train_rows": plan.data.of_each(lambda dataset: len(dataset.train)),
-        "train_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
+        "context_length": plan.of_each_source(lambda dataset: dataset.context_length),
+        "train_rows": plan.of_each_source(lambda dataset: len(dataset.train)),
+        "train_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
     }
-    found: dict[str, Any] = {}
-    if (mixture := plan.data.mixture) is None:
-        schedule.pop("data_mix")
-    else:
-        raised = {name: str(share) for name, share in plan.data.raised.items()}
-        schedule["data_mix"] = mixture_text.described(plan.data.mix)
-        found["mixture"] = {"sources": mixture.names, "segments": mixture.as_json()}
-        found["mixture"] |= {"end": plan.schedule.end, "raised": raised}
-    if schedule["ema_decay"] is None:
-        schedule = {
-            name: value
-            for name, value in schedule.items()
-            if name not in ("ema_device", "ema_every")
+    of_mixture: dict[str, Any] = {}
+    if schedule.mixture.is_named:
+        of_run["data_mix"] = mixture_text.described(schedule.mix)
+        of_mixture["mixture"] = {
+            "sources": schedule.mixture.names,
+            "segments": schedule.mixture.as_json(),
+            "end": schedule.end,
+            "raised": {name: str(share) for name, share in schedule.raised.items()},
         }
+    else:
+        del of_run["data_mix"]
+    if of_run["ema_decay"] is None:
+        del of_run["ema_device"], of_run["ema_every"]
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
     return {
         "fixed": {**of_data, "row_order": ROW_ORDER, **fixed},
-        "schedule": schedule,
-        **found,
+        "schedule": of_run,
+        **of_mixture,
         "measured_on": plan.resumed["measured_on"] if plan.is_base_known else plan.measured_on(),
         "evaluated_on": plan.measured_on(),
-        "end_step": plan.schedule.max_step,
+        "end_step": schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": plan.model.name,
         "config_file": plan.model.config_file,
@@ -95,75 +97,114 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         if one.belongs_to_run and not one.needs
     }
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
-    allowed, now = overrides(flags), facts(plan, flags)
-    # the guard counts on from them
+    now = facts(plan, plan.schedule, flags)
+    # The guard counts on from these numbers.
     sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])
-    fixed, schedule = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
+    fixed, changed = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     if ("mixture" in then) != ("mixture" in now):
         before, after = (
             f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)
         )
         fixed = {"data": (before, after), **fixed}
-    if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
-        schedule.pop("number_epochs", None)  # isn't used
-    silent = {name: values for name, values in schedule.items() if name not in allowed}
-    anew = f"{command(model_name=plan.resume_from)}, without --resume"
-    for differing, advice in (
-        (fixed, f"That can't change within a run; for a new one from its weights: {anew}."),
-        (silent, f"To change that on purpose: --resume_override {','.join(silent)}."),
-    ):
-        if differing:
-            first = [
-                f"{name} {before}, not {value}" for name, (before, value) in differing.items()
-            ][:MAX_DIFFERENCES]
-            raise ValueError(
-                f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}"
+    if now["schedule"]["max_step"] is not None and "max_step" not in changed:
+        changed.pop("number_epochs", None)  # isn't used
+    allowed = overrides(flags)
+    silent = {name: values for name, values in changed.items() if name not in allowed}
+    _refuse(
+        plan,
+        fixed,
+        f"That can't change within a run; for a new one from its weights: {_new_run_from(plan)}.",
+    )
+    _refuse(plan, silent, f"To change that on purpose: --resume_override {','.join(silent)}.")
+    _require_known_base(plan)
+    _require_work(plan, flags, is_changed=bool(changed))
+    return _changes(plan, changed, now)
+
+
+def _new_run_from(plan: Plan) -> str:
+    """The flags of a new run that begins with the weights of the checkpoint."""
+    return f"{command(model_name=plan.resume_from)}, without --resume"
+
+
+def _refuse(plan: Plan, differing: dict[str, tuple[Any, Any]], advice: str) -> None:
+    """Raises ValueError if anything differs from the checkpoint."""
+    if differing:
+        words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
+        first = "; ".join(words[:MAX_DIFFERENCES])
+        raise ValueError(f"{str(plan.resume_from)!r} was written with {first}. {advice}")
+
+
+def _require_known_base(plan: Plan) -> None:
+    """Raises ValueError unless each set that has a budget was evaluated before step 1, on the rows
+    that are evaluated now."""
+    if not plan.is_base_known:  # it will be measured
+        return
+    base, measured_on = plan.resumed["guard"]["before"], plan.measured_on()
+    for name in plan.data.budgets:
+        before = plan.resumed["measured_on"].get(name, measured_on[name])
+        if name in base and before == measured_on[name]:
+            continue
+        advice = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
+        if before == measured_on[name][: len(before)]:
+            advice = (
+                "An older version read the first rows of sets, and saw packed ones beside others "
+                "as one text. Leave"
             )
-    base, measured_on = then["guard"]["before"], plan.measured_on()
-    for name in plan.data.budgets if plan.is_base_known else ():
-        before = then["measured_on"].get(name, measured_on[name])
-        if name not in base or before != measured_on[name]:
-            given = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
-            if before == measured_on[name][: len(before)]:
-                given = (
-                    "An older version read the first rows of sets, and saw packed ones beside "
-                    "others as one text. Leave"
-                )
-            raise ValueError(
-                f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of "
-                f"this run, so what it forgets of it isn't known. {given} it out by "
-                "--resume_override forgetting_budget; or begin a run whose budgets count from this "
-                f"checkpoint: {anew}."
-            )
-    owes_evaluation = flags.evaluation.eval_iters > 0 and not is_evaluated(then)
-    if plan.start.step >= plan.schedule.max_step and not owes_evaluation:
-        sentence = (
-            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
-            f"{plan.schedule.max_step})"
-        )
-        if flags.checkpoint.resume == "auto" and not schedule:
-            raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(
-            f"{sentence}: to train on, give a larger --max_step or --number_epochs, and "
-            "--resume_override with its name."
+            f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this "
+            f"run, so what it forgets of it isn't known. {advice} it out by --resume_override "
+            "forgetting_budget; or begin a run whose budgets count from this checkpoint: "
+            f"{_new_run_from(plan)}."
         )
-    return _changes(plan, schedule, now)
+
+
+def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
+    """Raises Fault (0), or ValueError where the command asks for more, if nothing is left to do."""
+    if plan.start.step < plan.schedule.max_step:
+        return
+    # A request to stop may have cut off the last evaluation.
+    if flags.evaluation.eval_iters > 0 and not is_evaluated(plan.resumed):
+        return
+    # Or the run was killed before it went back, or ended, as that evaluation asks for.
+    if forgetting_at_start(plan, flags).verdict in ("stop", "rewind"):
+        return
+    sentence = (
+        f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
+        f"{plan.schedule.max_step})"
+    )
+    if flags.checkpoint.resume == "auto" and not is_changed:
+        raise Fault(f"{sentence}: nothing is left to do.", DONE)
+    raise ValueError(
+        f"{sentence}: to train on, give a larger --max_step or --number_epochs, and "
+        "--resume_override with its name."
+    )
+
+
+def forgetting_at_start(plan: Plan, flags: Flags) -> Forgetting:
+    """The budgets, and what the losses at the checkpoint of a resumed run say of them."""
+    forgetting = Forgetting(plan.data.budgets, flags.evaluation.forgetting_action)
+    if plan.resumed:
+        forgetting.before = dict(plan.resumed["guard"]["before"])
+        forgetting.changed = plan.changed_eval_sets()
+        losses = plan.resumed.get("eval_losses")
+        if losses is not None:
+            forgetting.accept_evaluation(plan.start.step, losses)
+    return forgetting
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of what differs. Facts of sources are compared one by one; a new source
     is no difference."""
-    found: dict[str, tuple[Any, Any]] = {}
+    differing: dict[str, tuple[Any, Any]] = {}
     for name, value in now.items():
         before = then.get(name, value)
         if isinstance(before, dict) and isinstance(value, dict):
-            of_each = {key: (before.get(key, one), one) for key, one in value.items()}
-            found |= {
-                f"{name} of {key}": both for key, both in of_each.items() if both[0] != both[1]
-            }
+            for source, fact in value.items():
+                if before.get(source, fact) != fact:
+                    differing[f"{name} of {source}"] = before[source], fact
         elif before != value and dict not in (type(before), type(value)):
-            found[name] = before, value
-    return found
+            differing[name] = before, value
+    return differing
 
 
 def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]) -> list[str]:
@@ -199,7 +240,7 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
 def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A table of the learning rate from here on and as it would have been, at a few steps."""
     first, last = plan.start.step, plan.schedule.max_step - 1
-    steps = sorted({first + round(part * (last - first) / 4) for part in range(5)})
+    steps = sorted({first + round(quarter * (last - first) / 4) for quarter in range(5)})
     curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}
     rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
     for name, schedule in curves.items():

@@ -22,9 +22,9 @@ from fabric_llm.plan import run_directory
 from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.processes import launch
 
-GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
-MAX_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
-# In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
+GIB_OF_A_RANK = 0.4  # host memory that a rank takes before it holds anything of the model
+MAX_RANKS_A_CORE = 4  # with more, a run on CPUs takes minutes to start
+# Names in /dev of the GPUs of NVIDIA, Jetson, AMD, and Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
 
@@ -34,7 +34,7 @@ class ThisRank:
 
     placement: Placement
     children: launch.Children  # the ranks that this process has started
-    # of the run, which rank 0 has locked; other ranks know it once they have joined
+    # The run directory, which rank 0 has locked. Other ranks know it once they have joined.
     directory: Optional[Path]
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     rank: int = 0
@@ -50,7 +50,7 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     doesn't divide. Raises ValueError, with all numbers, if they don't divide or disagree.
     """
     training, sharing = flags.training, flags.devices.context_parallel
-    # ranks, or groups of ranks that share rows: each reads others
+    # The ranks, or groups of ranks that share rows: each one reads other rows.
     world_size, rest = divmod(devices * num_nodes, sharing)
     if rest:
         raise ValueError(
@@ -93,7 +93,7 @@ def place(flags: Flags) -> Placement:
     launched = None if tpu else launch.launched_world(given)
     asked, num_nodes = launched or world.values()
     sharding = Sharding(**{one.name: getattr(fsdp, one.name) for one in fields(Sharding)})
-    # needs no torch, which counts GPUs
+    # These mistakes are told before torch is imported, which counts GPUs.
     strategy_rules.strategy(fsdp.strategy, None, tpu, precision, None, sharding)
     gpus, accelerator = 0, flags.devices.accelerator
     # Without such files, torch is asked only once it is imported anyway: run/supervision.py calls
@@ -114,11 +114,10 @@ def place(flags: Flags) -> Placement:
             )
     devices, kind = max(gpus, 1) if asked == "auto" else int(asked), "cuda" if gpus else "cpu"
     if gpus and devices > gpus:
-        of_srun = {
-            "SLURM_LOCALID",
-            "LOCAL_WORLD_SIZE",
-        } <= os.environ.keys()  # the first alone: a batch script
-        advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
+        advice = ""
+        # A batch script has the first of these alone.
+        if {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+            advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)"
         raise ValueError(
             f"--devices {devices}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}."
         )
@@ -156,19 +155,17 @@ def start(flags: Flags) -> ThisRank:
     A problem with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
-    if placement.kind == "cpu":  # where tensors are malloc's
+    if placement.kind == "cpu":  # tensors are in memory of malloc
         return_freed_memory()
-    by_other, has_ranks = (
-        launch.started_by_other(),
-        placement.world_size > 1 and not flags.devices.tpu,
-    )
+    by_other = launch.started_by_other()
+    has_ranks = placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
     if starts:
         require_cores(flags, placement)
     if has_ranks and by_other:
-        launch.number_of("MASTER_PORT", 0, 2**16 - 1, default="")  # at which they meet
+        launch.number_of("MASTER_PORT", 0, 2**16 - 1, default="")  # where the ranks meet
     if placement.num_nodes == 1 and not by_other:
-        os.environ.pop("NODE_RANK", None)  # not of this run, of which this process is the first
+        os.environ.pop("NODE_RANK", None)  # of something else: this process is the run's first
     if (
         starts
         and placement.num_nodes > 1

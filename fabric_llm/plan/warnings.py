@@ -15,15 +15,15 @@ from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 
 # AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and
-# mostly stay, around 0.02 (initializer_range in transformers): with a larger rate, one step
-# replaces them.
+# mostly stay, around 0.02 (initializer_range in transformers): a larger rate replaces them in one
+# step.
 LARGEST_LR = 0.02
 # The gradient of so few sequences is mostly noise, unless they have that many tokens.
 FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
-# Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models,
-# arXiv 2305.16264.
+# Up to here, text that is read again is nearly as good as new text: Muennighoff et al. 2023,
+# Scaling Data-Constrained Language Models, arXiv 2305.16264.
 MAX_EPOCHS = 4
-MANY_STEPS = 200  # that nobody wants to lose
+MANY_STEPS = 200  # too many to lose in a crash
 
 
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
@@ -50,7 +50,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "place. A model shifts them itself, so it learns the token after next: write labels "
             "that equal input_ids where there is a target, or leave the column out."
         )
-    for dataset in plan.datasets():
+    for dataset in plan.data.opened:
         if unread := getattr(dataset, "unread", ()):
             yield (
                 f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
@@ -82,7 +82,9 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"{lr * last / warmup:g}."
         )
     if often := [
-        f"{name} {count:.1f} times" for name, count in plan.epochs().items() if count > MAX_EPOCHS
+        f"{name} {count:.1f} times"
+        for name, count in plan.schedule.epochs().items()
+        if count > MAX_EPOCHS
     ]:
         yield (
             f"the run reads {', '.join(often)}: beyond {MAX_EPOCHS} epochs, text teaches less "
@@ -96,8 +98,10 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "before it."
         )
     if interval is None and plan.data.budgets and flat["forgetting_action"] == "rewind":
-        said = "goes back to the beginning each time"
-        yield f"--forgetting_action rewind without --save_step_interval {said}."
+        yield (
+            "--forgetting_action rewind without --save_step_interval goes back to the beginning "
+            "each time."
+        )
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
 
@@ -107,30 +111,28 @@ def _without_effect(
 ) -> Iterator[str]:
     """Flags that are given without what they need. Flags that miss the same share a sentence."""
     known = {**flat, "strategy": strategy}
-    found: dict[str, list[str]] = {}
+    without: dict[str, list[str]] = {}  # what is missing -> flags that need it
     for name, value in flat.items():
-        # these don't shard
+        # Neither ddp nor one device shards, so NO_SHARD describes them.
         if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):
             continue
-        for needed, *values in (need.split() for need in flags[name].needs.split(",") if need):
-            # One part of a value with commas is enough.
-            if (
-                set(str(known[needed]).lower().split(",")) & set(values)
-                if values
-                else known[needed]
-            ):
+        for need in filter(None, flags[name].needs.split(",")):
+            needed, *values = need.split()
+            # Of a value with commas, one of the parts is enough.
+            given = set(str(known[needed]).lower().split(","))
+            if given & set(values) or not values and known[needed]:
                 continue
             missing = f"with --{needed} {str(known[needed]).lower()}"
             if known[needed] == flags[needed].default:
-                missing = f"without --{needed}{' ' * bool(values)}{' or '.join(values)}"
-            found.setdefault(missing, []).append(f"--{name}")
+                missing = f"without --{' '.join([needed, ' or '.join(values)]).strip()}"
+            without.setdefault(missing, []).append(f"--{name}")
             break
-    as_said = {
+    usual = {
         "with --strategy single": "with one device",
         "with --strategy xla": "with --tpu true",
     }
-    for missing, names in found.items():
-        listed = (
-            f"{', '.join(names[:-1])} and {names[-1]} have" if len(names) > 1 else f"{names[0]} has"
-        )
-        yield f"{listed} no effect {as_said.get(missing, missing)}."
+    for missing, names in without.items():
+        listed = f"{names[0]} has"
+        if len(names) > 1:
+            listed = f"{', '.join(names[:-1])} and {names[-1]} have"
+        yield f"{listed} no effect {usual.get(missing, missing)}."

@@ -20,8 +20,7 @@ from fabric_llm.prepare import documents, inputs
 from fabric_llm.prepare.documents import BLANK_LINES, Part
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
-# Of a small one. Many pieces keep all cores busy to the end, but flushing each to the disk takes 50
-# ms.
+# Of a small one. Many pieces keep all cores busy to the end, but flushing each takes 50 ms.
 SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
 EDGES = 16  # the name of one of so many files begins a piece
@@ -33,8 +32,8 @@ OWN_VALIDATION = ("validation", "valid", "val", "dev")
 NOT_TRAINING = {
     *OWN_VALIDATION,
     *"test tests testset testing testmini devtest devset eval evals evaluation".split(),
+    *"heldout holdout held validate".split(),
 }
-NOT_TRAINING |= {"heldout", "holdout", "held", "validate"}
 MAX_BYTES = 2**26  # of text in memory; of more, texts are taken evenly over the inputs
 ONE_OF = 20  # one of so many texts is held out
 
@@ -53,15 +52,15 @@ class Piece(NamedTuple):
         ).hexdigest()[:32]
 
 
-def plan(found: inputs.InputFiles, separator: Optional[str]) -> list[Piece]:
-    """The pieces of all sources. separator: see `inputs.separator`. Notes in `found` what should be
-    said.
+def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece]:
+    """The pieces of all sources. separator: see `inputs.separator`. What the summary should tell is
+    added to `input_files.notes`.
 
     Raises ValueError for a dataset or table that can't be opened.
     """
-    _note_files_named_as_splits(found)
-    total = sum(source.bytes or 0 for source in found.sources)
-    # in steps, so that pieces stay as they are when a file is added or taken away
+    _note_files_named_as_splits(input_files)
+    total = sum(source.bytes or 0 for source in input_files.sources)
+    # The size grows in steps, so that pieces stay as they are when a file is added or taken away.
     piece_bytes = SMALL_PIECE_BYTES
     while 2 * piece_bytes <= min(PIECE_BYTES, total // PIECES):
         piece_bytes *= 2
@@ -69,8 +68,8 @@ def plan(found: inputs.InputFiles, separator: Optional[str]) -> list[Piece]:
     pieces: list[Piece] = []
     parts: list[Part] = []
     size = 0
-    for source in found.sources:
-        for part, part_bytes in _parts_of(source, found, separator, piece_bytes):
+    for source in input_files.sources:
+        for part, part_bytes in _parts_of(source, input_files, separator, piece_bytes):
             # Some names begin a piece, so that those behind a file that was taken away are soon cut
             # as before.
             is_edge = size > piece_bytes // 2 and zlib.crc32(os.fsencode(part.path)) % EDGES == 0
@@ -82,65 +81,83 @@ def plan(found: inputs.InputFiles, separator: Optional[str]) -> list[Piece]:
     return [*pieces, Piece(size, parts)] if parts else pieces
 
 
-def _note_files_named_as_splits(found: inputs.InputFiles) -> None:
+def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:
     """As of a dataset that was downloaded as files. They are read as any other: a name alone
     doesn't say what a file is for."""
-    named = {}  # file of records -> the split that it, or its folder, is named as
-    for source in found.sources:
-        names = [source.name.rpartition(os.sep)[2].split(".")[0], source.name.split(os.sep)[-2:][0]]
-        splits = [re.sub(r"-\d+(-of-\d+)?$", "", name.lower()) for name in names]
-        if inputs.KINDS.get(inputs.suffix(source.name), "text") != "text":
-            named[source.name] = next(
-                (split for split in splits if split in (*OWN_VALIDATION, *NOT_TRAINING, "train")),
-                "",
-            )
-    apart = [name for name, split in named.items() if split not in ("", "train")]
-    if apart and "train" in named.values():
-        found.notes.append(
-            f"{shown(apart[0])}{f' and {len(apart) - 1} more' if apart[1:] else ''} is named as a "
-            "split to measure with, and read as the others are: leave it out by --exclude"
+    trains, apart = False, []
+    for source in input_files.sources:
+        if inputs.KINDS.get(inputs.suffix(source.name), "text") == "text":
+            continue
+        split = _split_of_name(source.name)
+        trains = trains or split == "train"
+        if split not in ("", "train"):
+            apart.append(source.name)
+    if apart and trains:
+        more = f" and {len(apart) - 1} more" if apart[1:] else ""
+        input_files.notes.append(
+            f"{shown(apart[0])}{more} is named as a split to measure with, and read as the others "
+            "are: leave it out by --exclude"
         )
 
 
+def _split_of_name(path: str) -> str:
+    """The split that a file, or else its folder, is named as; "" for none."""
+    file = path.rpartition(os.sep)[2].split(".")[0]
+    folder = path.split(os.sep)[-2:][0]
+    for name in (file, folder):
+        split = re.sub(r"-\d+(-of-\d+)?$", "", name.lower())  # such as train-00000-of-00001
+        if split in (*OWN_VALIDATION, *NOT_TRAINING, "train"):
+            return split
+    return ""
+
+
 def _parts_of(
-    source: inputs.Source, found: inputs.InputFiles, separator: Optional[str], piece_bytes: int
+    source: inputs.Source,
+    input_files: inputs.InputFiles,
+    separator: Optional[str],
+    piece_bytes: int,
 ) -> Iterator[tuple[Part, int]]:
     """(part, its bytes on disk)"""
     part, size = Part(source.name, source.kind), source.bytes or 0
     if part.kind == "text":
         part = part._replace(separator=separator or None)
-        if separator is None and (len(found.sources) == 1 or size >= LONG_TEXT_BYTES):
-            records = documents.read_part(part._replace(separator=BLANK_LINES), "")
-            if any(number for number, _ in records):
-                found.notes.append(
-                    f"{shown(part.path)} is split at blank lines; choose with --document_separator"
-                )
-                part = part._replace(separator=BLANK_LINES)
+        is_long = len(input_files.sources) == 1 or size >= LONG_TEXT_BYTES
+        if separator is None and is_long and _has_blank_lines(part):
+            input_files.notes.append(
+                f"{shown(part.path)} is split at blank lines; choose with --document_separator"
+            )
+            part = part._replace(separator=BLANK_LINES)
+    has_lines = part.kind == "json_lines" or part.separator is not None
     if part.kind in ("dataset", "hub"):
-        yield from _parts_of_dataset(part, size, found, piece_bytes)
+        yield from _parts_of_dataset(part, size, input_files, piece_bytes)
     elif size > piece_bytes and part.kind == "parquet":
         with documents.parquet_file(part.path) as file:
             groups = file.num_row_groups
         yield from _ranges(part, groups, size, piece_bytes)
-    elif (
-        size > piece_bytes
-        and (part.kind == "json_lines" or part.separator)
-        and not inputs.compression_of(part.path)
-    ):
-        start = 0
-        with open(part.path, "rb") as file:
-            while start < size:
-                end, place = size, start + piece_bytes
-                if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
-                    file.seek(place)
-                    rest = documents.cut_text(
-                        file, part._replace(start=place, separator=part.separator or "\n")
-                    )
-                    end = next((begin for begin, _ in rest if begin > place), size)
-                yield part._replace(start=start, end=end), end - start
-                start = end
+    elif size > piece_bytes and has_lines and not inputs.compression_of(part.path):
+        yield from _ranges_of_bytes(part, size, piece_bytes)
     else:
         yield part, size
+
+
+def _has_blank_lines(part: Part) -> bool:
+    records = documents.read_part(part._replace(separator=BLANK_LINES), "")
+    return any(number for number, _ in records)
+
+
+def _ranges_of_bytes(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:
+    """Ranges of a file, each of which ends behind a line or a separator."""
+    start = 0
+    with open(part.path, "rb") as file:
+        while start < size:
+            end, place = size, start + piece_bytes
+            if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
+                file.seek(place)
+                rest = part._replace(start=place, separator=part.separator or "\n")
+                begins = (begin for begin, _ in documents.cut_text(file, rest) if begin > place)
+                end = next(begins, size)
+            yield part._replace(start=start, end=end), end - start
+            start = end
 
 
 def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:
@@ -152,35 +169,40 @@ def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tup
 
 
 def _parts_of_dataset(
-    part: Part, size: int, found: inputs.InputFiles, piece_bytes: int
+    part: Part, size: int, input_files: inputs.InputFiles, piece_bytes: int
 ) -> Iterator[tuple[Part, int]]:
+    """The splits to train on, and those of validation. The others are left out, with a note."""
     splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
     read = [name for name in splits if name in own or not is_no_training_text(name)]
     if read == own:
         raise ValueError(_nothing_to_train_on(part, [*splits]))
     for name in own:
-        found.notes.append(
+        input_files.notes.append(
             f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn"
         )
-    rows = 0 if part.kind == "hub" else sum(len(splits[name]) for name in read)
+    has_lengths = part.kind != "hub"  # a stream has none
+    rows = sum(len(splits[name]) for name in read) if has_lengths else 0
     for name, split in splits.items():
         if name not in read:
-            place, count = f"{part.path} [{name}]", None if part.kind == "hub" else len(split)
-            found.splits_left_out[place] = count
-            found.notes.append(
-                f"{place} is left out" + ("" if count is None else f": {count:,} rows")
+            _note_left_out(
+                f"{part.path} [{name}]", len(split) if has_lengths else None, input_files
             )
             continue
         part = part._replace(split=name)
         if own:
-            part = part._replace(
-                goes=documents.TO_VALIDATION if name in own else documents.TO_TRAIN
-            )
-        if part.kind == "hub":
-            yield part, 0
-        else:
+            goes = documents.TO_VALIDATION if name in own else documents.TO_TRAIN
+            part = part._replace(goes=goes)
+        if has_lengths:
             yield from _ranges(part, len(split), size * len(split) // max(1, rows), piece_bytes)
+        else:
+            yield part, 0
+
+
+def _note_left_out(split: str, rows: Optional[int], input_files: inputs.InputFiles) -> None:
+    input_files.splits_left_out[split] = rows
+    count = "" if rows is None else f": {rows:,} rows"
+    input_files.notes.append(f"{split} is left out{count}")
 
 
 def is_no_training_text(split: str) -> bool:
@@ -190,13 +212,13 @@ def is_no_training_text(split: str) -> bool:
 
 def _nothing_to_train_on(part: Part, splits: list[str]) -> str:
     named = ", ".join(repr(shown(name, 60)) for name in splits[:20])
-    said = f"{part.path} has no split to train on, only {named}: if that is what you mean, "
+    reason = f"{part.path} has no split to train on, only {named}: if that is what you mean, "
     if part.kind == "dataset":
-        return f"{said}take --input {shlex.quote(os.path.join(part.path, splits[0]))}"
+        return f"{reason}take --input {shlex.quote(os.path.join(part.path, splits[0]))}"
     repository, _, config = part.path.partition(":")
     loaded = f"load_dataset({repository!r}, {config or None!r}, split={splits[0]!r})"
     saving = f"from datasets import load_dataset; {loaded}.save_to_disk('corpus')"
-    return f'{said}take --input corpus after python -c "{saving}"'
+    return f'{reason}take --input corpus after python -c "{saving}"'
 
 
 class Corpus(NamedTuple):
@@ -207,16 +229,16 @@ class Corpus(NamedTuple):
     every: int  # one of so many texts of the inputs was taken
 
 
-def read(found: inputs.InputFiles, text_field: str, separator: Optional[str]) -> Corpus:
+def read(input_files: inputs.InputFiles, text_field: str, separator: Optional[str]) -> Corpus:
     """The documents of all sources, long ones in sections; of too many every second, fourth, and so
     on.
 
     Raises ValueError where there are too few. How much text there is isn't known before it is read:
     files may be compressed.
     """
-    parts = [part for piece in plan(found, separator) for part in piece.parts]
+    parts = [part for piece in plan(input_files, separator) for part in piece.parts]
     # of the hub, which may have no end
-    is_stream = any(source.bytes is None for source in found.sources)
+    is_stream = any(source.bytes is None for source in input_files.sources)
     taken, every, size = [], 1, 0
     for number, text in enumerate(documents.texts(parts, text_field)):
         if number % every == 0:

@@ -2,8 +2,7 @@
 dataset, a stream of the hub.
 
 A reader yields (number, text) for each document, and `BadRecord` in place of a record that can't be
-read.
-It holds at most a block in memory, or one document of at most RECORD_BYTES.
+read. It holds at most a block in memory, or one document of at most RECORD_BYTES.
 """
 
 import codecs
@@ -43,6 +42,7 @@ WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
 # end of what the first one refuses, such as a string with a line feed in it.
 JSON, LENIENT_JSON = (json.JSONDecoder(parse_int=len, strict=strict) for strict in (True, False))
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
+ESCAPED_QUOTE = re.compile(r'\\"(?!")')  # in CSV, where \"" is a backslash and a quotation mark
 
 # Where a document goes: it is drawn into a split, or its dataset has a validation split, which is
 # kept.
@@ -58,9 +58,8 @@ class Part(NamedTuple):
     end: Optional[int] = None  # None: the end of the file
     split: str = ""  # of a dataset
     goes: int = DRAWN
-    separator: Optional[str] = (
-        None  # regular expression between documents of a text; None: the file is one document
-    )
+    # A regular expression between documents of a text; None: the file is one document.
+    separator: Optional[str] = None
 
     @property
     def is_one_document(self) -> bool:
@@ -146,32 +145,36 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
     """(place of a document's first byte, the document, None if it is too long). `file` is at the
     start of `part`."""
     separator = None if part.separator is None else re.compile(part.separator.encode())
-    # `buffer` holds what was read from `place` on, in the document that begins at `begin`.
-    begin, place, buffer = part.start, part.start, b""
+    begin = part.start  # the place of the document that is being read
+    # What was read of it, but for the first `dropped` bytes of one that is too long to be held.
+    buffer, dropped = b"", 0
     while True:
-        # so that a long document isn't searched again for each block
+        # As much again as there is, so that a long document isn't searched anew for each block.
         room = max(BLOCK_BYTES, len(buffer))
-        room = room if part.end is None else min(room, part.end - place - len(buffer))
+        if part.end is not None:
+            room = min(room, part.end - begin - dropped - len(buffer))
         block, damage = read_block(file, room)
-        buffer, at = buffer + block, 0
+        buffer += block
+        at = 0  # the first byte of `buffer` that belongs to the document at `begin`
         for match in separator.finditer(buffer) if separator else ():
-            if match.end() == len(buffer) and block:  # the separator may go on in the next block
+            if match.end() == len(buffer) and block:  # it may go on in the next block
                 break
-            yield begin, buffer[at : match.start()] if begin == place + at else None
-            at = match.end()
-            begin = place + at
-        buffer, place = buffer[at:], place + at
+            yield begin, None if dropped else buffer[at : match.start()]
+            begin += dropped + match.end() - at
+            at, dropped = match.end(), 0
+        buffer = buffer[at:]
         if damage is not None:
             raise damage
         if not block:
-            if buffer or begin < place or begin == part.start:
-                yield begin, buffer if begin == place else None
+            # Nothing behind the last separator is no document, but an empty file is one.
+            if buffer or dropped or begin == part.start:
+                yield begin, None if dropped else buffer
             return
-        # its beginning isn't needed any more, but a separator may have begun
         if len(buffer) > RECORD_BYTES:
-            longest = 2 * LONGEST_SEPARATOR  # with \r\n for each \n
-            place += len(buffer) - longest
-            buffer = buffer[-longest:]
+            # The end stays, where a separator may have begun. Each of its \n may match \r\n.
+            kept = 2 * LONGEST_SEPARATOR
+            dropped += len(buffer) - kept
+            buffer = buffer[-kept:]
 
 
 def read_block(file: BinaryIO, size: int) -> tuple[bytes, Optional[Exception]]:
@@ -274,13 +277,16 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
     while file.read(1) != b"[":  # behind a byte order mark and white space
         pass
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-    buffer, at, is_all, damage, is_first = "", 0, False, None, True
+    buffer, at = "", 0  # the next element begins at buffer[at]
+    is_first, is_all, damage = True, False, None
     while True:
         try:
-            if is_first and buffer.startswith("]", end := SPACE.match(buffer, at).end()):
+            end = SPACE.match(buffer, at).end()
+            if is_first and buffer.startswith("]", end):
                 break
             element, end = _element(buffer, at)
         except (ValueError, RecursionError) as error:
+            # Either the element goes on behind the buffer, or it is no JSON.
             if damage is not None:
                 raise damage from None
             if is_all or len(buffer) - at > RECORD_BYTES:
@@ -307,27 +313,28 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
 def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
     """(an element of an array, or what is wrong with it; where the comma or bracket behind it is)
 
-    Raises ValueError if its end isn't found.
+    Raises ValueError where there is no end of it in `buffer`.
     """
     begin = SPACE.match(buffer, at).end()
-    said = ""
+    message = ""
     try:
         value, end = JSON.raw_decode(buffer, begin)
     except json.JSONDecodeError as error:
         value, end = LENIENT_JSON.raw_decode(buffer, begin)
-        said = f"is not valid JSON: {error.msg}"
+        message = f"is not valid JSON: {error.msg}"
     behind = SPACE.match(buffer, end).end()
     if not buffer.startswith((",", "]"), behind):
         raise ValueError("there is no comma or bracket behind it")
     if not _is_utf8(buffer[begin:end]):
-        said = NOT_UTF8
-    return said or (value,), behind
+        message = NOT_UTF8
+    return message or (value,), behind
 
 
 class Lines:
-    """Lines of a text, which can be read again; `taken` are those read since it was emptied.
+    """The lines of a table, of which some can be read again.
 
-    waits: a damage is kept in `damage`, and the lines end there.
+    taken: those of the row that is being read. waits: the lines end before a damage of the file,
+    which is kept in `damage`.
     """
 
     def __init__(self, lines: Iterator[str], waits: bool) -> None:
@@ -339,23 +346,37 @@ class Lines:
         return self
 
     def __next__(self) -> str:
-        if not self.again and self.damage is not None:
+        if self.again:
+            line = self.again.popleft()
+        elif self.damage is not None:
             raise StopIteration
+        else:
+            line = self._next_of_file()
+        self.taken.append(line)
+        return line
+
+    def _next_of_file(self) -> str:
         try:
-            self.taken.append(self.again.popleft() if self.again else next(self.lines))
+            return next(self.lines)
         except Exception as error:
             if not self.waits or not is_damage(error):
                 raise
             self.damage = error
             raise StopIteration from None
-        return self.taken[-1]
+
+    def keep_first(self) -> None:
+        """Leave the first line to the row, and the others to the next ones."""
+        self.again.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
 
 
 def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     csv.field_size_limit(RECORD_BYTES)
     has_tabs = suffix(part.path) == ".tsv"
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        lines = Lines(text, waits=has_tabs)  # where a quote that nothing ends takes nothing with it
+        # A quotation mark that nothing ends takes all lines before a damage. In .tsv, where it is
+        # text, they are read again.
+        lines = Lines(text, waits=has_tabs)
         rows = csv.reader(lines, "excel-tab" if has_tabs else "excel", strict=True)
         try:
             names = next(rows, [])
@@ -369,42 +390,99 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             )
         if not count:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
-        column, number = names.index(text_field), 1
-        while True:
-            number += len(lines.taken)
-            lines.taken.clear()
-            row, said = [], ""
-            try:
-                row = next(rows)
-            except StopIteration:
-                if lines.damage is not None:
-                    raise lines.damage from None
-                return
-            except csv.Error as error:
-                said = f"is not a valid row: {error}"
-            if said or has_tabs and _are_rows(lines.taken, len(names)):
-                # A quote that nothing ends: its line stands alone, and those behind it are read
-                # again.
-                lines.again.extendleft(reversed(lines.taken[1:]))
-                del lines.taken[1:]
-                if has_tabs:
-                    row, said = lines.taken[0].rstrip("\r\n").split("\t"), ""
-            if said:
-                yield BadRecord(number, said)
-            elif row and len(row) != len(names):
+        column = names.index(text_field)
+        read_rows = _rows_of_tsv if has_tabs else _rows_of_csv
+        for number, row in read_rows(part, rows, lines, len(names)):
+            if isinstance(row, str):
+                yield BadRecord(number, row)
+            elif len(row) != len(names):
                 yield BadRecord(number, f"has {len(row)} fields, and the first line {len(names)}")
-            elif row:
+            else:
                 yield _document(number, row[column])
 
 
-def _are_rows(lines: list[str], columns: int) -> bool:
-    """Whether each of several lines, which quotes make one row, is a row of its own.
+def _rows_of_csv(
+    part: Part, rows: Iterator[list[str]], lines: Lines, columns: int
+) -> Iterator[tuple[int, Union[list[str], str]]]:
+    """(number of its first line, a row, or what is wrong with it). An invalid one takes its first
+    line alone: those behind a quotation mark that nothing ends are read again.
 
-    Most of these files know no quotes. A line that begins with a tab is one of an indented text.
+    Raises ValueError for a file that escapes quotation marks with a backslash: each would end its
+    field, and the lines behind it would pass for rows.
     """
-    return len(lines) > 1 < columns and all(
-        line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines
-    )
+    number, escaped = 1, 0
+    while True:
+        number += len(lines.taken)
+        lines.taken.clear()
+        row, message = [], ""
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            message = f"is not a valid row: {error}"
+        for place, line in enumerate(lines.taken, number):
+            if not escaped and ESCAPED_QUOTE.search(line):
+                escaped = place
+        if message and escaped:
+            raise ValueError(
+                f"{where(part, number)} {message}, and line {escaped} has a quotation mark behind a "
+                "backslash, which CSV doubles instead: write the file anew, such as by "
+                "pandas.read_csv(..., escapechar='\\\\').to_csv(...)"
+            )
+        if message:
+            lines.keep_first()
+            yield number, message
+        elif row:
+            yield number, row
+
+
+def _rows_of_tsv(
+    part: Part, rows: Iterator[list[str]], lines: Lines, columns: int
+) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, a row).
+
+    Most of these files know no quotes, and some quote fields of several lines. Where a quotation
+    mark would join lines that are rows by themselves, it is text. Raises ValueError for a file in
+    which others join lines: either would make documents of other rows.
+    """
+    number, joined, apart = 1, 0, 0
+    while True:
+        number += len(lines.taken)
+        lines.taken.clear()
+        row: Optional[list[str]] = None
+        try:
+            row = next(rows)
+        except StopIteration:
+            if lines.damage is not None:
+                raise lines.damage from None
+            return
+        except csv.Error:
+            pass
+        has_several = len(lines.taken) > 1
+        if row is None or has_several and _are_rows(lines.taken, columns):
+            if has_several:
+                apart = number
+            lines.keep_first()
+            row = lines.taken[0].rstrip("\r\n").split("\t")
+        elif has_several:
+            joined = number
+        if joined and apart:
+            raise ValueError(
+                f"{part.path}: a quoted field in line {joined} has several lines, and those of one "
+                f"in line {apart} are rows by themselves: save it as .csv or .jsonl, which tell "
+                "them apart"
+            )
+        if row:
+            yield number, row
+
+
+def _are_rows(lines: list[str], columns: int) -> bool:
+    """Whether each of several lines is a row of its own. One that begins with a tab is a line of an
+    indented text."""
+    if columns == 1:
+        return False
+    return all(line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines)
 
 
 def parquet_file(path: str) -> pq.ParquetFile:
@@ -451,7 +529,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
 
     Raises ValueError for one that can't be opened.
     """
-    # whose import takes longer than that of all else that a process which tokenizes needs
+    # Its import takes longer than that of all else that a process which tokenizes needs.
     import datasets
 
     from fabric_llm.data.folders import has_rows, split_names
@@ -463,15 +541,20 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
                 datasets.config.HF_HUB_OFFLINE = True
             return dict(datasets.load_dataset(repository, config or None, streaming=True))
         folder = Path(name)
-        for split in split_names(folder) if (folder / "dataset_dict.json").is_file() else [""]:
-            has_rows(folder / split)
+        splits = [""]
+        if (folder / "dataset_dict.json").is_file():
+            splits = split_names(folder)
+        for split in splits:
+            has_rows(folder / split)  # raises what is wrong with it
         loaded = datasets.load_from_disk(name)
         return dict(loaded) if isinstance(loaded, dict) else {"rows": loaded}
     except Exception as error:  # the hub, its client and file formats raise some twenty types
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
-        said = NOWHERE.format(name) if kind == "hub" else f"{name} is not a complete dataset folder"
-        raise ValueError(f"{said}: {one_line(error)}") from error
+        message = f"{name} is not a complete dataset folder"
+        if kind == "hub":
+            message = NOWHERE.format(name)
+        raise ValueError(f"{message}: {one_line(error)}") from error
 
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:

@@ -20,6 +20,7 @@ import os
 import signal
 import traceback
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -91,30 +92,26 @@ def read_mark(path: Path) -> Optional[Mark]:
     """
     try:
         mark = Mark(**json.loads(path.with_suffix(".json").read_bytes()))
-        tokens, documents = (
-            path.with_suffix(name).stat().st_size for name in (".tokens", ".documents")
-        )
+        tokens = path.with_suffix(".tokens").stat().st_size
+        documents = path.with_suffix(".documents").stat().st_size
     except (OSError, ValueError, TypeError):
         return None
-    is_whole = documents == mark.documents * DOCUMENT.itemsize and tokens in (
-        2 * mark.tokens,
-        4 * mark.tokens,
-    )
-    return mark if is_whole else None
+    # The dtype of token ids has 2 bytes or 4.
+    has_tokens = tokens in (2 * mark.tokens, 4 * mark.tokens)
+    if not has_tokens or documents != mark.documents * DOCUMENT.itemsize:
+        return None
+    return mark
 
 
 class PieceFiles:
     """The files of a piece, while documents are added to them."""
 
     def __init__(self, job: Job, tokens: BinaryIO, documents: BinaryIO) -> None:
-        self.tokens, self.documents, self.mark, self.unknown = (
-            tokens,
-            documents,
-            Mark(),
-            job.unknown,
-        )
+        self.tokens, self.documents = tokens, documents
+        self.mark, self.unknown = Mark(), job.unknown
         self.dtype = np.dtype(job.dtype)
-        self.before, self.after = np.array(job.before, self.dtype), np.array(job.after, self.dtype)
+        self.before = np.array(job.before, self.dtype)
+        self.after = np.array(job.after, self.dtype)
         self.token_bytes = np.load(Path(job.folder, TOKEN_BYTES))
 
     def add(self, ids: np.ndarray, text: str, goes: int) -> None:
@@ -123,10 +120,8 @@ class PieceFiles:
         if not text.strip():
             self.mark.empty += 1
             return
-        tokens, content = (
-            np.concatenate([self.before, ids, self.after]).astype(self.dtype),
-            text.encode(),
-        )
+        content = text.encode()
+        tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
         self.tokens.write(tokens.data)
         digest = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), "<u8")
         self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
@@ -153,7 +148,7 @@ def lock(descriptor: int, taken: str) -> None:
 def without_panic() -> Iterator[None]:
     """Raises ValueError where tokenizers panics, such as for a regular expression that takes too
     long, and hides its report."""
-    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
@@ -162,8 +157,8 @@ def without_panic() -> Iterator[None]:
             raise
         raise ValueError(f"the tokenizer fails on a text: {one_line(error)[:300]}") from None
     finally:
-        os.dup2(said, 2)
-        os.close(said)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 
@@ -218,51 +213,64 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
 def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
     """Add the documents of a piece to its files, and its bad records to its mark."""
     path = os.path.join(job.folder, "tokenizer", "tokenizer.json")
-    # which a process keeps from one piece to the next
+    # A process keeps the tokenizer from one piece to the next.
     backend = _load_backend(path, os.stat(path).st_mtime_ns)
-    good: set[int] = set()  # parts with a record that can be read, by their number
-    bad: dict[int, list] = {}  # likewise those with one that can't: how many, the first
+    readable: set[int] = set()  # numbers of parts with a record that can be read
+    unreadable: Counter[int] = Counter()  # likewise: records that can't be read
+    first_bad: dict[int, BadRecord] = {}
     for batch in _batches(piece, job):
         out.mark.records += len(batch)
-        encoded = _encoded(
-            ["" if isinstance(record, BadRecord) else record[1] for _, record in batch], backend
-        )
-        is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
+        encoded = _encoded([_text_of(record) for _, record in batch], backend)
+        # Of almost every batch this one look says that no document needs another.
+        has_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, BadRecord):
-                # it may quote what the file holds
-                record = record._replace(message=shown(record.message, MAX_MESSAGE))
-                bad.setdefault(number, [0, record])[0] += 1
+                # Its message may quote what the file holds.
+                bad = record._replace(message=shown(record.message, MAX_MESSAGE))
+                unreadable[number] += 1
+                first_bad.setdefault(number, bad)
             else:
-                good.add(number)
-                special = (
-                    [name for token, name in job.forbidden.items() if token in ids]
-                    if is_special
-                    else []
-                )
-                if special:
-                    said = f"turns into its special token {shown(special[0])}: take it out"
-                    said = f"holds text that this tokenizer {said}, or choose a byte-level one"
-                    record = BadRecord(record[0], said)
-                elif record[1].strip() and not len(ids):
-                    record = BadRecord(
-                        record[0], "holds text of which this tokenizer makes no token"
-                    )
-                else:
+                readable.add(number)
+                message = _unencodable(record[1], ids, job.forbidden if has_special else {})
+                if not message:
                     out.add(ids, record[1], piece.parts[number].goes)
                     continue
+                bad = BadRecord(record[0], message)
             if job.stop_on_error:
-                raise ValueError(_sentence(piece, number, record))
+                raise ValueError(_sentence(piece, number, bad))
             out.mark.bad += 1
             if len(out.mark.named) < MAX_NAMED:
-                out.mark.named.append((number, record))
-    for number, (count, record) in bad.items():
-        part = piece.parts[number]
-        # The other ranges of a file may be good, such as beside a line that is too long.
-        is_enough = part.end is None or count >= MANY_RECORDS
-        if is_enough and number not in good and not part.is_one_document:
-            first = _sentence(piece, number, record)
-            raise ValueError(f"none of {count} records of {part.path} can be read, such as {first}")
+                out.mark.named.append((number, bad))
+    for number, count in unreadable.items():
+        if number not in readable:
+            _require_others(piece, number, count, first_bad[number])
+
+
+def _text_of(record: Record) -> str:
+    return "" if isinstance(record, BadRecord) else record[1]
+
+
+def _unencodable(text: str, ids: np.ndarray, forbidden: Mapping[int, str]) -> str:
+    """Why a text can't be a document with this tokenizer; "" if it can. ids: its tokens."""
+    for token, name in forbidden.items():
+        if token in ids:
+            return (
+                f"holds text that this tokenizer turns into its special token {shown(name)}: take "
+                "it out, or choose a byte-level one"
+            )
+    if text.strip() and not len(ids):
+        return "holds text of which this tokenizer makes no token"
+    return ""
+
+
+def _require_others(piece: Piece, number: int, count: int, first: BadRecord) -> None:
+    """Raises ValueError where a whole file, or much of one, holds nothing but bad records."""
+    part = piece.parts[number]
+    # The other ranges of a file may be good, such as beside a line that is too long.
+    is_enough = part.end is None or count >= MANY_RECORDS
+    if is_enough and not part.is_one_document:
+        example = _sentence(piece, number, first)
+        raise ValueError(f"none of {count} records of {part.path} can be read, such as {example}")
 
 
 def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
@@ -283,20 +291,22 @@ def _joined(parts: Sequence[str], backend: Tokenizer) -> np.ndarray:
     cut. Only in a word that is longer than a section do the two not meet: there each has its own
     tokens.
     """
-    found, before = array("I"), ""
+    tokens, before = array("I"), ""
     for part in parts:
         before = before[-CHARACTERS_BEFORE:]
         alone, both = _ids([before, before + part], backend)
-        same = next((n for n, pair in enumerate(zip(alone, both)) if len({*pair}) > 1), len(alone))
-        # from here on the section before has other tokens in the whole
-        others = len(found) - (len(alone) - same)
-        if found[others:] == alone[same:]:
-            del found[others:]
-            found += both[same:]
+        same = 0  # tokens that the end of the section before has, whatever comes behind it
+        while same < len(alone) and alone[same : same + 1] == both[same : same + 1]:
+            same += 1
+        # The last of its tokens are others in the whole. They are replaced, if they are these.
+        replaced = len(tokens) - (len(alone) - same)
+        if tokens[replaced:] == alone[same:]:
+            del tokens[replaced:]
+            tokens += both[same:]
         else:
-            found += _ids([part], backend)[0]
+            tokens += _ids([part], backend)[0]
         before = part
-    return np.frombuffer(found, dtype=np.uint32)
+    return np.frombuffer(tokens, dtype=np.uint32)
 
 
 def _ids(texts: list[str], backend: Tokenizer) -> list[array]:
@@ -327,12 +337,11 @@ def _sentence(piece: Piece, number: int, record: BadRecord) -> str:
 
 def bad_records(pieces: Iterable[Piece], marks: Sequence[Mark]) -> list[str]:
     """Sentences on the first ones of all pieces."""
-    named = [
-        (piece, number, BadRecord(*bad))
-        for piece, mark in zip(pieces, marks)
-        for number, bad in mark.named
-    ]
-    return [_sentence(*record) for record in named[:MAX_NAMED]]
+    sentences: list[str] = []
+    for piece, mark in zip(pieces, marks):
+        for number, bad in mark.named[: MAX_NAMED - len(sentences)]:
+            sentences.append(_sentence(piece, number, BadRecord(*bad)))
+    return sentences
 
 
 def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, report: Report) -> None:
@@ -354,10 +363,10 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
                 raise error
             report(running[done].bytes)
     except BrokenProcessPool:
-        said = (
-            "a process that tokenizes was killed (for want of memory?); the same command goes on."
-        )
-        raise Fault(said, PEER_LOST) from None
+        raise Fault(
+            "a process that tokenizes was killed (for want of memory?); the same command goes on.",
+            PEER_LOST,
+        ) from None
     finally:
         for process in multiprocessing.active_children():
             if process not in others:
@@ -382,11 +391,9 @@ def _error_of(piece: Piece, name: str, job: Job) -> Optional[Exception]:
     try:
         encode_piece(piece, name, job)
     except OSError as error:
-        return (
-            OSError(error.errno, error.strerror, error.filename)
-            if error.errno
-            else OSError(str(error))
-        )
+        if error.errno:
+            return OSError(error.errno, error.strerror, error.filename)
+        return OSError(str(error))
     except Exception as error:
         if type(error) in (ValueError, Fault):
             return error

@@ -97,7 +97,7 @@ def separator(given: Optional[str]) -> Optional[str]:
             raise ValueError(
                 f"document_separator {ascii(given)} isn't UTF-8, as texts are"
             ) from None
-    text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
+    text = re.sub(r"\\([ntr\\])", lambda match: escapes[match[1]], given)
     if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
         raise ValueError(
             f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got "
@@ -122,7 +122,7 @@ class Source(NamedTuple):
 
 @dataclass
 class InputFiles:
-    """Everything that is read, and what is said of it."""
+    """Everything that is read, and what the summary tells of it."""
 
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
@@ -130,6 +130,9 @@ class InputFiles:
     # {dataset [split]: rows, None: not known}
     splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
+
+    def by_name(self) -> dict[str, Source]:
+        return {source.name: source for source in self.sources}
 
 
 def find_sources(
@@ -147,9 +150,11 @@ def find_sources(
     Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a
     matching file, and a file that two inputs name.
     """
-    found, origin, read = InputFiles(), {}, set()
+    input_files = InputFiles()
+    origin: dict[str, str] = {}  # path -> the input that names it
+    read = set()
     for given in _expanded(inputs):
-        for source in _sources_of(given, pattern, exclude, output, found):
+        for source in _sources_of(given, pattern, exclude, output, input_files):
             path, identity = os.path.abspath(source.name), identity_of(source.name)
             if path in origin:
                 raise ValueError(
@@ -158,15 +163,15 @@ def find_sources(
                 )
             origin[path] = given
             if identity in read:
-                found.twice += 1
+                input_files.twice += 1
             else:
-                found.sources.append(source)
+                input_files.sources.append(source)
             read.add(identity)
-    if list(pattern) != DEFAULT_PATTERNS:  # the others were not wanted
-        found.not_read = Counter(
-            {name: count for name, count in found.not_read.items() if name == NO_FILE}
-        )
-    return found
+    if list(pattern) != DEFAULT_PATTERNS:
+        # Whoever names patterns doesn't want the others.
+        for name in input_files.not_read.keys() - {NO_FILE}:
+            del input_files.not_read[name]
+    return input_files
 
 
 def identity_of(path: str) -> Any:
@@ -186,7 +191,11 @@ def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
 
 
 def _sources_of(
-    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: InputFiles
+    given: str,
+    pattern: Sequence[str],
+    exclude: Sequence[str],
+    output: Path,
+    input_files: InputFiles,
 ) -> list[Source]:
     if os.path.lexists(given) and not os.path.isfile(given) and not os.path.isdir(given):
         # To open a pipe would wait for whoever writes into it.
@@ -221,9 +230,11 @@ def _sources_of(
         files = [file.stat() for file in Path(given).rglob("*.arrow")]
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
-    sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]
+    sources = [
+        _file_source(path) for path in _files_of(given, pattern, exclude, output, input_files)
+    ]
     if not sources:
-        words, web = " ".join(pattern), sum(found.not_read[kind] for kind in WEB)
+        words, web = " ".join(pattern), sum(input_files.not_read[kind] for kind in WEB)
         if list(pattern) == DEFAULT_PATTERNS:
             words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
         advice = "choose others with --pattern"
@@ -234,7 +245,11 @@ def _sources_of(
 
 
 def _files_of(
-    folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: InputFiles
+    folder: str,
+    pattern: Sequence[str],
+    exclude: Sequence[str],
+    output: Path,
+    input_files: InputFiles,
 ) -> Iterator[str]:
     """The matching files below `folder`, in order. `output`, a resolved path, and its work folder
     are left out.
@@ -266,9 +281,9 @@ def _files_of(
         walked.clear()
         for name in directories:
             if name.startswith("."):
-                found.not_read[HIDDEN] += 1
+                input_files.not_read[HIDDEN] += 1
             elif (identity := identity_of(os.path.join(root, name))) in walked_through:
-                found.twice += 1
+                input_files.twice += 1
             else:
                 walked_through.add(identity)
                 walked.append(name)
@@ -277,13 +292,13 @@ def _files_of(
             if matches(name.lower()) and os.path.isfile(path):
                 yield path
             elif name.startswith("."):
-                found.not_read[HIDDEN] += 1
+                input_files.not_read[HIDDEN] += 1
             elif matches(name.lower()):
-                found.not_read[NO_FILE] += 1
+                input_files.not_read[NO_FILE] += 1
             elif suffix(name) in WEB:
-                found.not_read[suffix(name)] += 1  # also where it is compressed
+                input_files.not_read[suffix(name)] += 1  # also where it is compressed
             else:
-                found.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
+                input_files.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
 
 
 def is_dataset(folder: str) -> bool:

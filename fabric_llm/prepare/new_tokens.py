@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -56,67 +56,101 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     """At most `most` new tokens, those that save most tokens first. The same texts give the same
     tokens."""
     of_bytes = is_byte_level(backend)
-    falls_back = bool(json.loads(backend.to_str())["model"].get("byte_fallback"))
     counts = Counter(word for text in texts for word in split(backend, text, of_bytes))
-    tokens = set(backend.get_vocab(with_added_tokens=False))  # grows
-    added = backend.get_vocab(with_added_tokens=True).keys() - tokens
-    words: list[list[str]] = []  # tokens, and characters that no token has
-    times = [counts[word] for word in sorted(counts)]
-    for word in sorted(counts):
-        words.append([])
-        for is_known, letters in itertools.groupby(word, key=tokens.__contains__):
-            words[-1] += (
-                [t.value for t in backend.model.tokenize("".join(letters))] if is_known else letters
-            )
-    total = sum(time * len(symbols) for symbols, time in zip(words, times))
-    saved: Counter[Candidate] = Counter()  # tokens of the corpus
-    places: dict[Candidate, set[int]] = defaultdict(set)  # words, some of which had it before
-
-    def count(index: int, sign: int) -> set[Candidate]:
-        """Add, or take away, what the candidates in a word save. Returns them."""
-        symbols = words[index]
-        found: set[Candidate] = set()
-        for symbol in symbols:
-            if symbol not in tokens and not symbol.isspace():
-                # As bytes it is several tokens. What is <unk> is lost: it counts once.
-                saved[(symbol,)] += (
-                    sign * times[index] * (len(symbol.encode()) - 1 if falls_back else 1)
-                )
-                found.add((symbol,))
-        for pair in itertools.pairwise(symbols):
-            if pair[0] in tokens and pair[1] in tokens:
-                saved[pair] += sign * times[index]
-                found.add(pair)
-        for candidate in found:
-            places[candidate].add(index)
-        return found
-
-    for index in range(len(words)):
-        count(index, 1)
+    words = Words(backend, counts)
+    total = sum(time * len(symbols) for symbols, time in zip(words.symbols, words.times))
     # The smallest is taken first: what saves most, then characters, then pairs.
-    heap = [(-number, len(candidate), candidate) for candidate, number in saved.items()]
+    heap = [words.rank(candidate) for candidate in words.saved]
     heapq.heapify(heap)
     learned: list[NewToken] = []
     while heap and len(learned) < most:
-        number, length, candidate = heapq.heappop(heap)
-        text = "".join(candidate)
-        is_known = text in tokens or text in added
-        if -number != saved[candidate] or length == 2 and (is_known or len(text) > LONGEST_TOKEN):
-            continue  # it was counted again since, or can't be a token
-        if -number < MIN_COUNT:
+        rank = heapq.heappop(heap)
+        candidate = rank[-1]
+        if rank != words.rank(candidate) or not words.can_be_token(candidate):
+            continue  # its count has changed since, and it is in the heap anew
+        saved = words.saved[candidate]
+        if saved < MIN_COUNT:
             break
-        learned.append(NewToken(text, candidate if length == 2 else None, -number / total))
-        after = {index: joined(words[index], candidate) for index in places.pop(candidate)}
-        changed = [index for index in after if length == 1 or len(after[index]) < len(words[index])]
-        again = {other for index in changed for other in count(index, -1)}
-        tokens.add(text)
-        for index in changed:
-            words[index] = after[index]
-            again |= count(index, 1)
-        for other in again:
-            if saved[other] > 0:
-                heapq.heappush(heap, (-saved[other], len(other), other))
+        pair = candidate if len(candidate) == 2 else None
+        learned.append(NewToken("".join(candidate), pair, saved / total))
+        for other in words.join(candidate):
+            if words.saved[other] > 0:
+                heapq.heappush(heap, words.rank(other))
     return learned
+
+
+class Words:
+    """The words of a corpus in the tokens that there are, and how many tokens of the corpus each
+    candidate would save."""
+
+    def __init__(self, backend: Tokenizer, counts: Mapping[str, int]) -> None:
+        self.tokens = set(backend.get_vocab(with_added_tokens=False))  # grows
+        self.added = backend.get_vocab(with_added_tokens=True).keys() - self.tokens
+        self.falls_back = bool(json.loads(backend.to_str())["model"].get("byte_fallback"))
+        self.times = [counts[word] for word in sorted(counts)]
+        # Tokens, and characters that no token has.
+        self.symbols: list[list[str]] = []
+        for word in sorted(counts):
+            symbols: list[str] = []
+            for is_known, letters in itertools.groupby(word, key=self.tokens.__contains__):
+                if is_known:
+                    symbols += [token.value for token in backend.model.tokenize("".join(letters))]
+                else:
+                    symbols += letters
+            self.symbols.append(symbols)
+        self.saved: Counter[Candidate] = Counter()
+        # Words by their number, some of which no longer have the candidate.
+        self.places: dict[Candidate, set[int]] = defaultdict(set)
+        for index in range(len(self.symbols)):
+            self._count(index, 1)
+
+    def rank(self, candidate: Candidate) -> tuple[int, int, Candidate]:
+        return (-self.saved[candidate], len(candidate), candidate)
+
+    def can_be_token(self, candidate: Candidate) -> bool:
+        text = "".join(candidate)
+        if len(candidate) == 1:
+            return True
+        return len(text) <= LONGEST_TOKEN and text not in self.tokens and text not in self.added
+
+    def join(self, candidate: Candidate) -> set[Candidate]:
+        """Make one token of a candidate wherever it stands. Returns the candidates whose counts
+        have changed."""
+        after = {
+            index: joined(self.symbols[index], candidate) for index in self.places.pop(candidate)
+        }
+        # A character stays one symbol, but can now be part of a pair.
+        changed = [
+            index
+            for index in after
+            if len(candidate) == 1 or len(after[index]) < len(self.symbols[index])
+        ]
+        recounted: set[Candidate] = set()
+        for index in changed:
+            recounted |= self._count(index, -1)
+        self.tokens.add("".join(candidate))
+        for index in changed:
+            self.symbols[index] = after[index]
+            recounted |= self._count(index, 1)
+        return recounted
+
+    def _count(self, index: int, sign: int) -> set[Candidate]:
+        """Add, or take away, what the candidates in a word save. Returns them."""
+        symbols, time = self.symbols[index], sign * self.times[index]
+        candidates: set[Candidate] = set()
+        for symbol in symbols:
+            if symbol not in self.tokens and not symbol.isspace():
+                # As bytes it is several tokens. What is <unk> is lost: it counts once.
+                tokens = len(symbol.encode()) - 1 if self.falls_back else 1
+                self.saved[(symbol,)] += time * tokens
+                candidates.add((symbol,))
+        for pair in itertools.pairwise(symbols):
+            if pair[0] in self.tokens and pair[1] in self.tokens:
+                self.saved[pair] += time
+                candidates.add(pair)
+        for candidate in candidates:
+            self.places[candidate].add(index)
+        return candidates
 
 
 def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
@@ -124,11 +158,9 @@ def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
     of_bytes: see `is_byte_level`."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
-    parts = (
-        [(text, None)]
-        if backend.pre_tokenizer is None
-        else backend.pre_tokenizer.pre_tokenize_str(text)
-    )
+    parts = [(text, None)]
+    if backend.pre_tokenizer is not None:
+        parts = backend.pre_tokenizer.pre_tokenize_str(text)
     if of_bytes:
         return [word for word, _ in parts]
     inner = pre_tokenizers.Split(WORDS, "isolated")
@@ -137,12 +169,15 @@ def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
 
 def joined(symbols: list[str], candidate: Candidate) -> list[str]:
     """A word in which each place of a candidate is one token."""
-    found, at = [], 0
+    after, at = [], 0
     while at < len(symbols):
-        is_here = tuple(symbols[at : at + len(candidate)]) == candidate
-        found.append("".join(candidate) if is_here else symbols[at])
-        at += len(candidate) if is_here else 1
-    return found
+        if tuple(symbols[at : at + len(candidate)]) == candidate:
+            after.append("".join(candidate))
+            at += len(candidate)
+        else:
+            after.append(symbols[at])
+            at += 1
+    return after
 
 
 def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:

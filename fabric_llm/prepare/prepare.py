@@ -23,12 +23,12 @@ import platform
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -36,14 +36,15 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import on_disk, uninterrupted
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, printable
 from fabric_llm.base.names import command, shown
-from fabric_llm.base.program import cores, on_disk, uninterrupted
+from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, plan
-from fabric_llm.prepare.documents import DRAWN, Part, texts
+from fabric_llm.prepare.documents import DRAWN, texts
 from fabric_llm.prepare.encoding import Job, Mark, read_mark, without_panic
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.prepare.rows import save_rows, split_documents
@@ -53,9 +54,9 @@ MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
-# Options that manifest.json says as they were given.
 OF_TEXT = ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")  # in the manifest
-SAID = (
+# Options that manifest.json holds as they were given.
+KEPT_OPTIONS = (
     "context_length",
     "packing",
     "text_field",
@@ -97,16 +98,11 @@ class Options:
 
     def command(self) -> str:
         """The command that makes the same dataset."""
-        given = {
-            name: value
-            for name, value in vars(self).items()
-            if value != getattr(Options, name, None)
-        }
-        flags = {
-            name: value
-            for name, value in given.items()
-            if name not in ("inputs", "num_workers", "overwrite")
-        }
+        flags = {}
+        for name, value in vars(self).items():
+            is_default = value == getattr(Options, name, None)
+            if not is_default and name not in ("inputs", "num_workers", "overwrite"):
+                flags[name] = value
         return command("python", "prepare_data.py", input=self.inputs, **flags)
 
 
@@ -122,67 +118,58 @@ def prepare(**arguments: Any) -> dict:
     inputs.preparation(options, options.inputs)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
-    found = inputs.find_sources(
+    input_files = inputs.find_sources(
         options.inputs, pattern=options.pattern, exclude=options.exclude, output=target
     )
-    pieces = plan(found, inputs.separator(options.document_separator))
-    parts = [part for piece in pieces for part in piece.parts]
-    if not options.validation_fraction and all(part.goes == DRAWN for part in parts):
+    pieces = plan(input_files, inputs.separator(options.document_separator))
+    if not options.validation_fraction and not _has_own_validation(pieces):
         raise ValueError(
             "validation_fraction is 0, and no input has a validation split of its own: take more "
             "than 0"
         )
-    # Here, so that it fails before anything is written.
+    # A tokenizer that can't be loaded fails here, before anything is written.
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
-    sources = {source.name: source for source in found.sources}
-    key = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
-    if tokenizer is None:
-        key["texts"] = [piece.name(sources, options.text_field) for piece in pieces]
     needs = (
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "
         "65,536"
     )
-    is_encoded = False
     with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
-            tokenizer = _begin(folder, options, key, tokenizer, parts)
-            backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-            job = Job(
-                str(folder),
-                options.text_field,
-                options.on_error == "stop",
-                **convention(backend, tokenizer),
-            )
-            made_with = [
-                PIECE_FORMAT,
-                metadata.version("tokenizers"),
-                job._replace(folder="", stop_on_error=False),
-            ]
-            made_with.append(hashlib.sha256(backend.to_str().encode()).hexdigest())
-            by_name = {f"piece-{piece.name(sources, made_with)}": piece for piece in pieces}
-            marks = _encode(by_name, job, options)
-            is_encoded = True
-            manifest = _make_dataset(folder, options, found, by_name, marks, job.dtype, tokenizer)
+            tokenizer = _put_tokenizer(folder, options, input_files, pieces, tokenizer)
+            work = _encode(folder, options, input_files, pieces, tokenizer)
+        except BaseException:
+            # The next start goes on with the pieces that are done.
+            if not has_work(folder):
+                remove(folder)
+            raise
+        try:
+            manifest = _make_dataset(folder, options, input_files, work, tokenizer)
             require_all_counted(manifest)
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
-            with uninterrupted():
-                if target.exists():
-                    target.rename(folder / "old")
-                failpoint("prepare.publish")
-                (folder / "dataset").rename(target)
-                files.fsync(target.parent)
-                remove(folder)
-        except BaseException as error:
-            # A later start goes on with the pieces, unless all are encoded and the mistake is in
-            # what comes after.
-            is_mistake = (
-                isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
-            )
-            if not has_work(folder) or is_mistake and is_encoded:
+            _publish(folder, target)
+        except ValueError as error:
+            # All pieces are done. The next start goes on with them after a full disk, which is a
+            # Fault of another code, but not after a mistake in the flags or the text.
+            if getattr(error, "code", BAD_INPUT) == BAD_INPUT:
                 remove(folder)
             raise
     return json.loads(content)
+
+
+def _has_own_validation(pieces: Sequence[Piece]) -> bool:
+    return any(part.goes != DRAWN for piece in pieces for part in piece.parts)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Rename the complete dataset of the work folder, and remove the folder."""
+    with uninterrupted():
+        if target.exists():
+            target.rename(folder / "old")
+        failpoint("prepare.publish")
+        (folder / "dataset").rename(target)
+        files.fsync(target.parent)
+        remove(folder)
 
 
 @contextmanager
@@ -223,73 +210,112 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _begin(
+def _put_tokenizer(
     folder: Path,
     options: Options,
-    key: dict[str, Any],
+    input_files: inputs.InputFiles,
+    pieces: Sequence[Piece],
     tokenizer: Optional[PreTrainedTokenizerBase],
-    parts: Sequence[Part],
 ) -> PreTrainedTokenizerBase:
-    """Put the tokenizer into the work folder. A trained one stays where the `key` is the same."""
-    if tokenizer is not None:
-        key["tokenizer_sha256"] = hashlib.sha256(
-            tokenizer.backend_tokenizer.to_str().encode()
-        ).hexdigest()
-    former = {}
-    with suppress(OSError, ValueError):
-        former = json.loads((folder / KEY).read_bytes())
+    """Put the tokenizer, or else a trained one, into the work folder. One that was trained on the
+    same texts before stays there."""
+    key: dict[str, Any] = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
+    if tokenizer is None:
+        by_name = input_files.by_name()
+        key["texts"] = [piece.name(by_name, options.text_field) for piece in pieces]
+    else:
+        key["tokenizer_sha256"] = _sha256(tokenizer.backend_tokenizer)
+    _clear_of_others(folder, key)
     saved, filling = folder / "tokenizer", folder / "tokenizer-incomplete"
-    if former != key:
-        (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
-        files.fsync(folder)
-        for path in folder.iterdir():
-            # Pieces say in their names what they were made of, unless the folder was being removed.
-            if path.name != "lock" and not (
-                former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")
-            ):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        files.write_atomically(folder / KEY, json.dumps(key), durable=True)
-    if tokenizer is not None or not saved.is_dir():
+    if tokenizer is None and saved.is_dir():
+        tokenizer = packing_tokenizer(str(saved))
+    else:
         if tokenizer is None:
-            some = tqdm(
+            parts = [part for piece in pieces for part in piece.parts]
+            documents = tqdm(
                 texts(parts, options.text_field),
                 "training the tokenizer",
                 unit=" documents",
                 disable=None,
             )
-            tokenizer = train_byte_level_bpe(some, vocab_size=options.train_tokenizer)
+            tokenizer = train_byte_level_bpe(documents, vocab_size=options.train_tokenizer)
         for folder_of_before in (filling, saved):  # its settings may have changed
             shutil.rmtree(folder_of_before, ignore_errors=True)
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
-    tokenizer = tokenizer or packing_tokenizer(str(saved))
     with without_panic():
         counts = bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1)
     np.save(folder / encoding.TOKEN_BYTES, counts)
     return tokenizer
 
 
-def _encode(pieces: dict[str, Piece], job: Job, options: Options) -> list[Optional[Mark]]:
-    """Encode the pieces, by name, that aren't done. Returns the marks of all."""
-    folder = Path(job.folder)
-    left = {name: piece for name, piece in pieces.items() if read_mark(folder / name) is None}
-    others = [path for path in folder.glob("piece-*") if path.stem not in pieces]
-    if len(left) == len(pieces) and any(path.suffix == ".json" for path in others):
-        print(
-            "The work of a former preparation with other inputs or flags was thrown away.",
-            file=sys.stderr,
-        )
-    for path in others:
-        path.unlink()
-    if 0 < len(left) < len(pieces):
-        print(
-            f"Going on: {len(pieces) - len(left)} of {len(pieces)} pieces are done.",
-            file=sys.stderr,
-        )
-    total, left_bytes = (sum(piece.bytes for piece in some.values()) for some in (pieces, left))
-    done = total - left_bytes
+def _sha256(backend: Tokenizer) -> str:
+    return hashlib.sha256(backend.to_str().encode()).hexdigest()
+
+
+def _clear_of_others(folder: Path, key: dict[str, Any]) -> None:
+    """Remove the tokenizer and the leftovers of a former start, unless it had the same `key`.
+
+    Pieces say in their names what they were made of. They stay, unless they are of another format
+    or the folder was being removed, when it has no key.
+    """
+    former = {}
+    with suppress(OSError, ValueError):
+        former = json.loads((folder / KEY).read_bytes())
+    if former == key:
+        return
+    (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
+    files.fsync(folder)
+    has_pieces = former.get("format") == PIECE_FORMAT
+    for path in folder.iterdir():
+        if path.name == "lock" or has_pieces and path.name.startswith("piece-"):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    files.write_atomically(folder / KEY, json.dumps(key), durable=True)
+
+
+class Work(NamedTuple):
+    """Encoded pieces."""
+
+    pieces: dict[str, Piece]  # by the names of their files in the work folder
+    marks: list[Mark]
+    dtype: str  # of token ids
+
+    def total(self, name: str) -> int:
+        """The sum of a field of all marks."""
+        return sum(getattr(mark, name) for mark in self.marks)
+
+
+def _encode(
+    folder: Path,
+    options: Options,
+    input_files: inputs.InputFiles,
+    pieces: Sequence[Piece],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Work:
+    """Encode the pieces that aren't done yet."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    stops = options.on_error == "stop"
+    job = Job(str(folder), options.text_field, stops, **convention(backend, tokenizer))
+    # Pieces with other names were made of other texts, or in another way.
+    of_all = job._replace(folder="", stop_on_error=False)
+    made_with = [PIECE_FORMAT, metadata.version("tokenizers"), of_all, _sha256(backend)]
+    of_sources = input_files.by_name()
+    by_name = {f"piece-{piece.name(of_sources, made_with)}": piece for piece in pieces}
+    left = {name: piece for name, piece in by_name.items() if read_mark(folder / name) is None}
+    _tell_of_former_work(folder, by_name, left)
+    total = sum(piece.bytes for piece in by_name.values())
+    left_bytes = sum(piece.bytes for piece in left.values())
     with tqdm(
-        desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None
+        desc="tokenizing",
+        total=total,
+        initial=total - left_bytes,
+        unit="B",
+        unit_scale=True,
+        disable=None,
     ) as bar:
         if left_bytes <= LITTLE_BYTES and options.num_workers is None:
             for name, piece in left.items():
@@ -297,110 +323,125 @@ def _encode(pieces: dict[str, Piece], job: Job, options: Options) -> list[Option
                 bar.update(piece.bytes)
         elif left:
             encoding.encode_locally(left, job, options.num_workers or cores(), bar.update)
-    return [read_mark(folder / name) for name in pieces]
+    return Work(by_name, [read_mark(folder / name) for name in by_name], job.dtype)
+
+
+def _tell_of_former_work(
+    folder: Path, pieces: Mapping[str, Piece], left: Mapping[str, Piece]
+) -> None:
+    """Remove the pieces of a former start that aren't used, and say on stderr what is."""
+    others = [path for path in folder.glob("piece-*") if path.stem not in pieces]
+    if len(left) == len(pieces) and any(path.suffix == ".json" for path in others):
+        message = "The work of a former preparation with other inputs or flags was thrown away."
+        print(message, file=sys.stderr)
+    for path in others:
+        path.unlink()
+    done = len(pieces) - len(left)
+    if left and done:
+        print(f"Going on: {done} of {len(pieces)} pieces are done.", file=sys.stderr)
 
 
 def _make_dataset(
     folder: Path,
     options: Options,
-    found: inputs.InputFiles,
-    pieces: dict[str, Piece],
-    marks: list[Mark],
-    dtype: str,
+    input_files: inputs.InputFiles,
+    work: Work,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Make the dataset in the work folder, but for its manifest, which is returned.
 
-    Raises ValueError for a file of which every record is bad, and where there is no document with
-    text or too little.
+    Raises ValueError where there is no document with text or too little.
     """
-    sentences = encoding.bad_records(pieces.values(), marks)
-    total = {
-        name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"
-    }
-    empty, bad = total["empty"], total["bad"]
-    left_out = (
-        f"{empty} empty documents and {bad} that can't be read were "
-        f"skipped{': ' + sentences[0] if bad else ''}"
-    )
-    if not total["documents"]:
-        count = len(found.sources)
+    sentences = encoding.bad_records(work.pieces.values(), work.marks)
+    empty, bad = work.total("empty"), work.total("bad")
+    left_out = f"{empty} empty documents and {bad} that can't be read were skipped"
+    if bad:
+        left_out += f": {sentences[0]}"
+    if not work.total("documents"):
+        count = len(input_files.sources)
         raise ValueError(f"no document with text in {count} inputs and files: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
     made = folder / "dataset"
     shutil.rmtree(made, ignore_errors=True)
-    # The tokens of the splits, their packed rows, and the dataset.
-    copies = 3 if options.packing == "best_fit" else 2
-    room = total["tokens"] * (2 if dtype == "uint16" else 4) * copies
-    files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
-    shortest = options.min_document_tokens
+    _require_room(folder, options, work)
+    fits_best, shortest = options.packing == "best_fit", options.min_document_tokens
     documents = split_documents(
-        [folder / name for name in pieces],
+        [folder / name for name in work.pieces],
         options.seed,
         options.validation_fraction,
         options.deduplicate == "exact",
         shortest,
-        row=0 if options.packing == "best_fit" else options.context_length,
+        row=0 if fits_best else options.context_length,
     )
-    lengths = documents.lengths[documents.lengths < shortest]
-    again = documents.lengths[documents.repeated & (documents.lengths >= shortest)]
+    is_short = documents.lengths < shortest
+    short, repeated = int(is_short.sum()), documents.lengths[documents.repeated & ~is_short]
     if documents.in_both:
-        found.notes.append(
+        input_files.notes.append(
             f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
         )
-    if len(lengths):
-        left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out"
+    if short:
+        left_out += f", and {short} with fewer than {shortest} tokens left out"
     eos, length = tokenizer.eos_token_id, options.context_length
     try:
-        saved, largest = save_rows(documents, dtype, made, length, options.packing, eos)
+        splits, largest = save_rows(documents, work.dtype, made, length, options.packing, eos)
     except ValueError as error:
-        raise ValueError(f"{error}; {left_out}" if bad or len(lengths) else str(error)) from error
+        if bad or short:
+            raise ValueError(f"{error}; {left_out}") from error
+        raise
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     return {
-        **_origin(options, found),
+        **_origin(options, input_files),
         "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
         "vocab_size": len(tokenizer),
         "eos_token_id": eos,
         "bos_token_id": tokenizer.bos_token_id,
-        "dtype": dtype,
+        "dtype": work.dtype,
         "max_token_id": largest,
-        "splits": saved,
-        "text": {name: total[name] for name in OF_TEXT},
-        "duplicates": {"documents": len(again), "tokens": int(again.sum())},
+        "splits": splits,
+        "text": {name: work.total(name) for name in OF_TEXT},
+        "duplicates": {"documents": len(repeated), "tokens": int(repeated.sum())},
         "skipped": {
             "empty": empty,
-            "short": len(lengths),
+            "short": short,
             "bad": bad,
             "bad_records": sentences,
-            "files_by_suffix": _most_common(found.not_read),
-            "files_twice": found.twice,
-            "splits": found.splits_left_out,
+            "files_by_suffix": _most_common(input_files.not_read),
+            "files_twice": input_files.twice,
+            "splits": input_files.splits_left_out,
         },
         "written": files.describe(made, files.files_in(made)),
     }
 
 
-def _origin(options: Options, found: inputs.InputFiles) -> dict[str, Any]:
-    """What the manifest says of flags, inputs and versions."""
-    sources = found.sources
+def _require_room(folder: Path, options: Options, work: Work) -> None:
+    """Raises Fault (74) unless the disk has room for what is made of the pieces."""
+    # The tokens of the splits, their packed rows, and the dataset.
+    copies = 3 if options.packing == "best_fit" else 2
+    needed = work.total("tokens") * np.dtype(work.dtype).itemsize * copies
+    files.room(folder, needed, "The dataset", "make room, or take an --output on another disk")
+
+
+def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
+    """The fields of the manifest for flags, inputs and versions."""
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
     return {
         "format": MANIFEST_FORMAT,
         "output": str(options.output),
         "packed": True,
-        **{name: getattr(options, name) for name in SAID},
+        **{name: getattr(options, name) for name in KEPT_OPTIONS},
         "inputs": [str(name) for name in options.inputs],
         "made_by": {
             "command": options.command(),
-            "from_hub": [one.name for one in sources if one.kind == "hub"],
+            "from_hub": [one.name for one in input_files.sources if one.kind == "hub"],
         },
         "files": [
-            {"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]
+            {"path": source.name, "bytes": source.bytes}
+            for source in input_files.sources[:MAX_LISTED_FILES]
         ],
-        "files_total": len(sources),
-        "bytes_total": sum(source.bytes or 0 for source in sources),
-        "notes": found.notes[:MAX_LISTED_FILES],
+        "files_total": len(input_files.sources),
+        "bytes_total": sum(source.bytes or 0 for source in input_files.sources),
+        "notes": input_files.notes[:MAX_LISTED_FILES],
         "tokenizer": options.tokenizer_name,
         "versions": {
             "python": platform.python_version(),
@@ -412,28 +453,26 @@ def _origin(options: Options, found: inputs.InputFiles) -> dict[str, Any]:
 def _most_common(counts: Counter) -> dict[str, int]:
     """The MAX_LISTED_SUFFIXES largest of `counts`, and the sum of the others."""
     named = dict(counts.most_common(MAX_LISTED_SUFFIXES))
-    others = counts.total() - sum(named.values())
-    return named | ({"of other suffixes": others} if others else {})
+    if others := counts.total() - sum(named.values()):
+        named["of other suffixes"] = others
+    return named
 
 
 def require_all_counted(manifest: dict[str, Any]) -> None:
     """Raises AssertionError, with the numbers, unless what was read is in the splits or counted."""
     skipped, splits = manifest["skipped"], manifest["splits"]
     counted = {name: split["documents"] for name, split in splits.items()}
-    counted |= {"repeated": manifest["duplicates"]["documents"]} | {
-        name: skipped[name] for name in ("short", "empty", "bad")
-    }
+    counted["repeated"] = manifest["duplicates"]["documents"]
+    for name in ("short", "empty", "bad"):
+        counted[name] = skipped[name]
     if sum(counted.values()) != (records := manifest["text"]["records"]):
         raise AssertionError(
             f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: "
             f"{counted}"
         )
     for name, split in splits.items():
-        in_rows = (
-            split["rows"] * manifest["context_length"]
-            + split["dropped_tokens"]
-            - split.get("padding_tokens", 0)
-        )
+        in_rows = split["rows"] * manifest["context_length"]
+        in_rows += split["dropped_tokens"] - split.get("padding_tokens", 0)
         if split["tokens"] != in_rows:
             raise AssertionError(
                 f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}"
@@ -442,70 +481,66 @@ def require_all_counted(manifest: dict[str, Any]) -> None:
 
 def summary(manifest: dict) -> str:
     """Describe in a few lines what `prepare` made."""
-    context_length, skipped, lines = manifest["context_length"], manifest["skipped"], []
-    for name, split in manifest["splits"].items():
-        rows = (
-            f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens "
-            f"{split['rows']:>12,} rows of {context_length}"
-        )
-        said = f"{split['dropped_tokens']} tokens of the last, unfilled row dropped"
-        if "padding_tokens" in split:
-            alone = (
-                f", {split['dropped_tokens']:,} of them without their end"
-                if split["dropped_tokens"]
-                else ""
-            )
-            said = (
-                f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} "
-                f"documents cut{alone}"
-            )
-        lines.append((name, f"{rows} ({said})"))
+    skipped = manifest["skipped"]
+    lines = [
+        (name, _of_split(split, manifest["context_length"]))
+        for name, split in manifest["splits"].items()
+    ]
     if skipped["empty"] or skipped["bad"]:
-        lines.append(
-            ("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records")
-        )
+        counts = f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"
+        lines.append(("skipped", counts))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
     if skipped["short"]:
-        lines.append(
-            (
-                "too short",
-                (
-                    f"{skipped['short']:,} documents of fewer than "
-                    f"{manifest['min_document_tokens']} tokens"
-                ),
-            )
-        )
+        shortest = manifest["min_document_tokens"]
+        count = f"{skipped['short']:,} documents of fewer than {shortest} tokens"
+        lines.append(("too short", count))
     if manifest["deduplicate"] != "none":
-        said = "{documents:,} documents, {tokens:,} tokens, dropped".format(
-            **manifest["duplicates"]
-        )
-        lines.append(("repeated", said))
+        counts = "{documents:,} documents, {tokens:,} tokens, dropped"
+        lines.append(("repeated", counts.format(**manifest["duplicates"])))
     if suffixes := skipped["files_by_suffix"]:
-        named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
-        advice = "choose with --pattern, or name what is meant with --input"
-        if web := [name for name in suffixes if name in inputs.WEB]:
-            advice += f"; the text of {' and '.join(web)} has to be extracted first"
-        lines.append(("not read", f"{named}; {advice}"))
+        lines.append(("not read", _of_suffixes(suffixes)))
     if skipped["files_twice"]:
-        lines.append(
-            (
-                "once",
-                f"{skipped['files_twice']:,} links or names lead to what is read already",
-            )
-        )
+        count = f"{skipped['files_twice']:,} links or names lead to what is read already"
+        lines.append(("once", count))
     lines += [("note", note) for note in manifest["notes"][: encoding.MAX_NAMED]]
     text = manifest["text"]
     if text["unknown"]:
-        part = 100 * text["unknown"] / text["tokens"]
-        said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: what they stood for is lost"
-        lines.append(
-            ("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab")
+        percent = 100 * text["unknown"] / text["tokens"]
+        lost = (
+            f"{text['unknown']:,} tokens ({percent:.2g} %) are <unk>: what they stood for is lost; "
+            "take another tokenizer, or python -m fabric_llm.extend_vocab"
         )
+        lines.append(("warning", lost))
     if bytes_are_lost(manifest):
-        part = 100 * text["bytes_of_tokens"] / text["bytes"]
-        said = f"tokens stand for {part:.3g} % of the bytes of the text"
-        said += ", so evaluations give no bits per byte"
-        lines.append(("warning", said))
+        percent = 100 * text["bytes_of_tokens"] / text["bytes"]
+        lost = (
+            f"tokens stand for {percent:.3g} % of the bytes of the text, so evaluations give no "
+            "bits per byte"
+        )
+        lines.append(("warning", lost))
     lines.append(("tokenizer", f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"))
     lines.append(("written to", manifest["output"]))
-    return "\n".join(f"{about:<10} {printable(said)}" for about, said in lines)
+    return "\n".join(f"{about:<10} {printable(line)}" for about, line in lines)
+
+
+def _of_split(split: dict[str, Any], context_length: int) -> str:
+    rows = (
+        f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens "
+        f"{split['rows']:>12,} rows of {context_length}"
+    )
+    dropped = split["dropped_tokens"]
+    if "padding_tokens" not in split:
+        return f"{rows} ({dropped} tokens of the last, unfilled row dropped)"
+    packed = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut"
+    if dropped:
+        packed += f", {dropped:,} of them without their end"
+    return f"{rows} ({packed})"
+
+
+def _of_suffixes(suffixes: dict[str, int]) -> str:
+    """Which files of folders weren't read, and what to do about it."""
+    named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
+    advice = "choose with --pattern, or name what is meant with --input"
+    if web := [name for name in suffixes if name in inputs.WEB]:
+        advice += f"; the text of {' and '.join(web)} has to be extracted first"
+    return f"{named}; {advice}"

@@ -20,10 +20,10 @@ import itertools
 import json
 import mmap
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import datasets
 import numpy as np
@@ -80,46 +80,81 @@ def drawn(
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it.
     Where that is less than two documents of average length, it may hold these, but not more than
-    half of all tokens. If all documents fall into one split, the text whose number is nearest to
-    the fraction, of those that may move, moves to the other. Then the next ones move to validation
-    until it fills `row` tokens, but not more than half of all tokens.
+    half of all tokens. If all documents fall into one split, one text moves to the other. Then
+    validation is filled up to `row` tokens, but not to more than half of all tokens.
     """
     numbers = document_hashes(seed, texts)
     in_validation = goes == TO_VALIDATION
     may_move = (goes == DRAWN) & ~left_out
-    for kept in (TO_TRAIN, TO_VALIDATION):  # where a text is kept, its copies are
-        if (goes == kept).any():
-            copies = may_move & np.isin(texts, texts[(goes == kept) & ~left_out])
-            may_move &= ~copies
-            in_validation = in_validation | copies if kept == TO_VALIDATION else in_validation
+    # Where a text is kept, its copies are.
+    for kept in (TO_TRAIN, TO_VALIDATION):
+        copies = may_move & np.isin(texts, texts[(goes == kept) & ~left_out])
+        may_move &= ~copies
+        if kept == TO_VALIDATION:
+            in_validation |= copies
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
-    room = most_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
+    max_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
     chosen = np.flatnonzero(may_move & (numbers < fraction))
-    for copies in _by_text(chosen, texts, numbers):
-        size = int(lengths[copies].sum())
-        if size <= room:  # else they stay in train: validation would hold too much with them
-            in_validation[copies] = True
-            room -= size
-    kept = in_validation[~left_out]
-    if fraction and len(kept) >= 2 and kept.all() == kept.any() and may_move.any():
-        _, place = np.unique(texts, return_inverse=True)
-        copies = np.bincount(place, may_move)[place]
-        sizes = np.bincount(place, lengths * may_move)[place]  # tokens of all copies
-        movable = may_move & (copies < len(kept))
-        fitting = movable & (sizes <= most_tokens)
-        # Of few texts with many copies none may fit: then the one with the fewest tokens moves.
-        order = np.abs(numbers - fraction) if fitting.any() else sizes
-        chosen = np.where(fitting if fitting.any() else movable, order, np.inf).argmin()
-        moved = movable & (texts == texts[chosen])
+    # A text that validation would hold too much with stays in train.
+    _add_while(in_validation, _by_text(chosen, texts, numbers), lengths, 0, max_tokens)
+    if not fraction:
+        return in_validation
+    in_splits = in_validation[~left_out]
+    if len(in_splits) >= 2 and in_splits.all() == in_splits.any() and may_move.any():
+        distances = np.abs(numbers - fraction)
+        moved = _text_that_moves(lengths, texts, may_move, distances, len(in_splits), max_tokens)
         in_validation[moved] = ~in_validation[moved]
     held = int(lengths[in_validation & ~left_out].sum())
-    if fraction and held < row and not (goes == TO_VALIDATION).any():
-        for copies in _by_text(np.flatnonzero(may_move & ~in_validation), texts, numbers):
-            size = int(lengths[copies].sum())
-            if held < row and held + size <= tokens // 2:
-                in_validation[copies] = True
-                held += size
+    if held < row and not (goes == TO_VALIDATION).any():
+        others = np.flatnonzero(may_move & ~in_validation)
+        to_fill = _by_text(others, texts, numbers)
+        _add_while(in_validation, to_fill, lengths, held, tokens // 2, enough=row)
     return in_validation
+
+
+def _add_while(
+    in_validation: np.ndarray,
+    groups: Iterable[np.ndarray],
+    lengths: np.ndarray,
+    held: int,
+    max_tokens: int,
+    enough: Optional[int] = None,
+) -> None:
+    """Add those groups of documents with which validation, which has `held` tokens, has at most
+    `max_tokens`, until it has `enough`."""
+    for documents in groups:
+        if enough is not None and held >= enough:
+            return
+        size = int(lengths[documents].sum())
+        if held + size <= max_tokens:
+            in_validation[documents] = True
+            held += size
+
+
+def _text_that_moves(
+    lengths: np.ndarray,
+    texts: np.ndarray,
+    may_move: np.ndarray,
+    distances: np.ndarray,
+    count: int,
+    max_tokens: int,
+) -> np.ndarray:
+    """The documents of the text that moves where one split has all documents, bool [documents].
+
+    It is the one whose number is nearest to the fraction, of those with at most `max_tokens` in all
+    copies. distances: of these numbers. count: documents of both splits.
+    """
+    _, place = np.unique(texts, return_inverse=True)
+    copies = np.bincount(place, may_move)[place]
+    sizes = np.bincount(place, lengths * may_move)[place]  # tokens of all copies
+    movable = may_move & (copies < count)
+    fitting = movable & (sizes <= max_tokens)
+    if fitting.any():
+        chosen = np.where(fitting, distances, np.inf).argmin()
+    else:
+        # Of few texts with many copies none fits: the one with the fewest tokens moves.
+        chosen = np.where(movable, sizes, np.inf).argmin()
+    return movable & (texts == texts[chosen])
 
 
 def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Iterator[np.ndarray]:
@@ -128,18 +163,17 @@ def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Ite
     numbers: of all documents.
     """
     order = indices[np.lexsort((texts[indices], numbers[indices]))]
-    begins = np.flatnonzero(np.diff(texts[order])) + 1
-    for begin, end in itertools.pairwise([0, *begins, len(order)] if len(order) else []):
-        yield order[begin:end]
+    if len(order):
+        yield from np.split(order, np.flatnonzero(np.diff(texts[order])) + 1)
 
 
 def repeated(hashes: np.ndarray) -> np.ndarray:
     """True for each document that an earlier one equals, bool [documents]. hashes: uint64
     [documents, 2]."""
     order = np.lexsort(hashes.T)  # which leaves equal ones in their order
-    found = np.zeros(len(hashes), bool)
-    found[order[1:]] = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
-    return found
+    equals_earlier = np.zeros(len(hashes), bool)
+    equals_earlier[order[1:]] = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
+    return equals_earlier
 
 
 def split_documents(
@@ -155,20 +189,21 @@ def split_documents(
     shortest: tokens; documents of fewer are in none. row: tokens that validation should fill. Takes
     about 50 bytes of memory a document, and 70 where they are compared with each other.
     """
-    found = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
-    edges = np.cumsum([0, *map(len, found)])
-    found = np.concatenate(found)
-    again = repeated(found["hash"]) if deduplicate else np.zeros(len(found), bool)
-    lengths, goes, texts = found["tokens"].copy(), found["goes"].copy(), found["hash"][:, 0].copy()
-    del found  # most of the memory
+    of_pieces = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
+    edges = np.cumsum([0, *map(len, of_pieces)])
+    documents = np.concatenate(of_pieces)
+    again = np.zeros(len(documents), bool)
+    if deduplicate:
+        again = repeated(documents["hash"])
+    lengths, goes = documents["tokens"].copy(), documents["goes"].copy()
+    texts = documents["hash"][:, 0].copy()
+    del of_pieces, documents  # most of the memory
     left_out = again | (lengths < shortest)
     in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row) & ~left_out
     in_train = ~in_validation & ~left_out
-    in_both = (
-        int(np.isin(texts[in_validation], texts[in_train]).sum())
-        if (goes == TO_VALIDATION).any()
-        else 0
-    )
+    in_both = 0  # what is drawn never is
+    if (goes == TO_VALIDATION).any():
+        in_both = int(np.isin(texts[in_validation], texts[in_train]).sum())
     return Documents(
         pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both
     )
@@ -184,8 +219,8 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
     with open(path, "wb") as out:
         for number, (first, after) in enumerate(itertools.pairwise(documents.edges)):
             starts = np.concatenate([[0], np.cumsum(documents.lengths[first:after])])
-            # The first documents of runs that are copied together, and those behind the last ones,
-            # by turns.
+            # Documents that stand side by side are copied together: where each run of them begins,
+            # and where it ends.
             runs = np.flatnonzero(np.diff(np.concatenate([[False], mine[first:after], [False]])))
             with open(documents.pieces[number].with_suffix(".tokens"), "rb") as piece:
                 for begin, end in starts[runs].reshape(-1, 2).tolist():
@@ -235,43 +270,67 @@ def pack(
     write: Callable[[np.ndarray], Any],
 ) -> dict[str, Any]:
     """Pack documents, `tokens` one behind the other, and `write` rows [rows, context], a few at a
-    time.
-
-    In each window the whole rows of long documents come first, then what is left of them among the
-    short ones. Returns what the manifest says of it.
+    time. Returns what the manifest says of it.
     """
-    rows, cut, dropped, padded, done, begin = 0, 0, 0, 0, 0, 0
+    packed: Counter[str] = Counter()
+    begin = 0
+    for some in _windows(lengths, context):
+        starts = begin + np.cumsum(some) - some
+        begin += int(some.sum())
+        packed += _pack_window(tokens, starts, some, context, padding, write)
+    rows, padded = packed["rows"], packed["padding"]
+    return {
+        "rows": rows,
+        "dropped_tokens": packed["dropped"],  # EOS of documents whose text fills whole rows
+        "padding_tokens": padded,
+        "documents_cut": packed["cut"],
+        "row_use_percent": round(100 * (1 - padded / (rows * context)), 3),
+    }
+
+
+def _windows(lengths: np.ndarray, context: int) -> Iterator[np.ndarray]:
+    """The lengths of documents that are packed together: at most WINDOW_DOCUMENTS, of which what is
+    left behind their whole rows has at most WINDOW_TOKENS."""
+    done = 0
     while done < len(lengths):
-        # So many documents that what is left of the long ones fills WINDOW_TOKENS.
         some = lengths[done : done + WINDOW_DOCUMENTS]
         filled = np.cumsum(np.where(some > context, some % context, some))
         some = some[: max(1, int(np.searchsorted(filled, WINDOW_TOKENS, side="right")))]
         done += len(some)
-        starts = begin + np.cumsum(some) - some
-        begin += int(some.sum())
-        whole = np.where(some > context, some // context, 0)
-        for start, count in zip(starts[whole > 0].tolist(), whole[whole > 0].tolist()):
-            write(tokens[start : start + count * context].reshape(count, context))
-        rest = some - whole * context
-        item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
-        row, place, count = best_fit(item_lengths, context)
-        packed = np.full(count * context, padding, dtype=tokens.dtype)
-        for start, length, to in zip(
-            item_starts.tolist(), item_lengths.tolist(), (row * context + place).tolist()
-        ):
-            packed[to : to + length] = tokens[start : start + length]
-        write(packed.reshape(count, context))
-        rows += int(whole.sum()) + count
-        cut += int((some > context).sum())
-        padded += count * context - int(item_lengths.sum())
-        dropped += int((rest == 1).sum())
-    return {
-        "rows": rows,
-        "dropped_tokens": dropped,  # EOS of documents whose text fills whole rows
-        "padding_tokens": padded,
-        "documents_cut": cut,
-        "row_use_percent": round(100 * (1 - padded / (rows * context)), 3),
-    }
+        yield some
+
+
+def _pack_window(
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    context: int,
+    padding: int,
+    write: Callable[[np.ndarray], Any],
+) -> Counter[str]:
+    """Write the rows of some documents, and count rows, tokens and documents.
+
+    The whole rows of long documents come first, then what is left of them among the short ones.
+    """
+    whole = np.where(lengths > context, lengths // context, 0)
+    for document in np.flatnonzero(whole).tolist():
+        start, count = int(starts[document]), int(whole[document])
+        write(tokens[start : start + count * context].reshape(count, context))
+    rest = lengths - whole * context
+    # An EOS alone isn't packed: behind other tokens it would pass for padding.
+    item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
+    row, place, count = best_fit(item_lengths, context)
+    packed = np.full(count * context, padding, dtype=tokens.dtype)
+    targets = (row * context + place).tolist()
+    for start, length, to in zip(item_starts.tolist(), item_lengths.tolist(), targets):
+        packed[to : to + length] = tokens[start : start + length]
+    write(packed.reshape(count, context))
+    return Counter(
+        rows=int(whole.sum()) + count,
+        cut=int((lengths > context).sum()),
+        padding=count * context - int(item_lengths.sum()),
+        dropped=int((rest == 1).sum()),
+    )
 
 
 def save_rows(
@@ -302,12 +361,12 @@ def save_rows(
         lengths = documents.lengths[mine]
         tokens = int(lengths.sum())
         if packing == "best_fit":
-            said = _pack(path, np.dtype(dtype), lengths, context_length, eos)
+            packed = _pack(path, np.dtype(dtype), lengths, context_length, eos)
         else:
             rows = tokens // context_length
-            said = {"rows": rows, "dropped_tokens": tokens - rows * context_length}
-        digest = _save_split(path, np.dtype(dtype), said["rows"], folder / name, context_length)
-        described[name] = {"documents": len(lengths), "tokens": tokens, **said, "sha256": digest}
+            packed = {"rows": rows, "dropped_tokens": tokens - rows * context_length}
+        digest = _save_split(path, np.dtype(dtype), packed["rows"], folder / name, context_length)
+        described[name] = {"documents": len(lengths), "tokens": tokens, **packed, "sha256": digest}
     path.unlink()
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(described)}))
     return described, largest
@@ -327,9 +386,9 @@ def _pack(
             # else all that was read would count as memory of this process
             tokens.madvise(mmap.MADV_DONTNEED)
 
-        said = pack(np.frombuffer(tokens, dtype), lengths, context_length, eos, write)
+        described = pack(np.frombuffer(tokens, dtype), lengths, context_length, eos, write)
     packed.replace(path)
-    return said
+    return described
 
 
 def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_length: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,9 +21,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import on_disk, uninterrupted
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import nearest, reach_hub
-from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
 from fabric_llm.prepare.tokenizer import packing_tokenizer
@@ -37,32 +38,18 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     arguments are flags of prepare_data.py.
 
     Rows are as long as the longest request, but have at most `context_length` tokens: of longer
-    requests the last ones. Documents of all tasks are mixed evenly, so that a part of the rows is a
-    part of each task. Raises ValueError for what a user can correct.
+    requests the last ones. Documents of all tasks are mixed evenly, so that a fraction of the rows
+    is that fraction of each task. Raises ValueError for what a user can correct.
     """
     target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
-    documents = sorted(_documents(_loaded(tasks), encoder), key=lambda found: found[0])
-    rows = [
-        {**row, "document": number}
-        for number, (_, document) in enumerate(documents)
-        for row in document
-    ]
-    length = min(
-        -(-max(len(row["input_ids"]) for row in rows) // MULTIPLE) * MULTIPLE, context_length
-    )
+    documents = sorted(_documents(_loaded(tasks), encoder), key=itemgetter(0))
+    rows = []
+    for number, (_, document) in enumerate(documents):
+        rows += [{**row, "document": number} for row in document]
+    longest = max(len(row["input_ids"]) for row in rows)
+    length = min(-(-longest // MULTIPLE) * MULTIPLE, context_length)
     for row in rows:
-        ids, targets = np.array(row["input_ids"][-length:], dtype=np.int32), row.pop("targets")
-        if not 0 < targets < length:
-            answer = f"task {row['task']!r} has an answer of {targets} tokens"
-            raise ValueError(
-                f"{answer}, which a row of --context_length {context_length} can't ask for"
-            )
-        labels = np.where(np.arange(len(ids)) < len(ids) - targets, np.int32(IGNORED), ids)
-        for name, values, filling in (
-            ("input_ids", ids, encoder.eos_token_id),
-            ("labels", labels, IGNORED),
-        ):
-            row[name] = np.pad(values, (0, length - len(ids)), constant_values=filling)
+        _pad(row, length, context_length, encoder.eos_token_id)
     counts = Counter(document[0]["task"] for _, document in documents)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -73,9 +60,10 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
         datasets.DatasetDict({"validation": datasets.Dataset.from_list(rows)}).save_to_disk(made)
         encoder.save_pretrained(made / "tokenizer")
         (made / TASKS).write_text(json.dumps(counts))
-        said = {"tasks": counts, "tokenizer": tokenizer, "lm_eval": metadata.version("lm_eval")}
-        said["written"] = files.describe(made, files.files_in(made))
-        (made / "manifest.json").write_bytes(files.encode(said))
+        manifest = {"tasks": counts, "tokenizer": tokenizer}
+        manifest["lm_eval"] = metadata.version("lm_eval")
+        manifest["written"] = files.describe(made, files.files_in(made))
+        (made / "manifest.json").write_bytes(files.encode(manifest))
         with uninterrupted():
             if target.exists():
                 target.rename(Path(folder, "old"))
@@ -84,6 +72,21 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     return (
         f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"
     )
+
+
+def _pad(row: dict[str, Any], length: int, context_length: int, eos: int) -> None:
+    """Give a row `length` tokens, and labels of those that are answered. Raises ValueError for an
+    answer that leaves no token to be asked with."""
+    ids, targets = np.array(row["input_ids"][-length:], dtype=np.int32), row.pop("targets")
+    if not 0 < targets < length:
+        raise ValueError(
+            f"task {row['task']!r} has an answer of {targets} tokens, which a row of "
+            f"--context_length {context_length} can't ask for"
+        )
+    labels = np.full(length, IGNORED, dtype=np.int32)
+    labels[len(ids) - targets : len(ids)] = ids[-targets:]
+    row["input_ids"] = np.pad(ids, (0, length - len(ids)), constant_values=eos)
+    row["labels"] = labels
 
 
 def _loaded(tasks: str) -> dict[str, Any]:
@@ -101,9 +104,9 @@ def _loaded(tasks: str) -> dict[str, Any]:
         ) from error
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    found = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
-    unknown = [name for name in names if not found[name][0].is_file()]
-    described = _described([file for name in names if name not in unknown for file in found[name]])
+    paths = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
+    unknown = [name for name in names if not paths[name][0].is_file()]
+    described = _described([file for name in names if name not in unknown for file in paths[name]])
     if twice := [name for name in unknown if name in described]:
         there = str(described[twice[0]][0])
         raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {there!r}")
@@ -129,11 +132,11 @@ def _loaded(tasks: str) -> dict[str, Any]:
     for member in members & index.keys():
         members |= index[member].tags  # which are tasks, if it is a tag
     name_in = {path: name for name, (path, _) in described.items()}
-    specs = dict.fromkeys(name_in.get(path, name) for name in names for path in found[name])
+    specs = dict.fromkeys(name_in.get(path, name) for name in names for path in paths[name])
     reach_hub()
     random.seed(0)  # as lm_eval.simple_evaluate does, for tasks that shuffle their choices
     np.random.seed(SEED)
-    with _said_of_lm_eval(f"--tasks {tasks}{lacking}: lm_eval can't load this"):
+    with _errors_of_lm_eval(f"--tasks {tasks}{lacking}: lm_eval can't load this"):
         loaded = manager.load([name for name in specs if name not in members])["tasks"]
     if not loaded:
         raise ValueError(f"--tasks {tasks}: this is no task, but a group without tasks")
@@ -147,7 +150,7 @@ def _described(paths: Iterable[Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
 
     described: dict[str, tuple[Path, dict[str, Any]]] = {}
     for path in dict.fromkeys(paths):
-        with _said_of_lm_eval(f"--tasks: {str(path)!r} can't be read"):
+        with _errors_of_lm_eval(f"--tasks: {str(path)!r} can't be read"):
             content = load_yaml(path, resolve_func=False)
         name = content.get("group", content.get("task"))
         if not isinstance(name, str):
@@ -172,7 +175,7 @@ def _members(content: dict[str, Any]) -> Iterator[str]:
 
 
 @contextmanager
-def _said_of_lm_eval(said: str) -> Iterator[None]:
+def _errors_of_lm_eval(wrong: str) -> Iterator[None]:
     """Raise ValueError where lm_eval fails: of the harness, YAML, functions that a task names,
     datasets, the hub."""
     try:
@@ -182,13 +185,13 @@ def _said_of_lm_eval(said: str) -> Iterator[None]:
         while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
             cause = cause.__cause__  # datasets raises its own error from that of a file
         words = f"{type(cause).__name__}: {one_line(cause).rstrip('.')}"
-        raise ValueError(f"{said}: {words}") from error
+        raise ValueError(f"{wrong}: {words}") from error
 
 
 def _documents(
     tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[float, list[dict[str, Any]]]]:
-    """(part of its task that comes before it, a row for each choice) of each document. Raises
+    """(fraction of its task that comes before it, a row for each choice) of each document. Raises
     ValueError."""
     from lm_eval.models.huggingface import HFLM
 
@@ -203,11 +206,8 @@ def _documents(
             return requests
 
     for name, task in tasks.items():
-        kind, metrics, own = (
-            task.OUTPUT_TYPE,
-            task.aggregation(),
-            callable(task.config.process_results),
-        )
+        kind, metrics = task.OUTPUT_TYPE, task.aggregation()
+        own = callable(task.config.process_results)
         if kind not in KINDS or own or "acc" not in metrics or "acc_mutual_info" in metrics:
             raise ValueError(
                 f"--tasks: {name!r} ({kind}) doesn't judge answers by their likelihood alone, as "
@@ -224,17 +224,20 @@ def _documents(
             rows, doc, alone = [], document[0][0].doc, kind == "loglikelihood"
             choices = [""] if alone else task.doc_to_choice(doc)
             for choice, (request, (_, context, continuation)) in enumerate(document):
+                # As if this choice alone were likely: is it then judged to be right?
                 likeliest = [
                     (float(other == choice), other == choice) for other in range(len(document))
                 ]
-                row = {
-                    "task": name,
-                    "gold": task.process_results(doc, likeliest)["acc"] == 1,
-                    "alone": alone,
-                }
-                row |= {"characters": len(choices[choice]), "bytes": len(request.args[1].encode())}
                 rows.append(
-                    {**row, "input_ids": context + continuation, "targets": len(continuation)}
+                    {
+                        "task": name,
+                        "gold": task.process_results(doc, likeliest)["acc"] == 1,
+                        "alone": alone,
+                        "characters": len(choices[choice]),
+                        "bytes": len(request.args[1].encode()),
+                        "input_ids": context + continuation,
+                        "targets": len(continuation),
+                    }
                 )
             has_answers |= any(row["gold"] for row in rows)
             yield number / len(documents), rows
@@ -245,7 +248,7 @@ def _documents(
 def _build_requests(name: str, task: Any) -> None:
     """Have lm_eval build the requests of a task. Raises ValueError."""
     try:
-        with _said_of_lm_eval(f"--tasks: lm_eval can't build the requests of {name!r}"):
+        with _errors_of_lm_eval(f"--tasks: lm_eval can't build the requests of {name!r}"):
             task.build_all_requests()
     except ValueError as error:
         examples = task.config.num_fewshot or 0

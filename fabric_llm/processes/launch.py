@@ -7,15 +7,12 @@ torchrun's.
 
 import math
 import os
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
@@ -24,7 +21,7 @@ from fabric_llm.base.program import die_with
 from fabric_llm.processes.stop import SIGNALS
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-# environment variable of a started rank: id of the process that it must not outlive
+# The environment variable of a started rank with the id of the process that it must not outlive.
 PARENT = "FABRIC_LLM_PARENT"
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
@@ -70,7 +67,7 @@ class Children:
 def adopt_launcher() -> None:
     """Make the environment of a rank that srun or nobody started look as torchrun's. Raises
     ValueError for a wrong number."""
-    # the watch tells of broken connections, without C++ stacks
+    # The watch reports broken connections, without C++ stacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # If the package kernels is installed, transformers would download kernels, which are code, from
     # the hub.
@@ -89,7 +86,7 @@ def adopt_launcher() -> None:
         os.environ.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
         port = 15_000 + (31 * number_of("SLURM_JOB_ID", 0) + number_of("SLURM_STEP_ID", 0)) % 10_000
         os.environ.setdefault("MASTER_PORT", str(port))  # the same for all tasks of a step
-    # no launcher set these: in a pod, for example, RANK may mean something else
+    # No launcher has set these. In a pod, for example, RANK may mean something else.
     if not started_by_other():
         for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(name, None)
@@ -158,7 +155,7 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
             f"{there}: RANK {os.environ['RANK']} is process {place} of its machine, not "
             f"{os.environ['LOCAL_RANK']}."
         )
-    # by which Fabric numbers ranks that torchrun hasn't started
+    # Fabric numbers ranks that torchrun hasn't started by it.
     os.environ["NODE_RANK"] = str(node)
     for name, number in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", number):
@@ -232,15 +229,3 @@ def for_launcher(code: int) -> int:
     after any other code."""
     restarts_left = code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0)
     return DONE if restarts_left else code
-
-
-def find_launcher(launcher: str) -> list[str]:
-    """The words of --launcher with the program's path, also looked for beside Python, for
-    environments that aren't activated."""
-    words = shlex.split(launcher)
-    found = words and (
-        shutil.which(words[0]) or shutil.which(Path(sys.executable).parent / words[0])
-    )
-    if not found:
-        raise Fault(f"--launcher {launcher!r}: there is no such program.")
-    return [found, *words[1:]]

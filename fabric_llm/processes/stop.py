@@ -12,7 +12,7 @@ from typing import NoReturn, Optional
 
 from fabric_llm.base.faults import STOPPED, Fault
 
-# the last one: the terminal was closed
+# SIGHUP says that the terminal was closed.
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGUSR1,
@@ -64,7 +64,7 @@ class StopSignal:
         }
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        # sent again by the shell of the closed terminal
+        # The shell of a closed terminal sends it again.
         again = number == signal.SIGHUP and self.requests > 0
         if again or time.monotonic() < self.until:
             return

@@ -35,18 +35,15 @@ from fabric_llm.processes.stop import at_start
 
 MAX_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
-MAX_SECONDS_BETWEEN_LOOKS = (
-    5.0  # after a longer time the job was suspended, which isn't held against any rank
-)
-SECONDS_TO_MEET = (
-    1.0  # in which ranks hear of each other before they join, so that a lost one can be named
-)
+# After a longer time the job was suspended, which isn't held against any rank.
+MAX_SECONDS_BETWEEN_LOOKS = 5.0
+# In which ranks hear of each other before they join, so that a lost one can be named.
+SECONDS_TO_MEET = 1.0
 SECONDS_TO_FIRST_WORDS = 0.1  # between beats until all ranks have been heard of
 SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends gives it up
 MAX_SECONDS_OF_SILENCE = 10.0  # of a rank that lives, but is short of processor time
-SECONDS_TO_TELL = (
-    1.25  # after a connection broke: to hear of the fault that broke it, or see who is silent
-)
+# After a connection broke: to hear of the fault that broke it, or see who is silent.
+SECONDS_TO_TELL = 1.25
 
 
 class Watch:
@@ -77,16 +74,16 @@ class Watch:
         # What this rank has heard from the store. Times are monotonic seconds.
         self.beats: dict[int, dict[str, Any]] = {}  # of other ranks
         self.heard_at: dict[int, float] = {}  # when these last changed
-        self.first: Optional[tuple[int, Fault]] = (
-            None  # the first fault of the run, and whose it is
-        )
+        # The rank whose fault came first, and that fault.
+        self.first: Optional[tuple[int, Fault]] = None
         self.own_fault: Optional[Fault] = None  # to be told, unless another rank's came first
         self.lost: set[int] = set()  # ranks that this one has given up
         self.store_is_lost = False
-        # the others hear rank 0 and those that they have started: n reads, not n squared
+        # The others hear rank 0 and those that they have started: n reads of the store, not n
+        # squared.
         self.hears_all = rank == 0
         self.begun = self.done = 0  # number of exchanges with the store
-        # the silence of a rank never heard of counts from `since`
+        # The silence of a rank that was never heard of counts from `since`.
         self.begun_at = self.since = self.marked
         self.interval = MAX_SECONDS_BETWEEN_BEATS
         self.woken = threading.Event()
@@ -99,7 +96,7 @@ class Watch:
         """
         self._start(max(timeout_seconds, 1.0))
         wait_until(lambda: not self._unheard(), SECONDS_TO_MEET, 0.02)
-        # so that the others hear of this rank before it joins
+        # The others are to hear of this rank before it joins.
         time.sleep(2 * SECONDS_TO_FIRST_WORDS)
 
     def begin(self, timeout_seconds: float) -> None:
@@ -171,7 +168,7 @@ class Watch:
 
     def _start(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        # seconds of silence of a rank that lives
+        # A rank that lives is silent for fewer seconds.
         self.patience = min(MAX_SECONDS_OF_SILENCE, timeout_seconds / 3)
         self.interval = min(MAX_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
         if not self.thread.is_alive():
@@ -193,9 +190,10 @@ class Watch:
                 store = None  # before the ranks have joined, it may not be there yet
                 if not self.is_joining:  # a broken connection, which collectives notice, too
                     self.store_is_lost = True
-            self.woken.wait(
-                min(self.interval, SECONDS_TO_FIRST_WORDS) if self._unheard() else self.interval
-            )
+            pause = self.interval
+            if self._unheard():
+                pause = min(pause, SECONDS_TO_FIRST_WORDS)
+            self.woken.wait(pause)
             self.woken.clear()
 
     def _connect(self) -> torch.distributed.Store:
@@ -215,14 +213,13 @@ class Watch:
                 multi_tenant=True,  # the process group's store will be at the same address
                 master_listen_fd=None if door is None else door.detach(),
             )
-        # torchrun may keep the store of the former attempt
+        # torchrun may keep the store of the former attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return torch.distributed.PrefixStore(f"watch-{attempt}", store)
 
     def _exchange(self, store: torch.distributed.Store) -> None:
-        if (
-            own := self.own_fault
-        ) is not None:  # told before the beat that says that this rank has ended
+        own = self.own_fault
+        if own is not None:  # told before the beat that says that this rank has ended
             told = {
                 "rank": self.rank,
                 "sentence": str(own),
@@ -230,29 +227,32 @@ class Watch:
                 "retryable": own.retryable,
             }
             store.compare_set("first", "", json.dumps(told))
-        # remembered, since the store may end with rank 0
+        # It is remembered, since the store may end with rank 0.
         if self.first is None and store.check(["first"]):
             there = json.loads(store.get("first"))
             self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
         store.set(f"beat/{self.rank}", json.dumps(self._beat()))
         for rank in self._listened():
-            beat = json.loads(store.get(f"beat/{rank}")) if store.check([f"beat/{rank}"]) else None
-            if beat != self.beats.get(rank):
+            key = f"beat/{rank}"
+            if store.check([key]) and (beat := json.loads(store.get(key))) != self.beats.get(rank):
                 self.beats[rank], self.heard_at[rank] = beat, time.monotonic()
 
     def _beat(self) -> dict[str, Any]:
-        own = {
+        return {
             "at": time.monotonic(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "ended": self.says_end,
+            "step": self.step,
+            "doing": self.doing,
+            "collectives": waiting.collectives,
         }
-        return own | {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
 
     def _listened(self) -> set[int]:
-        return (
-            set(range(self.world_size)) if self.hears_all else {0, *self.children.processes}
-        ) - {self.rank}
+        heard = {0, *self.children.processes}
+        if self.hears_all:
+            heard = set(range(self.world_size))
+        return heard - {self.rank}
 
     def _unheard(self) -> set[int]:
         return self._listened() - self.beats.keys()
@@ -272,12 +272,13 @@ class Watch:
         while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
             asleep = time.monotonic() - looked_at - MAX_SECONDS_BETWEEN_LOOKS
             if asleep > 0:
-                self.marked, self.since, self.begun_at = (
-                    t + asleep for t in (self.marked, self.since, self.begun_at)
-                )
+                self.marked += asleep
+                self.since += asleep
+                self.begun_at += asleep
                 self.heard_at = {rank: at + asleep for rank, at in list(self.heard_at.items())}
             looked_at = time.monotonic()
-            fault = self._told() or self._seen()
+            seen = self._seen_while_joining if self.is_joining else self._seen
+            fault = self._told() or seen()
             if fault is None or self.ended.is_set():  # the main thread ends this rank
                 continue
             first = self.put_first(fault)[1]
@@ -311,62 +312,59 @@ class Watch:
         if self.is_joining:
             return Fault(f"rank {rank} {how} before training began.", code)
         beat = self.beats.get(rank, {"step": 0, "doing": "starting"})
-        # its last beat may be older than the last step of all ranks
+        # Its last beat may be older than the last step of all ranks.
         step = max(self.step, beat["step"])
         return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
 
-    def _seen(self) -> Optional[Fault]:
-        """Which rank is missing, lost or frozen, or hangs, as the heartbeats show. None: all is
-        well."""
-        if self.is_joining:
-            limit = f"{self.timeout_seconds:.0f} s (--join_timeout)"
-            awaited = sorted(self._listened() if self.rank == 0 else {0})
-            silence = {rank: self._silence(rank) for rank in awaited}
-            gone = [rank for rank in awaited if silence[rank] > self.timeout_seconds]
-            if known := [rank for rank in gone if rank in self.beats]:
-                return self._silent(known[0], limit)
-            if gone:
-                self.lost.update(gone)
-                where = (
-                    f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT')}"
-                )
-                answer = "nothing was heard of it" if self.done else "nobody answers"
-                return Fault(
-                    f"rank {gone[0]} hasn't joined: {answer} at {where} for {limit}.", PEER_LOST
-                )
-            if (
-                self.rank != 0
-                or self._unheard()
-                or max(silence.values(), default=0.0) > self.patience
-            ):
-                self.marked = time.monotonic()  # not all are there yet
-            apart = (
-                f"all ranks are there, but haven't connected to each other within {limit}: "
-                "can their machines reach each "
+    def _seen_while_joining(self) -> Optional[Fault]:
+        """Which rank is missing, or lost before all have joined. None: all is well."""
+        limit = f"{self.timeout_seconds:.0f} s (--join_timeout)"
+        # The others wait for rank 0, and rank 0 for all of them.
+        awaited = sorted(self._listened()) if self.rank == 0 else [0]
+        silence = {rank: self._silence(rank) for rank in awaited}
+        gone = [rank for rank in awaited if silence[rank] > self.timeout_seconds]
+        for rank in gone:
+            if rank in self.beats:
+                return self._silent(rank, limit)
+        if gone:
+            self.lost.update(gone)
+            host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT")
+            answer = "nothing was heard of it" if self.done else "nobody answers"
+            return Fault(
+                f"rank {gone[0]} hasn't joined: {answer} at {host}:{port} for {limit}.", PEER_LOST
             )
-            apart += "other on the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names?"
-            return Fault(apart, PEER_LOST) if self._is_still() else None
+        # The time to connect begins once all are there.
+        are_all_there = not self._unheard() and max(silence.values(), default=0.0) <= self.patience
+        if self.rank != 0 or not are_all_there:
+            self.marked = time.monotonic()
+        if not self._is_still():
+            return None
+        return Fault(
+            f"all ranks are there, but haven't connected to each other within {limit}: can their "
+            "machines reach each other on the interface that GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME names?",
+            PEER_LOST,
+        )
 
+    def _seen(self) -> Optional[Fault]:
+        """Which rank is lost or frozen, or hangs, as the heartbeats show. None: all is well."""
         # Rank 0 has gone with the store, or is frozen.
         unanswered = time.monotonic() - self.begun_at if self.done < self.begun else 0.0
-        if (
-            self.store_is_lost
-            or unanswered > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval
-        ):
+        if unanswered > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval:
             self.store_is_lost = True
+        if self.store_is_lost:
             return self._silent(0)
 
         # No progress here. The others wait for a rank that is silent or, if none is, for the one
         # that is behind.
         if self._is_still():
             self.hears_all = True
-        # until then every rank that lives has been heard
+        # By then every rank that lives has been heard.
         if not self._is_still(self.patience + self.interval):
             return None
-        if gone := [
-            rank for rank in sorted(self._listened()) if self._silence(rank) > self.patience
-        ]:
-            return self._silent(gone[0])
+        for rank in sorted(self._listened()):
+            if self._silence(rank) > self.patience:
+                return self._silent(rank)
         return hanging({**self.beats, self.rank: self._beat()}, self.timeout_seconds)
 
     def _is_still(self, more_seconds: float = 0.0) -> bool:
@@ -385,11 +383,9 @@ class Watch:
         if rank not in self.beats:
             return Fault(f"rank {rank} is lost or frozen: nothing was ever heard of it.", PEER_LOST)
         beat, silent = self.beats[rank], limit or f"{self._silence(rank):.1f} s"
-        when = (
-            "before training began"
-            if self.is_joining
-            else f"after step {beat['step']}, {beat['doing']}"
-        )
+        when = "before training began"
+        if not self.is_joining:
+            when = f"after step {beat['step']}, {beat['doing']}"
         who = f"rank {rank} (process {beat['pid']} on {beat['host']})"
         return Fault(f"{who} is lost or frozen: silent for {silent}, {when}.", PEER_LOST)
 
@@ -402,12 +398,9 @@ def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
     """
     behind, *ahead = sorted(beats, key=lambda rank: (beats[rank]["collectives"], rank))
     beat = beats[behind]
-    wait = (
-        "; the others wait for it"
-        if ahead and beats[ahead[0]]["collectives"] > beat["collectives"]
-        else ""
-    )
-    since = f"after step {beat['step']}, {beat['doing']}{wait}"
+    since = f"after step {beat['step']}, {beat['doing']}"
+    if ahead and beats[ahead[0]]["collectives"] > beat["collectives"]:
+        since += "; the others wait for it"
     return Fault(
         f"rank {behind} hangs: no progress for {seconds:.0f} s {since} (--hang_timeout).", PEER_LOST
     )

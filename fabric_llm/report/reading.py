@@ -165,49 +165,75 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     for record in lines:
         if "verdict" in record:
             run.verdicts.append(record)
-        else:
-            _collect(columns, record["step"], record)
-            shares = record.get("shares")
-            if isinstance(shares, dict) and (not run.shares or run.shares[-1][1] != shares):
-                run.shares.append((record["step"], shares))
+            continue
+        _collect(columns, record["step"], record)
+        shares = record.get("shares")
+        if isinstance(shares, dict) and (not run.shares or run.shares[-1][1] != shares):
+            run.shares.append((record["step"], shares))
     numbers: dict[str, dict[str, Series]] = defaultdict(dict, run.numbers)
     for (name, of_what), column in columns.items():
         series = Series(*map(np.array, column))
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
-    losses, forgotten = dict(sorted(numbers["eval_loss"].items())), numbers["eval_forgotten"]
-    if numbers["eval_budget"]:  # the others may rise, and what is learned falls far
-        forgotten = {
-            name: series for name, series in forgotten.items() if name in numbers["eval_budget"]
-        }
-    budgets = {f"budget of {name}": budget for name, budget in numbers["eval_budget"].items()}
-    mean, probes = (
-        losses.pop("", None),
-        {name: losses.pop(name) for name in PROBES if name in losses},
-    )
-    # where it is the only set, the mean says the same again
-    if mean is not None and list(losses) != [ONE_SET]:
-        losses = {MEAN if losses or probes else ONE_SET: mean, **losses}
-    if average := numbers["eval_loss_ema"].get(""):
-        losses[AVERAGE] = average
-    numbers |= {"eval_loss": losses, "forgetting": {**forgotten, **budgets}, "copy": probes}
-    for figure, pattern, words in (
-        (
-            "by_position",
-            r"eval_loss_from_(\d+)",
-            "{} from {:,}",
-        ),  # and how many tokens are before those
-        ("retrieval", r"eval_accuracy_of_(\d+)", "{} from {:,} tokens"),
-        ("tasks", r"eval_accuracy_of_(?!\d+(?:_at_\d+)?$)(.+)", "{}: {}"),
-    ):
-        found = [(re.fullmatch(pattern, name), named) for name, named in numbers.items()]
-        numbers[figure] = {
-            words.format(of_what, int(match[1]) if match[1].isdecimal() else match[1]): series
-            for match, named in found
-            if match is not None
-            for of_what, series in named.items()
-        }
+    losses = dict(sorted(numbers["eval_loss"].items()))
+    numbers["copy"] = {name: losses.pop(name) for name in PROBES if name in losses}
+    numbers["eval_loss"] = _named_losses(losses, numbers)
+    numbers["forgetting"] = _forgetting(numbers)
+    for figure, (pattern, words) in IN_NAMES.items():
+        numbers[figure] = _of_names(numbers, pattern, words)
     run.numbers = numbers
+
+
+# Figures of numbers that have something in their names: the pattern of these names, and what the
+# figure calls one, by the set and what is in its name.
+IN_NAMES = {
+    # of the tokens of a document with so many before them
+    "by_position": (r"eval_loss_from_(\d+)", "{} from {:,}"),
+    "retrieval": (r"eval_accuracy_of_(\d+)", "{} from {:,} tokens"),
+    "tasks": (r"eval_accuracy_of_(?!\d+(?:_at_\d+)?$)(.+)", "{}: {}"),
+}
+
+
+def _of_names(
+    numbers: Mapping[str, dict[str, Series]], pattern: str, words: str
+) -> dict[str, Series]:
+    """{words: Series} of all numbers whose names match the pattern."""
+    series = {}
+    for name, of_sets in numbers.items():
+        match = re.fullmatch(pattern, name)
+        if match is None:
+            continue
+        inside: Any = match[1]
+        if inside.isdecimal():
+            inside = int(inside)
+        for of_what, one in of_sets.items():
+            series[words.format(of_what, inside)] = one
+    return series
+
+
+def _named_losses(
+    losses: dict[str, Series], numbers: Mapping[str, dict[str, Series]]
+) -> dict[str, Series]:
+    """The losses of sets, the mean of all sets first, and that of the moving average last. Of a
+    single set the mean is the same number, and is left out."""
+    mean = losses.pop("", None)
+    named = dict(losses)
+    if mean is not None and list(losses) != [ONE_SET]:
+        name = MEAN if losses or numbers["copy"] else ONE_SET
+        named = {name: mean, **losses}
+    if average := numbers["eval_loss_ema"].get(""):
+        named[AVERAGE] = average
+    return named
+
+
+def _forgetting(numbers: Mapping[str, dict[str, Series]]) -> dict[str, Series]:
+    """What was forgotten, and the budgets. With budgets only of sets that have one: the others may
+    rise, and what is learned falls far."""
+    forgotten, budgets = numbers["eval_forgotten"], numbers["eval_budget"]
+    if not budgets:
+        return dict(forgotten)
+    shown = {name: series for name, series in forgotten.items() if name in budgets}
+    return shown | {f"budget of {name}": budget for name, budget in budgets.items()}
 
 
 def parts_read(run: Run) -> list[str]:
@@ -221,30 +247,26 @@ def parts_read(run: Run) -> list[str]:
 
 
 def _collect(
-    columns: Columns, step: int, said: Mapping[str, Any], prefix: str = "", of_what: str = ""
+    columns: Columns, step: int, numbers: Mapping[str, Any], prefix: str = "", of_what: str = ""
 ) -> None:
-    """Add the numbers of a line, or of one set or source in it. What no number is stands for is a
+    """Add the numbers of a line, or of one set or source in it. Null, which stands for NaN, is a
     gap."""
-    for name, value in said.items():
+    for name, value in numbers.items():
         if value is None or type(value) in (int, float):
             steps, values = columns[prefix + name, of_what]
             steps.append(step)
             values.append(math.nan if value is None else value)
         elif name in ("eval", "sources") and type(value) is dict and not prefix:
-            for one, numbers in value.items():
-                if isinstance(numbers, dict):
-                    _collect(columns, step, numbers, f"{name}_", one)
+            for one, of_one in value.items():
+                if isinstance(of_one, dict):
+                    _collect(columns, step, of_one, f"{name}_", one)
 
 
 # ------------------------------------------------------------------------------- events
 
 
 # kinds of events; the others have an upright line in all figures
-UNMARKED = (
-    "started",
-    "saved",
-    "done",
-)
+UNMARKED = ("started", "saved", "done")
 VERDICTS = {"skip": "skipped", "warn": "spike", "rewind": "rewound", "forgetting": "forgetting"}
 
 
@@ -255,43 +277,69 @@ class Event(NamedTuple):
     kind: str  # started, resumed, saved, stage, stopped, killed, failed, done, or of VERDICTS
     words: str = ""
     time: str = ""  # UTC, as ISO 8601
+    position: int = 0  # sequences read by then; 0 in the whole of an older run
 
 
 def timeline(run: Run) -> list[Event]:
-    """All events, by step; those of one step in the order in which they happened."""
-    found: list[Event] = []
-    for event in run.events:
-        kind, time, known = event["event"], event.get("time") or "", found[-1].step if found else 0
-        step, words = known if event.get("step") is None else event["step"], ""
-        if kind in ("started", "resumed"):
-            if found and found[-1].kind not in ("stopped", "failed", "done"):
-                no_end = "no end was recorded before the next start; this is the last step that was"
-                found.append(Event(known, "killed", no_end))
-            source = (
-                event.get("from")
-                and f"from {'random weights, ' * bool(event.get('random'))}{event['from']}"
-            )
-            words = "; ".join(filter(None, [devices(event), event.get("strategy"), source]))
-        elif kind in ("saved", "stage"):
-            words = _shares(event)
-        elif kind == "ended":
-            code, words = event.get("code"), event.get("reason") or ""
-            kind = {DONE: "done", STOPPED: "stopped"}.get(code, "failed")
-            words += f" (exit code {code})" * (kind == "failed")
-        else:
+    """All events in the order of the sequences that were read by then, which a rewind doesn't take
+    back; those of older runs, whose events have no positions, by step."""
+    events: list[Event] = []
+    has_positions = any(type(record.get("position")) is int for record in run.events)
+    for record in run.events:
+        last = events[-1] if events else Event(0, "")
+        event = _of_record(record, last)
+        if event is None:
             continue
-        found.append(Event(step, kind, words, time))
-    for said in run.verdicts:
-        name, tokens = said.get("verdict") or "", said.get("discarded_tokens")
-        position = said.get("from_position", said.get("position"))
-        parts = [
-            said.get("reason") or name,
-            "" if position is None else f"at sequence {position:,}",
-        ]
-        parts += ["" if tokens is None else f"{tokens:,} tokens discarded", _shares(said)]
-        kind, time = VERDICTS.get(name, "spike"), said.get("time") or ""
-        found.append(Event(said["step"], kind, "; ".join(filter(None, parts)), time))
-    return sorted(found, key=lambda event: event.step)
+        if event.kind in ("started", "resumed") and last.kind not in ("", *ENDS):
+            words = "no end was recorded before the next start; this is the last step that was"
+            events.append(Event(last.step, "killed", words, position=last.position))
+        events.append(event)
+    events += [_of_verdict(record, has_positions) for record in run.verdicts]
+    return sorted(events, key=lambda event: (event.position, event.step * (not has_positions)))
+
+
+ENDS = ("stopped", "failed", "done")  # kinds of events
+
+
+def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
+    """The event of a line of events.jsonl. What it leaves out is as in the `last` event. None: the
+    timeline doesn't show this kind."""
+    kind, words = record["event"], ""
+    if kind in ("started", "resumed"):
+        source = ""
+        if record.get("from"):
+            random = "random weights, " if record.get("random") else ""
+            source = f"from {random}{record['from']}"
+        words = "; ".join(filter(None, [devices(record), record.get("strategy"), source]))
+    elif kind in ("saved", "stage"):
+        words = _shares(record)
+    elif kind == "ended":
+        words = record.get("reason") or ""
+        kind = {DONE: "done", STOPPED: "stopped"}.get(record.get("code"), "failed")
+        if kind == "failed":
+            words += f" (exit code {record.get('code')})"
+    else:
+        return None
+    place = {"step": last.step, "position": last.position}
+    for name in place:
+        if type(record.get(name)) is int:
+            place[name] = record[name]
+    return Event(kind=kind, words=words, time=record.get("time") or "", **place)
+
+
+def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
+    """The event of a line of metrics.jsonl about a step that wasn't taken, or about forgetting."""
+    verdict, tokens = record.get("verdict") or "", record.get("discarded_tokens")
+    begins = record.get("from_position", record.get("position"))
+    words = [record.get("reason") or verdict]
+    if begins is not None:
+        words.append(f"at sequence {begins:,}")
+    if tokens is not None:
+        words.append(f"{tokens:,} tokens discarded")
+    words.append(_shares(record))
+    kind, time = VERDICTS.get(verdict, "spike"), record.get("time") or ""
+    position = record.get("position", 0) if has_positions else 0
+    return Event(record["step"], kind, "; ".join(filter(None, words)), time, position)
 
 
 def _shares(said: dict[str, Any]) -> str:

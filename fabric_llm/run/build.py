@@ -3,8 +3,6 @@ evaluation."""
 
 import shutil
 import sys
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -34,7 +32,7 @@ from fabric_llm.model import (
     strategy,
     weights,
 )
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
@@ -45,45 +43,28 @@ from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.training import adamw
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
-from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
     """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't
-    shared or has no room.
+    shared or has no room. plan: without what is measured on the model.
 
     How a part is closed is registered when it is made. A run without a fault closes its parts in
     the opposite order.
     """
-    # With the losses that rank 0 has found in the log: another machine may not see its end yet.
-    plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
-    run = Run(fabric, flags, plan, watch, plan.start)
-    run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-
-    def require_room() -> None:
-        """Sweep, and end the run before its model is loaded if the disk has no room for one
-        checkpoint."""
-        run_directory.sweep(plan.run_directory)
-        average = flags.training.ema_device if flags.training.ema_decay is not None else None
-        needed = adamw.checkpoint_bytes(
-            _skeleton(plan).parameters(), plan.model.bf16_updates, average
-        )
-        writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
-
-    ranks.from_rank_zero(require_room)
+    ranks.from_rank_zero(lambda: require_room(plan, flags))
     failpoint("set_up")
-    build_model(run, plan.model.source)
+    plan, loaded = measure(plan, flags)
+    run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
+    run.closing.callback(say_what_comes_next, run)
+    build_model(run, loaded)
     run.guard = Guard(**vars(flags.guard))
-    run.forgetting = Forgetting(plan.data.budgets, flags.evaluation.forgetting_action)
+    run.forgetting = same_run.forgetting_at_start(plan, flags)
     if plan.resumed:
         restore(run, plan.resumed)
-        run.forgetting.before = dict(plan.resumed["guard"]["before"])
-        run.forgetting.changed = plan.changed_eval_sets()
         run.losses = plan.resumed.get("eval_losses")
-        if run.losses is not None:
-            run.forgetting.accept_evaluation(plan.start.step, run.losses)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     run.log = open_log(run)
@@ -121,6 +102,24 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
         )
 
 
+def require_room(plan: Plan, flags: Flags) -> None:
+    """Sweep, and end the run before its model is loaded if the disk has no room for one
+    checkpoint. Called on rank 0."""
+    run_directory.sweep(plan.run_directory)
+    average = flags.training.ema_device if flags.training.ema_decay is not None else None
+    needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
+    writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
+
+
+def measure(plan: Plan, flags: Flags) -> tuple[Plan, reference.Reference]:
+    """(the plan with what is measured on the model, what else the reference gives). All ranks call
+    it."""
+    loaded = reference.load(plan, plan.model.source, flags.training.seed, flags.model)
+    chosen = loaded.chosen
+    plan = plan.completed(chosen.attention, chosen.loss, chosen.keeps_documents_apart)
+    return plan, loaded
+
+
 def _skeleton(plan: Plan) -> PreTrainedModel:
     """The model of a plan on the meta device, frozen as the plan says."""
     skeleton = loading.build_skeleton(plan.model.config, loading.DTYPES[plan.model.precision])
@@ -128,33 +127,19 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(run: Run, source: str) -> None:
-    """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks
-    call it.
-
-    A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured
-    on the model: attention, loss, and whether the model keeps documents apart.
-    """
+def build_model(run: Run, loaded: reference.Reference) -> None:
+    """Make `run.skeleton`, `run.model` with the weights of its plan's source, and `run.optimizer`,
+    with the state of a resumed run's checkpoint. All ranks call it."""
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
-    loading.set_generation_config(run.skeleton, source)
-    opened, expected, chosen = reference.load(
-        plan, source, run.flags.training.seed, run.flags.model
-    )
-    masks, attention, loss, tiled, idle = chosen
-    config = deepcopy(plan.model.config)
-    config._attn_implementation = attention
+    loading.set_generation_config(run.skeleton, plan.model.source)
     recomputed = plan.model.activation_checkpointing
-    model_plan = replace(plan.model, config=config, loss=loss)
-    run.plan = plan = replace(
-        plan, model=model_plan, data=plan.data if masks else plan.data.without_masking()
-    )
-    chunked = loss == "chunked"
+    chunked = plan.model.loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(
         _skeleton(plan), with_router_loss=has_router_loss, chunked=chunked
     )
-    model.idle = idle
+    model.idle = loaded.chosen.idle
     weights.compute_buffers(model.causal_lm)
     # A feature that is off isn't imported.
     if plan.placement.context_parallel > 1:
@@ -167,7 +152,7 @@ def build_model(run: Run, source: str) -> None:
         float8_products(
             model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu"
         )
-    if tiled:
+    if tiled := loaded.chosen.tiled:
         from fabric_llm.model.tiles import tile
 
         tile(model.causal_lm, tiled)
@@ -180,7 +165,7 @@ def build_model(run: Run, source: str) -> None:
             layers.compile_loss(model)
 
     def fill(model: nn.Module) -> None:
-        weights.fill(model, run.skeleton, opened)
+        weights.fill(model, run.skeleton, loaded.opened)
 
     placement = plan.placement
     run.model = strategy.wrap(
@@ -188,7 +173,7 @@ def build_model(run: Run, source: str) -> None:
     )
     make_optimizer(run, plan.resume_from)
     if run.flags.model.verify_start:
-        reference.verify_start(fabric, plan, run.model, expected)
+        reference.verify_start(fabric, plan, run.model, loaded.expected)
 
 
 def load_again(run: Run, checkpoint: Optional[Path]) -> None:
@@ -240,13 +225,17 @@ def restore(run: Run, document: Any) -> None:
 
 def make_batches(run: Run) -> Prefetch:
     """What gives this rank its micro-batches."""
-    fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
-    sizes, how = (
-        (schedule.micro_batch_size, schedule.micro_batches),
-        run.plan.placement.rows_of(fabric.global_rank),
+    fabric, data, schedule = run.fabric, run.plan.data, run.schedule
+    batches = Batches(
+        data.dataset.train,
+        run.flags.training.seed,
+        schedule.micro_batch_size,
+        schedule.micro_batches,
+        end=schedule.end,
+        mixture=schedule.mixture,
+        document_end=data.document_end,
+        **run.plan.placement.rows_of(fabric.global_rank),
     )
-    how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
-    batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, run.flags.data.num_workers, copies)
 
@@ -395,8 +384,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
             f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long "
             "as that is so, they stay as they are. --freeze with their names saves their memory."
         )
-    if plan.data.mixture is not None:
-        print(plan.mixture_in_words())
+    if plan.schedule.mixture.is_named:
+        print(plan.schedule.in_words())
     if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:
         print(
             "Without replay a trained model forgets what the new text doesn't hold: --replay "

@@ -15,6 +15,7 @@ from fabric_llm.data.batches import Prefetch
 from fabric_llm.model.flops import Flops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run import lines
 from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers, flat
 from fabric_llm.run.speed import Speed, peak_memory_gib
@@ -32,7 +33,8 @@ class Log:
     def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
         """flops: of the model. `metrics`, `trackers`, `console`, `profile` and `few_updates` are
         for rank 0 to set."""
-        self.plan, self.device, self.progress = plan, device, plan.start
+        self.plan, self.device = plan, device
+        self.progress, self.schedule = plan.start, plan.schedule
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
         self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
@@ -59,10 +61,9 @@ class Log:
         if self.console is None:
             return
         self.console.update()
-        mixture = self.plan.data.mixture
-        if mixture is not None and not self.plan.is_over(progress):
-            shares = mixture.shares_at(progress.position)
-            if shares != self.plan.shares_at(progress.position):  # another stage begins
+        if not self.schedule.is_over(progress):
+            shares = self.schedule.mixture.shares_at(progress.position)
+            if shares != self.schedule.shares_at(progress.position):  # another stage begins
                 folder, place = self.plan.run_directory, {"position": progress.position}
                 run_directory.record_event(folder, "stage", progress.step, **place, shares=shares)
                 self.say(f"from here on {lines.shares(shares)}")
@@ -97,10 +98,10 @@ class Log:
             record["aux_loss"] = aux[0]
         if update is not None:
             record["updated_fraction"], record["update_ratio"] = update
-        if self.plan.data.mixture is not None:
-            record["sources"] = self.plan.data.mixture.read_before(self.progress.position)
+        if read := self.schedule.mixture.read_before(self.progress.position):
+            record["sources"] = read
         self._write({**record, **more_numbers(record)})
-        left = self.speed.seconds_left(self.plan.schedule.max_step - self.progress.step)
+        left = self.speed.seconds_left(self.schedule.max_step - self.progress.step)
         self.say(lines.of_step(record, self.plan.placement.world_size, left))
         warning = None if update is None else self.few_updates.warning(update[0])
         if warning is not None:
@@ -116,8 +117,8 @@ class Log:
         for name in sets.keys() & forgetting.budgets.keys():
             sets[name]["budget"] = forgetting.budgets[name]
         record: Record = {"eval_loss": self.eval_loss, "eval": sets}
-        if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
-            record["shares"] = self.plan.shares_at(self.progress.position)
+        if self.schedule.mixture.is_named:  # without the shares, the average can't be compared
+            record["shares"] = self.schedule.shares_at(self.progress.position)
         if result.of_average is not None:
             record["eval_loss_ema"] = self.overall(result.of_average)
         self._write(record)
@@ -129,7 +130,7 @@ class Log:
 
     def overall(self, losses: Mapping[str, float]) -> float:
         """The losses of sources, averaged by their shares here."""
-        shares = self.plan.shares_at(self.progress.position)
+        shares = self.schedule.shares_at(self.progress.position)
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def verdict(self, before: Progress, guard: Guard) -> None:
@@ -140,10 +141,11 @@ class Log:
         )
         self.say(f"{guard.verdict}: {guard.reason}; sequences {first} to {last}")
 
-    def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:
-        """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
+    def rewound(self, there: Progress, schedule: Schedule, words: str, record: Record) -> None:
+        """The run went back to `there` and goes on by `schedule`. Lines of later steps are
+        removed."""
         discarded = self.progress.tokens - there.tokens
-        self.plan, self.progress = plan, there
+        self.progress, self.schedule = there, schedule
         if self.metrics is None:
             return
         # The report shows what is removed.
@@ -154,7 +156,7 @@ class Log:
 
     def say(self, text: str) -> None:
         """Print a line about the last step."""
-        self.line(f"step {self.progress.step}/{self.plan.schedule.max_step}  {text}")
+        self.line(f"step {self.progress.step}/{self.schedule.max_step}  {text}")
 
     def line(self, text: str) -> None:
         """Print a line."""

@@ -28,9 +28,16 @@ TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention {}, "
     "--activation_checkpointing none."
 )
-# Measured on the reference: whether it keeps documents apart, attention, loss, modules that
-# --tiled_mlp concerns, and parameters that its loss doesn't depend on.
-Chosen = tuple[bool, str, str, list[str], frozenset[str]]
+
+
+class Chosen(NamedTuple):
+    """What is measured on the reference."""
+
+    keeps_documents_apart: bool
+    attention: str
+    loss: str
+    tiled: list[str]  # names of the modules that --tiled_mlp tiles
+    idle: frozenset[str]  # names of parameters that its loss doesn't depend on
 
 
 class Expected(NamedTuple):
@@ -41,9 +48,15 @@ class Expected(NamedTuple):
     attention: str = "eager"  # with which the gradients are computed
 
 
-def load(
-    plan: Plan, source: str, seed: int, model_flags: Flags
-) -> tuple[Optional[weights.Source], Expected, Chosen]:
+class Reference(NamedTuple):
+    """What a run takes from its reference. The model itself is freed before others are made."""
+
+    opened: Optional[weights.Source]  # the weights, on rank 0
+    expected: Expected
+    chosen: Chosen
+
+
+def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
     """Rank 0 opens the weights, and finds out on its CPU which fast paths the model takes. All
     ranks call it.
 
@@ -84,7 +97,10 @@ def load(
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
                 )
-            inputs, gradients = probe_of(plan, plan.data.document_end if chosen[0] else None), None
+            inputs, gradients = (
+                probe_of(plan, plan.data.document_end if chosen.keeps_documents_apart else None),
+                None,
+            )
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
                 with gate.attention(model, plain):
@@ -111,7 +127,7 @@ def load(
 
     chosen = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
-    return opened, expected, chosen
+    return Reference(opened, expected, chosen)
 
 
 def _say_left_out(plan: Plan, names: list[str]) -> None:
@@ -158,7 +174,8 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     if not masks and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     tiled = _choose_tiles(reference) if plan.model.tiled_mlp else []
-    return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
+    loss = "chunked" if chunks else "full"
+    return Chosen(masks, attention, loss, tiled, gate.idle_parameters(reference))
 
 
 def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_open: bool) -> str:

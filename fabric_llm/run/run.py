@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -21,6 +20,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import Log
@@ -42,7 +42,6 @@ SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0
 kept_alive: list[Any] = []
 
 
-@dataclass
 class Run:
     """The objects of a run on this rank, in the order in which build.py makes them.
 
@@ -50,34 +49,41 @@ class Run:
     not hold two.
     """
 
-    fabric: Fabric
-    flags: Flags
-    plan: Plan  # a rewind, and what was measured on the model, replace it
-    watch: Watch
-    progress: Progress  # where the run is
-    closing: ExitStack = field(default_factory=ExitStack)  # a run that fails doesn't close it
-    model: nn.Module = field(init=False)  # wrapped
-    optimizer: torch.optim.Optimizer = field(init=False)
-    # the unwrapped model on the meta device, without memory
-    skeleton: PreTrainedModel = field(init=False)
-    guard: Guard = field(init=False)
-    forgetting: Forgetting = field(init=False)
-    batches: Prefetch = field(init=False)
-    log: Log = field(init=False)
-    samples: Optional[Samples] = None  # with --sample_prompts
-    background: Optional[Background] = (
-        None  # with --async_save: writes checkpoints while training goes on
-    )
+    model: nn.Module  # wrapped
+    optimizer: torch.optim.Optimizer
+    skeleton: PreTrainedModel  # the unwrapped model on the meta device, without memory
+    guard: Guard
+    forgetting: Forgetting
+    batches: Prefetch
+    log: Log
+    requests: StopSignal
+    evaluation: Evaluation
+    background: Optional[Background] = None  # with --async_save: writes while training goes on
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
-    requests: StopSignal = field(init=False)
-    evaluation: Evaluation = field(init=False)
-    losses: Optional[Mapping[str, float]] = None  # of the validation sets here, nats; None: unknown
+    samples: Optional[Samples] = None  # with --sample_prompts
+    # of the validation sets where the run is, nats; None: they aren't evaluated there
+    losses: Optional[Mapping[str, float]] = None
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        flags: Flags,
+        plan: Plan,
+        watch: Watch,
+        progress: Progress,
+        schedule: Schedule,
+    ) -> None:
+        """progress: where the run is. schedule: the steps that it makes from there. A rewind
+        changes both."""
+        self.fabric, self.flags, self.plan, self.watch = fabric, flags, plan, watch
+        self.progress, self.schedule = progress, schedule
+        self.closing = ExitStack()  # a run that fails doesn't close it
 
     @property
     def is_over(self) -> bool:
         """True once the last step is done, and evaluated; a run that ends before was stopped."""
         is_evaluated = self.losses is not None or not self.evaluation.is_on
-        return self.plan.is_over(self.progress) and is_evaluated
+        return self.schedule.is_over(self.progress) and is_evaluated
 
     @property
     def average(self) -> Optional[Average]:

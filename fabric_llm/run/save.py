@@ -11,60 +11,52 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ranks import gather
 from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
-from fabric_llm.data.mixture_text import read_before
 from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run.run import Run
 
 
 def due_after(
-    before: Progress, progress: Progress, plan: Plan, flags: Flags
+    before: Progress, progress: Progress, schedule: Schedule, flags: Flags
 ) -> tuple[bool, bool, bool]:
     """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
     Each is due at its interval and after the last step; see also `evaluation_is_due`. A step after
     which the run saves or evaluates is logged.
     """
-    saves = _is_due(progress, flags.save.save_step_interval, plan)
-    evaluates = evaluation_is_due(progress, progress.position - before.position, plan, flags)
-    logs = _is_due(progress, flags.logging.log_step_interval, plan)
-    return logs or saves or evaluates or before == plan.start, evaluates, saves
+    saves = _is_due(progress, flags.save.save_step_interval, schedule)
+    evaluates = evaluation_is_due(progress, progress.position - before.position, schedule, flags)
+    logs = _is_due(progress, flags.logging.log_step_interval, schedule)
+    return logs or saves or evaluates or before == schedule.start, evaluates, saves
 
 
-def evaluation_is_due(progress: Progress, sequences: int, plan: Plan, flags: Flags) -> bool:
+def evaluation_is_due(progress: Progress, sequences: int, schedule: Schedule, flags: Flags) -> bool:
     """Whether an evaluation is due after the step to `progress`, which has read `sequences`.
 
     It is at its interval, in the middle and at the end of each epoch, after the last step, and
     where a rewind may go back to.
     """
-    if _is_due(progress, flags.evaluation.eval_step_interval, plan):
+    if _is_due(progress, flags.evaluation.eval_step_interval, schedule):
         return True
-    if goes_back_by_losses(plan, flags) and _is_due(progress, flags.save.save_step_interval, plan):
+    saves = _is_due(progress, flags.save.save_step_interval, schedule)
+    if saves and goes_back_by_losses(flags):
         return True
     before = max(progress.position - sequences, 0)
-    return half_epochs(plan, progress.position) > half_epochs(plan, before)
+    return schedule.half_epochs(progress.position) > schedule.half_epochs(before)
 
 
-def _is_due(progress: Progress, interval: Optional[int], plan: Plan) -> bool:
-    if plan.is_over(progress):
+def _is_due(progress: Progress, interval: Optional[int], schedule: Schedule) -> bool:
+    if schedule.is_over(progress):
         return True
     return interval is not None and progress.step % interval == 0
 
 
-def half_epochs(plan: Plan, position: int) -> int:
-    """Half epochs that are read before `position`. Those of a mixture are its source's of which the
-    run reads most rows."""
-    if plan.data.mixture is None:
-        return 2 * position // len(plan.data.dataset.train)
-    last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
-    source = last.index(max(last))
-    return 2 * now[source] // plan.data.mixture.rows[source]
-
-
-def goes_back_by_losses(plan: Plan, flags: Flags) -> bool:
+def goes_back_by_losses(flags: Flags) -> bool:
     """Whether the run goes back, once too much is forgotten, to a checkpoint with known losses."""
-    return bool(plan.data.budgets) and flags.evaluation.forgetting_action == "rewind"
+    evaluation = flags.evaluation
+    return evaluation.forgetting_budget is not None and evaluation.forgetting_action == "rewind"
 
 
 def evaluates_first(plan: Plan, flags: Flags) -> bool:
@@ -75,7 +67,7 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
     if plan.start.step == 0:
         return True
     sequences = plan.resumed["schedule"]["global_batch_size"]
-    return evaluation_is_due(plan.start, sequences, plan, flags)
+    return evaluation_is_due(plan.start, sequences, plan.schedule, flags)
 
 
 def save(run: Run, *, stops: bool) -> None:
@@ -130,7 +122,7 @@ def facts(run: Run) -> dict[str, Any]:
     before = plan.resumed.get("rows_read", before)
     read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
     return {
-        **same_run.facts(plan, run.flags),
+        **same_run.facts(plan, run.schedule, run.flags),
         "guard": {**run.guard.state(), "before": run.forgetting.before},
         "scaler": run.fabric.strategy.precision.state_dict(),
         "eval_loss": loss if math.isfinite(loss) else None,
@@ -149,11 +141,13 @@ def origin(plan: Plan) -> dict[str, Any]:
     return {
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
-        "data": plan.data.of_each(
+        "data": plan.of_each_source(
             lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}
         ),
-        "data_sha256": plan.data.of_each(lambda dataset: sha256(dataset.folder / "manifest.json")),
-        "data_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
+        "data_sha256": plan.of_each_source(
+            lambda dataset: sha256(dataset.folder / "manifest.json")
+        ),
+        "data_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
     }
 
 
@@ -199,7 +193,7 @@ def kept(run: Run) -> keep.Kept:
     def has_room(document: dict[str, Any]) -> bool:
         return run.forgetting.has_room(document.get("eval_losses"))
 
-    if goes_back_by_losses(run.plan, run.flags):
+    if goes_back_by_losses(run.flags):
         to_go_back_to = has_room
     return keep.Kept(
         last=flags.keep_last,
@@ -223,6 +217,6 @@ def _publish(run: Run, pending: writing.Pending) -> None:
         keep.prune(folder, kept(run))
     run_directory.write_status(folder, None, "running", step, True)
     run_directory.record_event(folder, "saved", step, position=position)
-    run.log.line(f"step {step}/{run.plan.schedule.max_step}  saved {pending.target}")
+    run.log.line(f"step {step}/{run.schedule.max_step}  saved {pending.target}")
     if flags.logging.log_model == "all":
         run.log.trackers.upload(pending.target)

@@ -8,7 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -17,6 +18,7 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.fabric import SLURMEnvironment
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
+from fabric_llm.checkpoint import keep
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.make_plan import make_plan
@@ -89,15 +91,10 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
     """Wait for all ranks, and set `this.directory` to rank 0's. Raises Fault; a problem of rank 0
     is raised on all ranks."""
     fabric, watch = this.fabric, this.watch
-    if (
-        "SLURM_STEP_NODELIST" in os.environ
-        and launch.started_by_other()
-        and "MASTER_ADDR" not in os.environ
-    ):
+    nodes = os.environ.get("SLURM_STEP_NODELIST")
+    if nodes is not None and launch.started_by_other() and "MASTER_ADDR" not in os.environ:
         # A task of srun. Lightning can read SLURM's lists of host names.
-        os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(
-            os.environ["SLURM_STEP_NODELIST"]
-        )
+        os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(nodes)
     if watch.world_size > 1:
         signals.end_by(None)  # the watch hears them
         watch.join(flags.devices.join_timeout)
@@ -109,16 +106,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
         if problem is not None:
             raise problem
-        given = ranks.gather(flags.flat())
-        for rank, own in enumerate(given):  # ranks of two jobs may have met at one address
-            for name in (name for name, value in given[0].items() if own[name] != value):
-                ours, others = (
-                    f"--{name} {json.dumps(one[name], default=str)}" for one in (own, given[0])
-                )
-                raise Fault(
-                    f"rank {rank} was started with {ours}, rank 0 with {others}: start all with "
-                    "one command."
-                )
+        _require_one_command(ranks.gather(flags.flat()))
     except ValueError as error:
         raise as_mistake(error) from None
     except RuntimeError as error:
@@ -128,24 +116,35 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         if fault.code == faults.UNEXPECTED:
             raise
         raise Fault(f"another rank was lost before training began: {fault}", fault.code) from error
-    assert fabric.world_size == this.placement.world_size, (
-        fabric.world_size,
-        this.placement.world_size,
-    )
+    world_size = this.placement.world_size
+    assert fabric.world_size == world_size, (fabric.world_size, world_size)
     watch.begin(flags.devices.hang_timeout)
     signals.end_by(interrupt)  # the watch tells the others when this rank ends
 
 
+def _require_one_command(flags_of_ranks: list[dict[str, Any]]) -> None:
+    """Raises Fault (2) where ranks have different flags: those of two jobs may have met at one
+    address."""
+    first = flags_of_ranks[0]
+    for rank, own in enumerate(flags_of_ranks):
+        for name in first:
+            if own[name] != first[name]:
+                ours = f"--{name} {json.dumps(own[name], default=str)}"
+                others = f"--{name} {json.dumps(first[name], default=str)}"
+                raise Fault(
+                    f"rank {rank} was started with {ours}, rank 0 with {others}: start all with "
+                    "one command."
+                )
+
+
 def _plan_together(this: ThisRank, flags: Flags) -> None:
     """Set `this.plan`, on all ranks. Raises the same Fault on all ranks."""
-    # Rank 0 alone chooses the checkpoint: it compares hashes, and other machines may not see the
-    # newest yet.
-    resume_from, problem = (
-        ranks.from_rank_zero(lambda: run_directory.choose(flags, this.directory)),
-        None,
-    )
+    # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
+    # see the newest yet, or the end of the log, which has the losses of an evaluation.
+    resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
+    problem = None
     try:
-        plan = make_plan(flags, this.placement, this.directory, resume_from)
+        plan = make_plan(flags, this.placement, this.directory, resume_from, resumed)
     except ValueError as error:
         problem = as_mistake(error)
     ranks.first_fault(problem)
@@ -156,60 +155,76 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     this.plan = plan
 
 
+def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:
+    """(the checkpoint to resume from or None, its progress.json). Called on rank 0."""
+    path = run_directory.choose(flags, this.directory)
+    return path, {} if path is None else keep.verified(path)
+
+
 def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:
     """Tell the other ranks and the user why this rank ends. Returns its exit code.
 
     own: this rank's fault. is_stuck: the watching thread calls this, for a fault that it has seen
     or been told.
     """
-    rank, watch = this.rank, this.watch
-    first_rank, first = watch.report(own)
-    own = first if is_stuck else own
-    is_first = first_rank == rank or str(first) == str(own)
+    first_rank, first = this.watch.report(own)
+    if is_stuck:
+        own = first
+    is_first = first_rank == this.rank or str(first) == str(own)
     if not is_first and first.code != faults.PEER_LOST:
         first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
-
-    # Rank 0 prints the first fault. Another rank prints its own error, which only it has seen, or
-    # that rank 0 is lost.
-    if first.code == faults.DONE:
-        if is_rank_zero():
-            print(first, flush=True)
-    elif rank == 0:
-        print(f"train.py: error: {first}", file=sys.stderr, flush=True)
-    elif own.code in (faults.UNEXPECTED, faults.OUT_OF_MEMORY) or first.code == faults.PEER_LOST:
-        print(
-            f"train.py: rank {rank}: {first if own.code == faults.PEER_LOST else own}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    # Rank 0 writes STATUS.json, or another rank, if rank 0 is lost, frozen or never joined.
-    if rank == 0:
-        if this.plan is None:  # nothing was done in the run directory
-            # a plan can only be wrong after joining
-            run_directory.leave(first, has_plan=watch.is_joining)
-        else:
-            run_directory.write_status(
-                this.directory, first.code, str(first), watch.step, first.retryable
-            )
-        watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
-    elif (
-        watch.store_is_lost
-        or first.code == faults.PEER_LOST
-        and not watch.wait_for([0], SECONDS_FOR_RANK_0)
-    ):
-        _write_for_rank_0(this, flags, first)
-        if first.code != faults.STOPPED:
-            launch.kill_parent()
+    _print_end(this.rank, own, first)
+    _record_end(this, flags, first)
     this.children.end(SECONDS_FOR_OTHERS)
 
     # The rank that failed first exits with its own code. So does the process that started the
     # others, for its user.
     if is_first and not is_stuck:
         return own.code
-    return (
-        first.code if first.code == faults.STOPPED or this.children.processes else faults.PEER_LOST
-    )
+    if first.code == faults.STOPPED or this.children.processes:
+        return first.code
+    return faults.PEER_LOST
+
+
+def _print_end(rank: int, own: Fault, first: Fault) -> None:
+    """Print the first fault on rank 0. Another rank prints its own error, which only it has seen,
+    or that rank 0 is lost."""
+    if first.code == faults.DONE:
+        if is_rank_zero():
+            print(first, flush=True)
+        return
+    message = None
+    if rank == 0:
+        message = f"error: {first}"
+    elif own.code == faults.PEER_LOST and first.code == faults.PEER_LOST:
+        message = f"rank {rank}: {first}"
+    elif own.code in (faults.UNEXPECTED, faults.OUT_OF_MEMORY) or first.code == faults.PEER_LOST:
+        message = f"rank {rank}: {own}"
+    if message is not None:
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
+
+
+def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
+    """Write STATUS.json on rank 0, or on another rank, if rank 0 is lost, frozen or never
+    joined."""
+    watch = this.watch
+    if this.rank == 0 and this.plan is None:
+        # Nothing was done in the run directory. A plan can only be wrong after joining.
+        run_directory.leave(first, has_plan=watch.is_joining)
+    elif this.rank == 0:
+        run_directory.write_status(
+            this.directory, first.code, str(first), watch.step, first.retryable
+        )
+    if this.rank == 0:
+        watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
+        return
+    is_lost = watch.store_is_lost
+    if not is_lost and first.code == faults.PEER_LOST:
+        is_lost = not watch.wait_for([0], SECONDS_FOR_RANK_0)
+    if is_lost:
+        _write_for_rank_0(this, flags, first)
+        if first.code != faults.STOPPED:
+            launch.kill_parent()
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
@@ -217,13 +232,12 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
     of_rank_0 = this.watch.beats.get(0, {})
     with suppress(ValueError, OSError):
         directory = this.directory or run_directory.directory(flags)
-        # rank 0 never came, so it doesn't hold the lock
+        # Where rank 0 never came, it doesn't hold the lock.
         if not of_rank_0 and not launch.has_parent():
             run_directory.lock(directory)
-        said = run_directory.read_status(directory)
-        if directory.is_dir() and (
-            said.get("code") is None or said.get("pid") != of_rank_0.get("pid")
-        ):
+        status = run_directory.read_status(directory)
+        is_written = status.get("code") is not None and status.get("pid") == of_rank_0.get("pid")
+        if directory.is_dir() and not is_written:
             run_directory.write_status(
                 directory, first.code, str(first), this.watch.step, first.retryable
             )

@@ -26,7 +26,7 @@ def report(run: Run, before: Progress) -> None:
     Raises Fault (76) after too many steps that were left out.
     """
     guard = run.guard
-    if guard.verdict == "rewind" and run.progress.position == run.plan.schedule.end:
+    if guard.verdict == "rewind" and run.progress.position == run.schedule.end:
         guard.verdict = "skip"  # there is no data to go on with
     if guard.verdict == "take":
         return
@@ -67,14 +67,14 @@ def rewind(run: Run) -> None:
     words = f"went back to {last or 'the beginning'}, past position {position}"
     if forgot:
         try:
-            run.plan = run.plan.with_more_replay(run.forgetting.over, there)
+            run.schedule = run.schedule.with_more_replay(run.forgetting.over, there)
         except ValueError as error:
             raise _fault(run, f"{reason} (--forgetting_budget: {error})", forgot) from error
-        record["shares"] = run.plan.data.mixture.shares_at(position)
+        record["shares"] = run.schedule.mixture.shares_at(position)
         words += f"; from here on {lines.shares(record['shares'])}"
     else:
-        run.plan = run.plan.going_on_from(there)
-    run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
+        run.schedule = run.schedule.after_rewind(there)
+    run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
     load_again(run, last)
     restore(run, document)
@@ -88,7 +88,7 @@ def rewind(run: Run) -> None:
     if run.fabric.global_rank == 0:
         keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
         run_directory.write_status(folder, None, "running", there.step, True)
-    run.log.rewound(there, run.plan, words, record)
+    run.log.rewound(there, run.schedule, words, record)
     if run.samples is not None:
         run.samples.cut(there)
 

@@ -37,11 +37,11 @@ from fabric_llm.training.adamw_rounded import (
     plain_update,
 )
 
-# below this, plain PyTorch takes less time in ten steps than compiling a kernel would
+# Below this, plain PyTorch takes less time in ten steps than compiling a kernel would.
 MIN_ELEMENTS = 2**20
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
-# of master: on a CPU they fit its cache, on a GPU they hide launches
+# Blocks of the update of masters. On a CPU they fit its cache, on a GPU they hide launches.
 BLOCK_ELEMENTS = {
     "cpu": 2**18,
     "cuda": 2**23,
@@ -108,7 +108,7 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
             nn.init.constant_(weight, 1.5)  # its neighbours are 2**-7 away
             optimizer = make_optimizer(probe, set(), training, updates)
             for group in optimizer.param_groups:
-                # with momentum 10 times as much, which is still rounded away
+                # With momentum an update is 10 times as large, which is still rounded away.
                 group["lr"] = 2.0**-13
             for _ in range(64):
                 weight.grad = signs.to(dtype)
@@ -265,7 +265,7 @@ def fastest(device: torch.device) -> Update:
         if device.type == "cpu":
             update = compiled()
         else:
-            # where there are GPUs there is Triton
+            # Where there are GPUs there is Triton.
             from fabric_llm.training.adamw_triton import (
                 update,
             )

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 Key = tuple[int, int, int]  # three int32
-# contiguous tensors, first index modulo 2**32, key of the noise
+# Contiguous tensors, the first index modulo 2**32, and the key of the noise.
 Piece = tuple[Sequence[Tensor], int, Key]
 Update = Callable[[Sequence[Piece], list[float]], None]  # as `plain_update`
-# of a rank's piece of a parameter: its name, and the index of the first element in the whole
+# Of a rank's piece of a parameter: its name, and the index of its first element in the whole.
 Origin = tuple[str, int]
 PIECE_ELEMENTS = {"cpu": 2**20}  # what a CPU's thread does at a time
-# of a comparison in which all addresses are multiples of 16, as kernels like them
+# Elements of a comparison in which all addresses are multiples of 16, as kernels like them.
 ALIGNED_ELEMENTS = 3 * 2**13
-# what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
+# What plain PyTorch does at a time. It needs 8 MiB on a CPU, 512 MiB on a GPU.
 PLAIN_ELEMENTS = {
     "cpu": 2**17,
     "cuda": 2**23,
@@ -80,7 +80,7 @@ def pieces_of(
     while start < count:
         high, first = divmod(offset + start, 2**32)
         end = min(start + limit, start + 2**32 - first, count)
-        # the usual case; cutting would take longer than a small update
+        # Most pieces are whole parameters. Cutting them would take longer than a small update.
         whole = end - start == count
         cut = tensors if whole else [tensor.view(-1)[start:end] for tensor in tensors]
         yield cut, first, key_of(seed, step, name, high)
@@ -99,7 +99,7 @@ def numbers_of(group: dict[str, Any], step: int) -> list[float]:
     (beta1, beta2), lr = group["betas"], group["lr"]
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
     bias = 1 / math.sqrt(1 - beta2**step)
-    # in the order of `plain_update`
+    # They are in the order of `plain_update`.
     exact = (
         decay,
         1 - beta1,
@@ -230,7 +230,7 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
     """Whether an update gives the bits of plain PyTorch on a CPU, for numbers of all sizes,
     infinities and NaNs."""
     generator = torch.Generator().manual_seed(0)
-    # bits of any bfloat16
+    # The bits of any bfloat16, NaNs among them.
     every = torch.randint(-(2**15), 2**15, (4, count), generator=generator).to(torch.int16)
     usual = torch.randn(4, count, generator=generator).bfloat16().view(torch.int16)
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

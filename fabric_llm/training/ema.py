@@ -35,14 +35,15 @@ class Average:
         self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int
     ) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.decay, self.every, self.seed = decay, every, seed
+        # Names and offsets of whole tensors give the same noise with any sharding.
         origins = getattr(optimizer, "origins", {})
         self.origins = [origins.get(param, (str(number), 0)) for number, param in enumerate(params)]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
         for param in params:
-            where, dtype = (
-                ("cpu", torch.float32) if device == "host" else (param.device, param.dtype)
-            )
+            where, dtype = param.device, param.dtype
+            if device == "host":
+                where, dtype = torch.device("cpu"), torch.float32
             average = param.detach().to(
                 where, dtype, copy=True, memory_format=torch.contiguous_format
             )
@@ -63,16 +64,15 @@ class Average:
                 ema.copy_(param)
                 continue
             origin = f"{NAME} of {name}", offset
-            for (old, new), first, key in pieces_of(
-                [ema, param], origin, BLOCK_ELEMENTS, self.seed, step
-            ):
+            pieces = pieces_of([ema, param], origin, BLOCK_ELEMENTS, self.seed, step)
+            for (old, new), first, key in pieces:
                 # No fused operations: they give other bits at the end of a vector, and so with
                 # other shards.
                 wide = old.float()
                 moved = new.to(old.device, torch.float32).sub(wide).mul_(weight).add_(wide)
                 if ema.dtype == torch.bfloat16:
-                    bits = bfloat16_bits(moved, noise(first, moved.numel(), key, moved.device)[0])
-                    old.view(torch.int16).copy_(bits)
+                    random = noise(first, moved.numel(), key, moved.device)[0]
+                    old.view(torch.int16).copy_(bfloat16_bits(moved, random))
                 else:
                     old.copy_(moved)
 
@@ -93,4 +93,5 @@ class Average:
     def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, average) of this rank, one-dimensional."""
         for param, state in self.state.items():
-            yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, state[NAME]))
+            average = state[NAME]
+            yield local_part(param).detach().view(-1), local_part(average).detach().view(-1)

@@ -22,7 +22,7 @@ EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
 
 
 class EvalResult(NamedTuple):
-    """What an evaluation has found."""
+    """The result of an evaluation."""
 
     sets: dict[str, dict[str, float]]  # by name, see `evaluate`
     # losses of the moving average of the weights, if there is one, nats
@@ -63,18 +63,18 @@ class Evaluation:
         return None if self.was_stopped else EvalResult(sets, of_average)
 
     def _sets(self, model: nn.Module) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
+        sets: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
-            read, token_bytes = self._until_stopped(batches, is_first=not found), self.token_bytes
-            token_bytes = (
-                token_bytes if name in self.in_bytes and batches.questions is None else None
-            )
-            found[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
-            if (count := len(batches.rows)) > batches.end:  # the loss is of a part of the set
-                found[name] |= {"rows": batches.end, "of_rows": count}
+            token_bytes = None
+            if name in self.in_bytes and batches.questions is None:
+                token_bytes = self.token_bytes
+            read = self._until_stopped(batches, is_first=not sets)
+            sets[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
+            if len(batches.rows) > batches.end:  # the loss is of some rows of the set
+                sets[name] |= {"rows": batches.end, "of_rows": len(batches.rows)}
             if self.was_stopped:
                 break
-        return found
+        return sets
 
     def _until_stopped(self, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
         for number, batch in enumerate(batches.stream(0)):
@@ -87,15 +87,13 @@ class Evaluation:
 
 def rows_in_words(sets: Mapping[str, Batches]) -> str:
     """Which rows of each set are evaluated."""
-    words = []
+    words, spread = [], ""
     for name, batches in sets.items():
-        read, count = batches.end, len(batches.rows)
-        words.append(
-            f"all {count:,} rows of {name}"
-            if read == count
-            else f"{read:,} of {count:,} rows of {name}"
-        )
-    spread = ", evenly spread" * any(batches.end < len(batches.rows) for batches in sets.values())
+        if batches.end == len(batches.rows):
+            words.append(f"all {batches.end:,} rows of {name}")
+        else:
+            words.append(f"{batches.end:,} of {len(batches.rows):,} rows of {name}")
+            spread = ", evenly spread"
     return ", ".join(words) + spread
 
 
@@ -112,59 +110,69 @@ def evaluate(
 
     Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over what is predicted from
     positions of a document from N on, and below 2 N: it falls where a model uses what it sees. All
-    ranks have the same number of batches. questions: see `Batches`; what their `answered` says,
-    which may be another loss, is added.
+    ranks have the same number of batches. questions: see `Batches`; the numbers of its `answered`,
+    which may hold another loss, are added.
     """
     model.eval()
-    # Of all targets, and by place, or three sums by question; targets, bytes of their text, targets
-    # by place or question.
-    asked = 0 if questions is None else len(questions)
-    totals = torch.zeros(1 + (3 * asked or PLACES), dtype=torch.float64, device=fabric.device)
-    counts = torch.zeros(2 + (asked or PLACES), dtype=torch.int64)
+    # The loss of all targets comes first, and then one sum of each place, or three of each question.
+    kinds, width = PLACES, 1
+    if questions is not None:
+        kinds, width = len(questions), 3
+    losses = torch.zeros(1 + kinds * width, dtype=torch.float64, device=fabric.device)
+    # Targets, bytes of their text, and targets of each place or question.
+    counts = torch.zeros(2 + kinds, dtype=torch.int64)
     for batch in batches:
         failpoint("evaluate")
-        counts[0] += target_count(batch)
-        labels = batch["labels"][:, 1:]
-        if token_bytes is not None:
-            counts[1] += token_bytes[labels[labels != IGNORED]].sum()
-        places = (
-            places_of(batch) if questions is None else batch["questions"][:, None].expand_as(labels)
-        )
-        counts[2:] += torch.bincount(
-            places[:, : labels.shape[1]][labels != IGNORED], minlength=len(counts) - 2
-        )
-        if questions is None and places.any():
-            batch = {**batch, "places": places}
-        here = fabric.to_device(batch)
-        found = model(**here)
         if questions is not None:
-            totals[0] += found[0]
-            totals[1:].view(-1, 3).index_add_(0, here["questions"], found[1:].view(-1, 3).double())
+            of_tokens = batch["questions"][:, None]
         else:
-            totals[: max(2, found.numel())] += (
-                found  # all are at the first place where none are told apart
-            )
+            of_tokens = places_of(batch)
+            # The model sums losses by place only where a batch has a long document.
+            if of_tokens.any():
+                batch = {**batch, "places": of_tokens}
+        _count(counts, batch, of_tokens, token_bytes)
+        here = fabric.to_device(batch)
+        sums = model(**here)
+        if questions is not None:
+            losses[0] += sums[0]
+            of_rows = sums[1:].view(-1, width).double()
+            losses[1:].view(-1, width).index_add_(0, here["questions"], of_rows)
+        elif sums.numel() == 1:  # all targets are at the first place
+            losses[:2] += sums
+        else:
+            losses[: sums.numel()] += sums
     model.train()
-    reshard(
-        model
-        # otherwise the next step would find the outermost unit gathered, and not reduce its
-        # gradients
-    )
-    total, *sums = sum_over_ranks(fabric, totals).tolist()
-    targets, text, *of_places = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
-    found = {"loss": total / max(targets, 1)}
+    # Otherwise the next step would find the outermost unit gathered, and not reduce its gradients.
+    reshard(model)
+    total, *sums = sum_over_ranks(fabric, losses).tolist()
+    targets, text, *of_each = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
+    result = {"loss": total / max(targets, 1)}
     if questions is not None:
-        found |= questions.answered(np.reshape(sums, (-1, 3)), np.array(of_places))
-    found["perplexity"] = math.exp(found["loss"]) if found["loss"] < 700 else math.inf
-    found |= {"bits_per_byte": total / text / math.log(2)} if text else {}
-    if questions is not None:
-        return found
-    by_place = zip([0, *EDGES.tolist()], sums, of_places)
-    return found | (
-        {f"loss_from_{first}": part / n for first, part, n in by_place if n}
-        if any(of_places[1:])
-        else {}
-    )
+        result |= questions.answered(np.reshape(sums, (-1, width)), np.array(of_each))
+    result["perplexity"] = math.inf
+    if result["loss"] < 700:
+        result["perplexity"] = math.exp(result["loss"])
+    if text:
+        result["bits_per_byte"] = total / text / math.log(2)
+    if questions is None and any(of_each[1:]):
+        for first, loss, count in zip([0, *EDGES.tolist()], sums, of_each):
+            if count:
+                result[f"loss_from_{first}"] = loss / count
+    return result
+
+
+def _count(
+    counts: Tensor, batch: MicroBatch, of_tokens: Tensor, token_bytes: Optional[Tensor]
+) -> None:
+    """Add the targets of a batch to the `counts` of `evaluate`. of_tokens: the place or question of
+    each token or row."""
+    labels = batch["labels"][:, 1:]
+    is_target = labels != IGNORED
+    counts[0] += target_count(batch)
+    if token_bytes is not None:
+        counts[1] += token_bytes[labels[is_target]].sum()
+    of_labels = of_tokens[:, : labels.shape[1]].expand_as(labels)
+    counts[2:] += torch.bincount(of_labels[is_target], minlength=len(counts) - 2)
 
 
 def places_of(batch: MicroBatch) -> Tensor:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import DONE, REFUSED, Fault
 from fabric_llm.base.names import at_home, nearest_of
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.verify.drill import drill
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 from fabric_llm.base import failpoints, files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.processes.launch import PARENT, find_launcher
+from fabric_llm.processes.launch import PARENT
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
@@ -185,3 +186,15 @@ def tensor_files(checkpoint: Path) -> list[str]:
     """Names of the files that hold its tensors. What else it has, such as its start, isn't the same
     in a resumed run."""
     return [name for name in files.files_in(checkpoint) if name.endswith(".safetensors")]
+
+
+def find_launcher(launcher: str) -> list[str]:
+    """The words of --launcher with the program's path, also looked for beside Python, for
+    environments that aren't activated."""
+    words = shlex.split(launcher)
+    found = words and (
+        shutil.which(words[0]) or shutil.which(Path(sys.executable).parent / words[0])
+    )
+    if not found:
+        raise Fault(f"--launcher {launcher!r}: there is no such program.")
+    return [found, *words[1:]]

@@ -25,8 +25,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.reading import optimizer_state
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
-from fabric_llm.data.sources import ONE_SET
+from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import (
     DTYPES,
@@ -190,10 +189,9 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_rows, path / "trainer" / "progress.json", progress)
     if len(report.findings) > before:
         return None
-    read, position, shares = None, reached["position"], {ONE_SET: 1.0}
-    if "mixture" in progress:
-        mixture = mixture_of(progress)
-        read, shares = mixture.read_before(position), mixture.shares_at(max(position - 1, 0))
+    mixture, position = mixture_of(progress), reached["position"]
+    # Of one dataset, the log names no sources.
+    read, shares = mixture.read_before(position) or None, mixture.shares_at(max(position - 1, 0))
     evaluated = dict(progress.get("eval_losses") or {})
     if shares.keys() <= evaluated.keys():
         together = sum(share * evaluated[name] for name, share in shares.items())
@@ -273,11 +271,7 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
     first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
-    mixture = mixture_of(progress) if "mixture" in progress else None
-    rows, order = (
-        fixed["train_rows"] if mixture is None else sum(mixture.rows),
-        fixed.get("row_order"),
-    )
+    mixture, order = mixture_of(progress), fixed.get("row_order")
     if read.count != end - first:
         report.find(
             f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}."
@@ -288,13 +282,9 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
         report.find(
             f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}."
         )
-    elif rows <= 0 or end - first > MAX_ROWS:
+    elif sum(mixture.rows) <= 0 or end - first > MAX_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != (
-        claimed_by(mixture.rows_at, first, end)
-        if mixture
-        else claimed_rows(rows, fixed["seed"], first, end)
-    ):
+    elif read != claimed_by(mixture.rows_at, first, end):
         report.find(
             f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, "
             "others never."

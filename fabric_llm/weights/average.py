@@ -20,18 +20,16 @@ from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep
-from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
-from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import gate, loading, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source, is_finite
-from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_here, open_sources
+from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_sources
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.run.build import evaluated_sets
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
@@ -250,7 +248,7 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
             flush=True,
         )
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
-    of_training = list(plan.data.sources) or [ONE_SET]
+    of_training = list(plan.data.sources)
     *of_parts, whole = (
         sum(said["eval_loss"][of] for of in of_training) / len(of_training) for *_, said in models
     )
@@ -286,21 +284,20 @@ def as_in_run(
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
     every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
     flags = SimpleNamespace(data=every, training=every, evaluation=every)
-    sources = open_sources(flags, mixture_text.parse(flat["data_mix"])) if flat["data_mix"] else {}
-    dataset = next(iter(sources.values())) if sources else open_here(flat["train_data_dir"], flags)
+    sources = open_sources(flags, mixture_text.mix_of(flat["data_mix"], flat["train_data_dir"]))
+    first = next(iter(sources.values()))
     masks = bool(newest.progress["schedule"]["document_masking"])
     data = DataPlan(
-        dataset=dataset,
+        sources,
         eval_data=open_eval_data(flags),
         evaluated_rows=flat["eval_iters"] * flat["eval_batch_size"],
         budgets=budgets,
         probes=evaluated_probes(None, budgets),
-        document_end=dataset.document_end if masks else None,
+        document_end=first.document_end if masks else None,
         document_masking=masks,
-        sources=sources,
     )
     model: Any = SimpleNamespace(tokenizer=newest.tokenizer)
-    plan = Plan(None, model, data, None, Progress(), run, None)
+    plan = Plan(None, model, data, None, run, None)
     return plan, flat, evaluated_sets(plan, flags)
 
 

@@ -20,14 +20,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import on_disk, uninterrupted
 from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
-from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.checkpoint import keep, reading, whole
-from fabric_llm.checkpoint.state_dicts import tied_names
+from fabric_llm.checkpoint.state_dicts import EMA, PREFIX
 from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.tensor_files import Tensors
-from fabric_llm.model.weights import Source, units
+from fabric_llm.model.weights import Source, first_names, units
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard
 # deviation, by the coarser of the dtypes that the two sides compute in. On a CPU the same float32
@@ -84,7 +84,7 @@ def export(
     weights = loading.open_weights(str(source), config, wanted)
     probe = reading.read_probe(source)
     if ema:
-        weights = reading.MovingAverage(source, weights)
+        weights = MovingAverage(source, weights)
         model = load_reference(loading.build_skeleton(config, wanted), weights)
         # Recorded are those of the weights.
         probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]
@@ -259,3 +259,30 @@ def logits_of(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         return model.eval()(input_ids).logits[0].float()
     except (IndexError, RuntimeError) as error:
         raise VerificationError(f"it can't compute logits: {one_line(error)[:400]}.") from error
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Second names of parameters that have two, such as lm_head.weight where it is the
+    embedding."""
+    return {name for name, first in first_names(model).items() if name != first}
+
+
+class MovingAverage:
+    """The weights of a checkpoint, and in place of those that were trained their moving average. A
+    `weights.Source`."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        """source: the weights. Raises ValueError where the checkpoint holds no average."""
+        self.source, self.stored = source, reading.optimizer_state(path)
+        if not any(key.endswith(f".{EMA}") for key in self.stored):
+            raise ValueError(
+                f"{str(path)!r} holds no moving average of the weights: its run had no "
+                "--ema_decay when it was saved."
+            )
+
+    def read(self, unit: str) -> dict[str, Tensor]:
+        tensors = self.source.read(unit)
+        for name, tensor in tensors.items():
+            if (key := f"state.{PREFIX}{name}.{EMA}") in self.stored:
+                tensors[name] = torch.empty_like(tensor).copy_(self.stored[key])
+        return tensors

@@ -1,0 +1,290 @@
+"""`Schedule`: which steps a run makes, and which rows they read. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import NamedTuple, Optional
+
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data.mixture import Mixture
+from fabric_llm.data.mixture_text import (
+    MAX_SLOTS,
+    DataMix,
+    Stage,
+    at_least,
+    position_of,
+    read_before,
+)
+
+# The largest share of a source after rewinds. For strong shifts, up to a half is advised.
+MAX_REPLAY = Fraction(1, 2)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run from `start` on. The run has one at a time; a rewind gives it the next."""
+
+    start: Progress  # where this process begins
+    micro_batch_size: int  # sequences per forward pass and device
+    micro_batches: int  # per step and device
+    global_batch_size: int  # sequences per step
+    asked_steps: Optional[int]  # --max_step
+    number_epochs: int  # how often the data may be read without --max_step
+    mix: DataMix  # the sources and their shares, as the flags ask for them
+    mixture: Mixture  # `mix` laid out over the run
+    max_step: int
+    # The position that the run may not pass. None with --max_step, unless a source has max_epochs.
+    end: Optional[int]
+    raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares that rewinds have raised
+
+    def is_over(self, progress: Progress) -> bool:
+        """True once the last step is done."""
+        return progress.step >= self.max_step or progress.position == self.end
+
+    def after(self, progress: Progress) -> Progress:
+        """Where the run is one step later: after a global batch, or the rest of the last epoch."""
+        sequences = self.global_batch_size
+        if self.end is not None:
+            sequences = min(sequences, self.end - progress.position)
+        return progress.advance(sequences, self.mixture.context_at(progress.position))
+
+    def end_of_run(self) -> int:
+        """The position after the last step."""
+        steps = self.max_step - self.start.step
+        last = self.start.position + steps * self.global_batch_size
+        return last if self.end is None else min(last, self.end)
+
+    def half_epochs(self, position: int) -> int:
+        """Half epochs before `position`, of the source of which the run reads most rows."""
+        stages = self.mixture.stages
+        of_run = read_before(stages, self.end_of_run())
+        source = of_run.index(max(of_run))
+        return 2 * read_before(stages, position)[source] // self.mixture.rows[source]
+
+    def shares_at(self, position: int) -> dict[str, float]:
+        """{validation set: its weight in the common loss} after the step that ends at `position`."""
+        return self.mixture.shares_at(max(position - 1, 0))
+
+    def epochs(self) -> dict[str, float]:
+        """{source: how often the run will have read it}, {} without --data_mix."""
+        read = self.mixture.read_before(self.end_of_run())
+        return {name: of_source["epochs"] for name, of_source in read.items()}
+
+    def in_words(self) -> str:
+        """A sentence with the shares of the sources from here on, and how often each is read."""
+        parts, stages = [], self.mixture.stages
+        for stage, after in zip(stages, [*(one.begins for one in stages[1:]), math.inf]):
+            if after <= self.start.position:
+                continue
+            shares = self.mixture.shares_at(stage.begins)
+            words = ", ".join(f"{name} {100 * share:.6g} %" for name, share in shares.items())
+            steps = max(stage.begins - self.start.position, 0) // self.global_batch_size
+            if steps:
+                words += f" after step {self.start.step + steps}"
+            parts.append(words)
+        read = ", ".join(f"{name} {count:.2f} times" for name, count in self.epochs().items())
+        return f"Mixture: {'; '.join(parts)}. At the end each source was read: {read}."
+
+    def after_rewind(self, there: Progress) -> Schedule:
+        """The schedule after a rewind to `there`."""
+        # With --max_step the run keeps its steps, and stages begin at theirs. Without it the data
+        # that the rewind skips leave fewer steps.
+        if self.asked_steps is not None:
+            return self._laid_out(there, self.raised, shortens=True)
+        last = last_step(there.step, there.position, self.end, self.global_batch_size)
+        return replace(self, max_step=min(self.max_step, last))
+
+    def with_more_replay(self, names: Iterable[str], there: Progress) -> Schedule:
+        """The schedule after a rewind to `there`, with twice the share of the sources `names`.
+
+        All raised sources together have at most MAX_REPLAY. Raises ValueError if they have that
+        much already, or would be read too often.
+        """
+        now = self.shares_at(there.position)
+        doubled = {
+            name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MAX_SLOTS) for name in names
+        }
+        kept = {name: share for name, share in self.raised.items() if name not in doubled}
+        room = MAX_REPLAY - sum(kept.values())
+        if sum(doubled.values()) >= 2 * room or not all(doubled.values()):
+            words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in [*doubled, *kept])
+            raise ValueError(
+                f"the share of {words} already, and more than {float(MAX_REPLAY):g} isn't tried"
+            )
+        # Sources that don't fit into the room together get equal fractions of what they ask for.
+        scale = min(Fraction(1), room / sum(doubled.values()))
+        scaled = {name: share * scale for name, share in doubled.items()}
+        return self._laid_out(there, {**kept, **scaled})
+
+    def _laid_out(
+        self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False
+    ) -> Schedule:
+        """The schedule from `there` on, with at least the shares `raised`. shortens: see
+        `lay_out`."""
+        mixture = self.mixture
+        stages, end, max_step = lay_out(
+            at_least(self.mix, raised, mixture.contexts),
+            mixture.rows,
+            self.global_batch_size,
+            self.asked_steps,
+            self.number_epochs,
+            Cursor(there.step, there.position, mixture.stages),
+            shortens,
+        )
+        mixture = replace(mixture, stages=stages)
+        return replace(self, mixture=mixture, end=end, max_step=max_step, raised=raised)
+
+
+class Cursor(NamedTuple):
+    """Where a run is, and its stages so far."""
+
+    step: int = 0
+    position: int = 0
+    stages: tuple[Stage, ...] = ()
+
+
+# The stages of a run, the position that it may not pass or None, and its last step.
+LaidOut = tuple[tuple[Stage, ...], Optional[int], int]
+
+
+def last_step(step: int, position: int, end: int, batch: int) -> int:
+    """The step that ends at the position `end`, counted from where a run is. It may take less than
+    a batch."""
+    return step - (position - end) // batch
+
+
+def lay_out(
+    mix: DataMix,
+    rows: Sequence[int],
+    batch: int,
+    max_step: Optional[int],
+    number_epochs: int,
+    here: Cursor = Cursor(),
+    shortens: bool = False,
+) -> LaidOut:
+    """Where the stages of a mixture begin in a run, and where the run ends.
+
+    The run has `max_step` steps or, if that is None, ends before a source would be read more than
+    `number_epochs` times. A source with max_epochs may be read that often. rows: of each source's
+    training split. Raises ValueError if in `max_step` steps a source would be read more often than
+    its max_epochs, or if a stage has no step. shortens: the run ends before that instead.
+    """
+    # How many rows of each source the run may read, None for any number.
+    limits: list[Optional[int]] = []
+    for source, count in zip(mix.sources, rows):
+        if source.max_epochs:
+            limits.append(math.floor(source.max_epochs * count))
+        else:
+            limits.append(None if max_step else number_epochs * count)
+    if max_step is None:
+        laid_out = _until_read(mix, limits, batch, here)
+    else:
+        laid_out = _in_steps(mix, rows, limits, batch, max_step, here, shortens)
+    if not shortens:
+        _require_steps(mix, laid_out[2], here.step)
+    return laid_out
+
+
+def _require_steps(mix: DataMix, last: int, step: int) -> None:
+    """Raises ValueError if a stage has no step in a run of `last` steps, of which `step` are
+    done."""
+    begins = [round(stage.begins * last) for stage in mix.stages] + [last]
+    for stage, first, after in zip(mix.stages, begins, begins[1:]):
+        if first >= after and after > step:
+            raise ValueError(
+                f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins "
+                f"after step {first} of {last}, and ends there."
+            )
+
+
+def _stages(mix: DataMix, max_step: int, batch: int, here: Cursor) -> tuple[Stage, ...]:
+    """The stages so far, and those from here on."""
+    # Sources that are new have no weight in the stages so far.
+    new = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
+    stages = [
+        Stage(old.begins, old.weights + new) for old in here.stages if old.begins < here.position
+    ]
+    begins = [round(stage.begins * max_step) for stage in mix.stages]
+    for stage, first, after in zip(mix.stages, begins, [*begins[1:], math.inf]):
+        if first >= after or after <= here.step:  # has no step, or is over
+            continue
+        # With the weights of the stage before it, it only continues that one.
+        if not stages or stages[-1].weights != stage.weights:
+            steps = max(first - here.step, 0)
+            stages.append(Stage(here.position + steps * batch, stage.weights))
+    return tuple(stages)
+
+
+def _first_passed(
+    stages: Sequence[Stage], limits: Sequence[Optional[int]]
+) -> Optional[tuple[int, int]]:
+    """(the first position at which a source would be read more often than it may, that source)."""
+    passed = []
+    for source, limit in enumerate(limits):
+        if limit is not None:
+            position = position_of(stages, source, limit)
+            if position is not None:
+                passed.append((position, source))
+    return min(passed, default=None)
+
+
+def _in_steps(
+    mix: DataMix,
+    rows: Sequence[int],
+    limits: Sequence[Optional[int]],
+    batch: int,
+    max_step: int,
+    here: Cursor,
+    shortens: bool,
+) -> LaidOut:
+    """As `lay_out`, in `max_step` steps."""
+    stages = _stages(mix, max_step, batch, here)
+    passed = _first_passed(stages, limits)
+    if passed is None:
+        return stages, None, max_step
+    end, source = passed
+    asked = here.position + (max_step - here.step) * batch
+    if end >= asked:
+        return stages, end, max_step
+    if shortens:
+        return stages, end, last_step(here.step, here.position, end, batch)
+    would = read_before(stages, asked)[source]
+    most = here.step + (end - here.position) // batch
+    raise ValueError(
+        f"Source {mix.names[source]!r} would be read {would / rows[source]:.2f} times in "
+        f"{max_step} steps ({would:,} of {rows[source]:,} rows), more than its max_epochs, "
+        f"{float(mix.sources[source].max_epochs):g}: take at most --max_step {most}, a smaller "
+        "weight, or more data."
+    )
+
+
+def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Cursor) -> LaidOut:
+    """As `lay_out`, with as many steps as fit, and one more with the rest of a batch.
+
+    Stages begin at fractions of the run, so what is read depends on its length. Bisection finds
+    the length.
+    """
+    fits, too_many = 0, (sum(limits) - here.position) // batch + 2  # steps from here on
+    while too_many - fits > 1:
+        steps = (fits + too_many) // 2
+        end, _ = _first_passed(_stages(mix, here.step + steps, batch, here), limits)
+        if end >= here.position + steps * batch:
+            fits = steps
+        else:
+            too_many = steps
+    for steps in (fits + 1, fits):
+        stages = _stages(mix, here.step + steps, batch, here)
+        first, source = _first_passed(stages, limits)
+        end = min(first, here.position + steps * batch)
+        if end > here.position + (steps - 1) * batch:
+            break
+    if end <= here.position or here.step == 0 and fits == 0:
+        raise ValueError(
+            f"A step takes {batch} sequences, of which source {mix.names[source]!r} would give "
+            f"more than the {limits[source]} that --number_epochs and max_epochs let it: take "
+            "smaller batches, a smaller weight, or more data."
+        )
+    return stages, end, here.step + steps
