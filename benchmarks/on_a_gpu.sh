@@ -51,7 +51,7 @@ part data python prepare_data.py --input "$library"/{asyncio,email,json,unittest
 train profile --max_step 12 --profile 5:8
 page speed_more gpu.py $on --shapes $more --minutes 8.5
 page context context.py $on --sharing 1
-page loss_head fast_paths.py $on
+page loss_head steps.py loss $on --dtypes bfloat16
 page attention steps.py attention $on --dtypes bfloat16
 train float8 --max_step 30 --float8 rowwise
 echo "Pages, numbers and logs: $out"

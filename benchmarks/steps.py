@@ -1,8 +1,9 @@
-"""Steps of training side by side: step time, memory and loss of FSDP's choices and of ways to
-attend.
+"""Steps of training side by side: step time, memory and loss of FSDP's choices, of ways to attend
+and of ways to compute the loss.
 
     python benchmarks/steps.py sharding --markdown docs/results/sharding.md
     python benchmarks/steps.py attention
+    python benchmarks/steps.py loss
 
 Each row is a set of flags of train.py; rows take turns (turns.py). Memory is counted in the second
 step of each rank, before the timed ones: what tensors hold for parameters and optimizer, and the
@@ -14,6 +15,9 @@ the exit code is 1 if they don't, or if a row fails.
 
 attention: over packed documents. `unmasked` lets them see each other, `masked` is SDPA with the
 mask of context x context that transformers makes, `packed` is this template's.
+
+loss: with a large vocabulary. `full` makes the logits of all tokens at once, as transformers does,
+`chunked` those of one chunk of tokens after the other.
 """
 
 from __future__ import annotations
@@ -54,12 +58,13 @@ ATTENTION = {  # row of attention -> flags of train.py
     "masked": "--attention sdpa --document_masking true",
     "packed": "--attention packed --document_masking true",
 }
+LOSSES = {"full": "--loss full", "chunked": "--loss chunked"}  # row of loss -> flags of train.py
+MANY_LOGITS = {"layers": 2, "hidden": 576, "vocabulary": 49152}
 COLUMNS = {
     "tokens/s": page.number("tokens_per_second", ",.0f"),
     "step, ms": page.step,
     "quartiles": page.spread,
     "x first": page.number("times_first"),
-    "times as fast as masked": page.number("times"),
     "parameters": page.mebibytes("parameter_bytes"),
     "optimizer": page.mebibytes("optimizer_bytes"),
     "additional peak in a step": page.mebibytes("additional_bytes"),
@@ -103,24 +108,41 @@ def sharding(folder: Path, options: argparse.Namespace) -> int:
 
 
 def attention(folder: Path, options: argparse.Namespace) -> int:
+    return in_documents(folder, options, "Attention over packed documents", ATTENTION, "masked")
+
+
+def loss(folder: Path, options: argparse.Namespace) -> int:
+    return in_documents(folder, options, "The loss head", LOSSES, "full", **MANY_LOGITS)
+
+
+def in_documents(
+    folder: Path,
+    options: argparse.Namespace,
+    title: str,
+    variants: dict[str, str],
+    beside: str,
+    **more: int,
+) -> int:
+    """Variants on rows of packed documents, short and long rows with the same tokens in a step."""
     rows: list[page.Row] = []
     tables = []
     contexts = (32,) if options.smoke else (1024, 4096)
+    columns = {**COLUMNS, f"times as fast as {beside}": page.number("times")}
     for context, dtype in itertools.product(contexts, options.dtypes):
-        sizes = {**SIZES, "context": context, "micro_batch": 4096 // context}
+        sizes = {**SIZES, **more, "context": context, "micro_batch": 4096 // context}
         if options.smoke:
             sizes = {**TOY, "context": context}
         inside, documents = folder / f"{context}-{dtype}", 8 if options.smoke else 300
-        measured = measure(inside, ATTENTION, sizes, dtype, options, document_tokens=documents)
-        table = page.compare(measured, COLUMNS, beside="masked")
+        measured = measure(inside, variants, sizes, dtype, options, document_tokens=documents)
+        table = page.compare(measured, columns, beside)
         tables.append(f"Context {context}, {dtype}\n\n{table}")
         rows += measured
     notes = [f"Model: {sizes}; documents of {documents} tokens on average", *NOTES]
-    page.write("Attention over packed documents", notes, options, "\n\n".join(tables), rows)
+    page.write(title, notes, options, "\n\n".join(tables), rows)
     return 0
 
 
-QUESTIONS = {"sharding": sharding, "attention": attention}
+QUESTIONS = {"sharding": sharding, "attention": attention, "loss": loss}
 
 
 def measure(
