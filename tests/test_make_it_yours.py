@@ -90,7 +90,7 @@ def run(folder, *words, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
 
 
