@@ -21,12 +21,7 @@ from fabric_llm.base.program import no_more_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # These are errors of writing, never of an input.
-FULL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
