@@ -20,7 +20,6 @@ from fabric_llm.model import (
     freezing,
     language_model,
     loading,
-    packed_attention,
     positions,
     sharded,
     strategy_rules,
@@ -327,7 +326,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
-    packs = packs and packed_attention.takes_documents(loading.causal_lm_class(config))
+    packs = packs and loading.takes_documents(loading.causal_lm_class(config))
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
     dtype = loading.DTYPES[asked.precision]
