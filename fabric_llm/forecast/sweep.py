@@ -16,8 +16,8 @@ from fabric_llm.plan.start import batch_sizes
 OF_A_NODE = 8  # devices, where --devices doesn't say it
 # Devices: the more there are, the longer it takes to trace a step, half a minute for 4,096.
 TRACED = 32
-TITLES = ("devices", "tokens a step", "sharding", "GiB", "used", "step, s", "messages, s")
-TITLES += ("efficiency", "none hidden")
+OF_STEP = ("devices", "tokens a step", "sharding", "GiB", "used", "step, s", "messages, s")
+TITLES = (*OF_STEP, "efficiency", "none hidden")
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
             # On one node the hybrid is no other strategy.
             if how == "HYBRID_SHARD" and nodes == 1:
                 continue
-            change = {**same, "devices": count // nodes, "num_nodes": nodes}
+            change: dict[str, Any] = {**same, "devices": count // nodes, "num_nodes": nodes}
             change["sharding_strategy"] = how
             predictions.append((count, how, predict(own, changed(flags, change), memory_of)))
 
