@@ -48,39 +48,45 @@ def main(argv: Optional[list[str]] = None) -> int:
             rows = sweep.sweep(own, flags)
             show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
             return 0
-        prediction = changes.predict(own, flags)
-        best = changes.fastest(own, flags, progress) if own.auto else None
-        if best is not None:
-            change, prediction = best
-            words += changes.words_of(change)
-        found = [] if prediction.fits else changes.until_it_fits(own, flags, prediction)
-        tried = [(changes.words_of(change), one) for change, one in found]
+        prediction, chosen = changes.predict(own, flags), None
+        if own.auto:
+            chosen = changes.fastest(own, flags, progress)
+        chosen_words: list[str] = []
+        if chosen is not None:
+            change, prediction = chosen
+            flags, chosen_words = changes.changed(flags, change), changes.words_of(change)
+        tried = []
+        if not prediction.fits:
+            for change, one in changes.until_it_fits(own, flags, prediction):
+                tried.append((changes.words_of(change), one))
         if own.json:
-            said = [{"change": " ".join(change), **numbers(one)} for change, one in tried]
-            chosen = {"chosen": " ".join(changes.words_of(best[0]))} if best else {}
-            print(json.dumps({**numbers(prediction), **chosen, "changes": said}, indent=2))
+            document = numbers(prediction)
+            if chosen is not None:
+                document["chosen"] = " ".join(chosen_words)
+            document["changes"] = []
+            for change_words, one in tried:
+                document["changes"].append({"change": " ".join(change_words), **numbers(one)})
+            print(json.dumps(document, indent=2))
             return 0
         show(prediction, own)
         if own.html is not None:
-            page.write(
-                Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, prediction
-            )
-        if own.auto and best is None:
+            page.write(Path(own.html), flags, plan, prediction)
+        if own.auto and chosen is None:
             print("\n--auto: nothing takes less than 80 % of the device.")
         show_changes(tried)
-        last = tried[-1][1] if tried else prediction
-        if not last.fits:
+        words += chosen_words
+        for change_words, one in tried:
+            words += change_words
+            prediction = one
+        if not prediction.fits:
             print(
                 "\nIt doesn't fit with any of them: take a smaller model or --context_length, or "
                 "more nodes."
             )
             return 0
-        # train.py takes steps
-        steps = ["--max_step", str(last.steps)] if own.tokens is not None else []
-        print(
-            "\nNext: "
-            f"{command([*words, *(word for change, _ in tried for word in change), *steps])}"
-        )
+        if own.tokens is not None:  # train.py takes steps
+            words += ["--max_step", str(prediction.steps)]
+        print(f"\nNext: {command(words)}")
     return 0
 
 
@@ -125,7 +131,8 @@ def show(prediction: Any, own: PlanArguments) -> None:
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     print(f"Memory of a device at its peak, {unit}")
     large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
-    for name, part in {**large, "the rest": memory.peak - sum(large.values())}.items():
+    large["the rest"] = memory.peak - sum(large.values())
+    for name, part in large.items():
         print(f"  {name:<51}{part / size:10,.2f}")
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
     if prediction.device_bytes:
@@ -139,8 +146,11 @@ def show(prediction: Any, own: PlanArguments) -> None:
         print(f"  {name:<51}{part / size:10,.2f}")
     disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
-    seconds, source = prediction.seconds, "given" if own.mfu else "assumed, see --mfu and --like"
-    source = source if own.like is None else f"as {own.like}"
+    seconds, source = prediction.seconds, "assumed, see --mfu and --like"
+    if own.like is not None:
+        source = f"as {own.like}"
+    elif own.mfu:
+        source = "given"
     work = f"steps of {prediction.tokens_a_step:,} tokens"
     if prediction.steps is not None:
         tokens = prediction.tokens_a_step * prediction.steps
@@ -152,11 +162,9 @@ def show(prediction: Any, own: PlanArguments) -> None:
         f"Time: {seconds.step:,.3g} s a step, at {100 * prediction.mfu:.0f} % of the peak ({source})"
     )
     if prediction.link_bytes or prediction.network_bytes:
-        hidden = (
-            "hidden behind it"
-            if seconds.hidden and seconds.messages <= seconds.busy
-            else "not hidden"
-        )
+        hidden = "not hidden"
+        if seconds.hidden and seconds.messages <= seconds.busy:
+            hidden = "hidden behind it"
         print(
             f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, "
             f"{hidden}: {prediction.link_bytes / 1e9:,.1f} GB a device, "
@@ -188,8 +196,8 @@ def show_sweep(
 ) -> None:
     """Print plans on more and more devices."""
     if own.json:
-        said = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
-        print(json.dumps({"rows": said, "hidden": hidden, "assumptions": assumed}, indent=2))
+        documents = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
+        print(json.dumps({"rows": documents, "hidden": hidden, "assumptions": assumed}, indent=2))
         return
     lines = [titles, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -203,12 +211,9 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
     """Print what to change, where it doesn't fit."""
     if not tried:
         return
-    few = tried[-1][1].verdict == "fits"
-    until = (
-        ", until it takes less than 80 % of the device"
-        if few
-        else "; none takes less than 80 % of the device"
-    )
+    until = "; none takes less than 80 % of the device"
+    if tried[-1][1].verdict == "fits":
+        until = ", until it takes less than 80 % of the device"
     print(f"\nWhat to change, the cheapest first, one after the other{until}:")
     for change, one in tried:
         print(

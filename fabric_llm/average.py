@@ -55,7 +55,7 @@ class AverageArguments:
         path=True,
     )
     last: Optional[int] = option(
-        None, "take so many of the newest checkpoints of each run (default: 1)", above=0
+        None, "average the N newest checkpoints of each run (default: 1)", above=0
     )
     weights: str = option(
         "equal",

@@ -12,27 +12,20 @@ from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
-# activations that are kept: each recomputes more
-LESS_AND_LESS = (
-    "none",
-    "selective",
-    "every:2",
-    "full",
-    "offload",
-)
+# Kinds of --activation_checkpointing: each keeps less than the one before, and recomputes more.
+LESS_AND_LESS = ("none", "selective", "every:2", "full", "offload")
 MAX_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
 def changed(flags: Flags, change: Change) -> Flags:
     """The flags with other values."""
-    found = {}
+    groups = {}
     for field in fields(flags):
         group = getattr(flags, field.name)
         if is_dataclass(group) and not isinstance(group, type):
-            found[field.name] = replace(
-                group, **{name: change[name] for name in vars(group).keys() & change.keys()}
-            )
-    return replace(flags, **found)
+            names = vars(group).keys() & change.keys()
+            groups[field.name] = replace(group, **{name: change[name] for name in names})
+    return replace(flags, **groups)
 
 
 def words_of(change: Change) -> list[str]:
@@ -43,8 +36,8 @@ def words_of(change: Change) -> list[str]:
 def until_it_fits(
     own: Flags, flags: Flags, prediction: Prediction
 ) -> list[tuple[Change, Prediction]]:
-    """[(change, the prediction with it and those before)], the cheapest first, each with less memory
-    than the one before.
+    """[(change, the prediction with it and those before)], the cheapest first, each with less
+    memory than the one before.
 
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
     that fits. None may fit.
@@ -58,8 +51,10 @@ def until_it_fits(
         found.append((change, prediction))
         if prediction.used <= CLOSE:
             return found
-    fits = [number for number, (_, one) in enumerate(found, 1) if one.fits]
-    return found[: fits[0]] if fits else found
+    for number, (_, one) in enumerate(found, 1):
+        if one.fits:
+            return found[:number]
+    return found
 
 
 def fastest(
@@ -101,11 +96,10 @@ def _shardings(flags: Flags) -> list[Change]:
     if devices * nodes == 1:
         return [{}]
     names = [asked, "FULL_SHARD", "SHARD_GRAD_OP", *["HYBRID_SHARD"] * (nodes > 1)]
-    strategy, is_ddp = {"strategy": "fsdp"}, flags.fsdp.strategy == "ddp"
-    found = [
-        {**(strategy if is_ddp else {}), "sharding_strategy": name} for name in dict.fromkeys(names)
-    ]
-    return [{"strategy": "ddp"}, *found] if is_ddp else found
+    shardings: list[Change] = [{"sharding_strategy": name} for name in dict.fromkeys(names)]
+    if flags.fsdp.strategy != "ddp":
+        return shardings
+    return [{"strategy": "ddp"}, *({"strategy": "fsdp", **one} for one in shardings)]
 
 
 def _double_batches(flags: Flags) -> Iterator[Change]:
@@ -128,10 +122,9 @@ def _attempt(own: Flags, flags: Flags) -> Optional[Prediction]:
 
 def _sizes(flags: Flags) -> tuple[int, int, int, int]:
     """(sequences of a micro-batch, sequences of a step, devices of a node, nodes)."""
-    devices, nodes = (
-        1 if flags.devices.devices == "auto" else flags.devices.devices,
-        flags.devices.num_nodes,
-    )
+    devices, nodes = flags.devices.devices, flags.devices.num_nodes
+    if devices == "auto":
+        devices = 1
     size, _, batch = batch_sizes(flags, devices, nodes)
     return size, batch, devices, nodes
 
@@ -144,11 +137,8 @@ def _of_the_same_batch(
 
     sharing: ranks that share each row; None: as many as the flags say.
     """
-    # each reads other rows
-    batch, groups = (
-        _sizes(flags)[1],
-        world_size // (sharing or flags.devices.context_parallel),
-    )
+    batch = _sizes(flags)[1]
+    groups = world_size // (sharing or flags.devices.context_parallel)  # each reads other rows
     if not groups or batch % (size * groups):
         return {}
     count = batch // (size * groups)
@@ -166,8 +156,12 @@ def _on_more(flags: Flags, world_size: int) -> Change:
     {} where none do.
     """
     size = _sizes(flags)[0]
-    parts = (part for part in range(size, 0, -1) if size % part == 0)
-    return next(filter(None, (_of_the_same_batch(flags, part, world_size) for part in parts)), {})
+    for divisor in range(1, size + 1):
+        if size % divisor == 0:
+            change = _of_the_same_batch(flags, size // divisor, world_size)
+            if change:
+                return change
+    return {}
 
 
 def _cheapest_first(now: Callable[[], tuple[Flags, Prediction]]) -> Iterator[Change]:

@@ -23,7 +23,6 @@ from fabric_llm.model import (
     freezing,
     language_model,
     loading,
-    packed_attention,
     positions,
     sharded,
     strategy_rules,
@@ -39,10 +38,10 @@ from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
 GIB = 2**30
-# Parts of a device's memory above which a run doesn't fit, and may not (Fujii et al.,
+# Fractions of a device's memory above which a run doesn't fit, and may not fit (Fujii et al.,
 # https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
-# The part of a step's operations that is computed a second time.
+# The fraction of a step's operations that is computed a second time.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
 ROW = 2048  # tokens: prepare_data.py's --context_length, where nothing is said
 # What --cpu_offload keeps in the host's memory.
@@ -75,7 +74,7 @@ class Prediction:
 
     @property
     def used(self) -> float:
-        """The part of a device's memory that is needed at the peak; 0 where that isn't known."""
+        """The fraction of a device's memory that is needed at the peak; 0 where that isn't known."""
         return self.memory.peak / self.device_bytes if self.device_bytes else 0.0
 
     @property
@@ -101,39 +100,47 @@ class Prediction:
 def predict(
     own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict_memory
 ) -> Prediction:
-    """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what
-    can't be planned."""
-    device = accelerators.accelerator(
-        "CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name
-    )
+    """own: the flags that plan.py alone has. memory_of: a sweep takes one that traces less. Raises
+    ValueError and Fault in one sentence for what can't be planned."""
+    # Devices, batches and model, as train.py would have them.
+    name = "CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name
+    device = accelerators.accelerator(name)
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
+    is_cuda = placement.kind == "cuda"
     micro_batch_size, micro_batches, batch = batch_sizes(
         flags, placement.devices, placement.num_nodes
     )
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     model, skeleton = _model(flags, placement.kind)
-    context, assumed = _context(flags, model.config.get_text_config())
+    text_config = model.config.get_text_config()
+    context, assumed = _context(flags, text_config)
     tokens, steps = batch * context, _steps(own, flags, context, batch)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
-    average = flags.training.ema_device if flags.training.ema_decay is not None else None
-    elsewhere = OFFLOADED if flags.fsdp.cpu_offload and placement.kind == "cuda" else frozenset()
+
+    # Memory of a device, and of the host.
+    average = None
+    if flags.training.ema_decay is not None:
+        average = flags.training.ema_device
+    elsewhere = OFFLOADED if flags.fsdp.cpu_offload and is_cuda else frozenset()
     memory = memory_of(
         Work(placement, model, micro_batch_size, micro_batches, context, average, elsewhere)
     )
     parameters = list(skeleton.parameters())
     host = _host(flags, placement, skeleton, memory, average)
-    if model.activation_checkpointing == "offload" and placement.kind == "cuda":
+    if model.activation_checkpointing == "offload" and is_cuda:
         tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
-        of_a_token = model.config.get_text_config().hidden_size * (
-            4 if model.precision == "32-true" else 2
-        )
-        host["inputs of layers"] = tokens_held * of_a_token * len(sharded.repeated_layers(skeleton))
+        element_bytes = 4 if model.precision == "32-true" else 2
+        layers = len(sharded.repeated_layers(skeleton))
+        host["inputs of layers"] = tokens_held * text_config.hidden_size * element_bytes * layers
+
+    # Time: what is computed, sent, and asked of the device.
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
     sent = _sent(flags, placement, model, skeleton, micro_batches)
-    launch = accelerators.DISPATCH * memory.operations * micro_batches
-    if placement.kind == "cuda":
-        launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
+    launch = 0.0
+    if not own.like:  # the speed of a run includes it
+        launch = accelerators.DISPATCH * memory.operations * micro_batches
+        if is_cuda:
+            launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     messages = max(sent.link / (device.link_gb * 1e9), sent.network / (own.network * 1e9 / 8))
     seconds = accelerators.Seconds(
@@ -141,18 +148,22 @@ def predict(
         messages=messages + sent.latency,
         hidden=flags.fsdp.backward_prefetch != "none",
         exchange=_exchange(own, device, placement, model, tokens),
-        launch=0.0 if own.like else launch,  # the speed of a run has it
+        launch=launch,
     )
-    known = device.memory_gib if own.device_memory is None else own.device_memory
-    hours = None if steps is None else world * steps * seconds.step / 3600
+
+    # What isn't known stays None.
+    device_gib = device.memory_gib if own.device_memory is None else own.device_memory
+    price = None
+    if own.price_per_hour is not None and steps is not None:
+        price = own.price_per_hour * (world * steps * seconds.step / 3600)
     return Prediction(
         model=type(skeleton).__name__,
         parameters=sum(p.numel() for p in parameters),
-        trained=trained,
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
         on=f"{placement.strategy} on {placement.num_nodes} x {placement.devices} {device.name}",
         activation_checkpointing=model.activation_checkpointing,
         memory=memory,
-        device_bytes=None if known is None else int(known * GIB),
+        device_bytes=None if device_gib is None else int(device_gib * GIB),
         host_bytes=host,
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
         kept_checkpoints=_kept_checkpoints(flags, steps or 1),
@@ -163,7 +174,7 @@ def predict(
         seconds=seconds,
         link_bytes=sent.link,
         network_bytes=sent.network,
-        price=None if None in (own.price_per_hour, hours) else own.price_per_hour * hours,
+        price=price,
         assumed=assumed,
     )
 
@@ -180,19 +191,18 @@ def _sent(
     flags: Flags, placement: Placement, model: ModelPlan, skeleton: Any, micro_batches: int
 ) -> Sent:
     parameters = list(skeleton.parameters())
-    is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
-    count = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    reduced = trained * (
-        4
-        if wide or is_sharded and flags.fsdp.reduce_dtype == "float32"
-        else parameters[0].element_size()
-    )
-    syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
-    syncs, units = micro_batches if syncs_all else 1, len(sharded.repeated_layers(skeleton)) + 1
-    sent = accelerators.message_bytes(
-        placement, count * (4 if wide else 2), reduced, syncs, micro_batches
-    )
+    is_wide = model.precision == "32-true"
+    gathered = sum(p.numel() for p in parameters) * (4 if is_wide else 2)
+    element_bytes = parameters[0].element_size()
+    is_sharded = placement.strategy in ("fsdp", "fsdp2")
+    if is_wide or (is_sharded and flags.fsdp.reduce_dtype == "float32"):
+        element_bytes = 4
+    reduced = element_bytes * sum(p.numel() for p in parameters if p.requires_grad)
+    syncs = 1
+    if strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32):
+        syncs = micro_batches
+    units = len(sharded.repeated_layers(skeleton)) + 1
+    sent = accelerators.message_bytes(placement, gathered, reduced, syncs, micro_batches)
     return Sent(*sent, accelerators.latency(placement, units, syncs, micro_batches))
 
 
@@ -244,13 +254,14 @@ def _place(flags: Flags, kind: str) -> Placement:
 
 
 def _recomputed(activation_checkpointing: str) -> float:
-    """The part of a step's operations that is computed a second time."""
+    """The fraction of a step's operations that is computed a second time."""
     every = activation_checkpointing.removeprefix("every:")
     return RECOMPUTED[every] if every in RECOMPUTED else 1 / 3 / int(every)
 
 
 def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
-    """The part of the device's peak that is reached: given, of a run, or assumed. Raises Fault."""
+    """The fraction of the device's peak that is reached: given, of a run, or assumed. Raises
+    Fault."""
     if own.like is None:
         return own.mfu or device.mfu
     mfu = tflops_of(Path(own.like)) / device.tflops
@@ -339,7 +350,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
-    packs = packs and packed_attention.takes_documents(loading.causal_lm_class(config))
+    packs = packs and loading.takes_documents(loading.causal_lm_class(config))
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
     dtype = loading.DTYPES[asked.precision]
@@ -369,33 +380,34 @@ def _host(
     """Bytes of a node's memory, by what they are for (docs/fsdp.md, "Models larger than a
     host")."""
     ranks, parameters = placement.devices, dict(skeleton.named_parameters())
+    is_cuda = placement.kind == "cuda"
+
+    # Over how many ranks the model is split.
     world = placement.world_size
-    part = {"NO_SHARD": 1, "HYBRID_SHARD": ranks}.get(placement.sharding.sharding_strategy, world)
-    part = 1 if placement.strategy in ("ddp", "single") else part
-    held = sum(p.nbytes for p in parameters.values())
-    units = (
-        sum(parameters[n].nbytes for n in some if n in parameters)
-        for some in weights.units(skeleton).values()
-    )
-    found = {
-        "processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * (placement.kind == "cuda")) * GIB)
-    }
-    if placement.kind == "cpu":
-        found["what devices hold"] = ranks * memory.peak
-    found["one layer, while it loads or saves"] = max(units, default=0)
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": ranks}.get(placement.sharding.sharding_strategy, world)
+    if placement.strategy in ("ddp", "single"):
+        shards = 1
+
+    host = {"processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * is_cuda) * GIB)}
+    if not is_cuda:
+        host["what devices hold"] = ranks * memory.peak
+    largest = 0
+    for names in weights.units(skeleton).values():
+        largest = max(largest, sum(parameters[name].nbytes for name in names if name in parameters))
+    host["one layer, while it loads or saves"] = largest
     if memory.elsewhere:
-        found["offloaded"] = ranks * sum(memory.elsewhere.values())
+        host["offloaded"] = ranks * sum(memory.elsewhere.values())
     if average == "host":
-        found["moving average"] = (
-            ranks * sum(4 * p.numel() for p in parameters.values() if p.requires_grad) // part
-        )
+        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        host["moving average"] = ranks * 4 * trained // shards
     if flags.save.async_save:
         whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
-        # of replicas each rank copies a part
-        found["copies for --async_save"] = ranks * whole // (world if part == 1 else part)
+        # Of replicas each rank copies a part.
+        host["copies for --async_save"] = ranks * whole // (world if shards == 1 else shards)
     if flags.model.verify_start:
-        found["reference, before step 1 (less where less is free)"] = held
-    return found
+        held = sum(p.nbytes for p in parameters.values())
+        host["reference, before step 1 (less where less is free)"] = held
+    return host
 
 
 def declared_rows(folder: Path) -> Optional[tuple[int, int]]:

@@ -14,20 +14,10 @@ from fabric_llm.forecast.prediction import GIB, Prediction, predict
 from fabric_llm.plan.start import batch_sizes
 
 OF_A_NODE = 8  # devices, where --devices doesn't say it
-TRACED = (
-    32  # devices: the more there are, the longer it takes to trace a step, half a minute for 4,096
-)
-TITLES = (
-    "devices",
-    "tokens a step",
-    "sharding",
-    "GiB",
-    "used",
-    "step, s",
-    "messages, s",
-    "efficiency",
-    "none hidden",
-)
+# Devices: the more there are, the longer it takes to trace a step, half a minute for 4,096.
+TRACED = 32
+OF_STEP = ("devices", "tokens a step", "sharding", "GiB", "used", "step, s", "messages, s")
+TITLES = (*OF_STEP, "efficiency", "none hidden")
 
 
 class Row(NamedTuple):
@@ -36,25 +26,29 @@ class Row(NamedTuple):
     devices: int
     sharding: str
     prediction: Prediction
-    efficiency: float  # tokens per second and device, as a part of the most on the fewest devices
-    none_hidden: float  # the same where messages are sent while nothing is computed
+    # Tokens per second and device, as a fraction of the best on the fewest devices.
+    efficiency: float
+    none_hidden: float  # the same, if messages were sent while nothing is computed
 
     def cells(self) -> list[str]:
         """As `TITLES` has them."""
         one = self.prediction
-        words = [
+        used = "not known"
+        if one.device_bytes:
+            used = f"{100 * one.used:.0f} %"
+        if not one.fits:
+            used += ", no"
+        return [
             f"{self.devices:,}",
             f"{one.tokens_a_step:,}",
             self.sharding,
             f"{one.memory.peak / GIB:,.1f}",
-        ]
-        used = f"{100 * one.used:.0f} %" if one.device_bytes else "not known"
-        words += [
-            used if one.fits else f"{used}, no",
+            used,
             f"{one.seconds.step:.3g}",
             f"{one.seconds.messages:.3g}",
+            f"{100 * self.efficiency:.0f} %",
+            f"{100 * self.none_hidden:.0f} %",
         ]
-        return [*words, f"{100 * self.efficiency:.0f} %", f"{100 * self.none_hidden:.0f} %"]
 
 
 def sweep(own: Flags, flags: Flags) -> list[Row]:
@@ -74,24 +68,29 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
         "global_batch_size": None,
     }
     same["max_step"] = flags.training.max_step or 1  # hours are those of --tokens
-    asked, memory_of = flags.fsdp.sharding_strategy, partial(_memory, {})
-    names = ("FULL_SHARD" if asked == "HYBRID_SHARD" else asked, "HYBRID_SHARD")
-    found = []
+    memory_of = partial(_memory, {})
+    asked = flags.fsdp.sharding_strategy
+    over_all = "FULL_SHARD" if asked == "HYBRID_SHARD" else asked
+    predictions = []
     for count in counts:
         nodes = max(1, count // of_a_node)
-        for how in names if nodes > 1 else names[:1]:
-            change = {
-                **same,
-                "devices": count // nodes,
-                "num_nodes": nodes,
-                "sharding_strategy": how,
-            }
-            found.append((count, how, predict(own, changed(flags, change), memory_of)))
-    fewest = [seconds_of(prediction) for count, _, prediction in found if count == counts[0]]
-    best = [min(column) for column in zip(*fewest)]
-    return [
-        Row(*one, *(first / now for first, now in zip(best, seconds_of(one[2])))) for one in found
-    ]
+        for how in (over_all, "HYBRID_SHARD"):
+            # On one node the hybrid is no other strategy.
+            if how == "HYBRID_SHARD" and nodes == 1:
+                continue
+            change: dict[str, Any] = {**same, "devices": count // nodes, "num_nodes": nodes}
+            change["sharding_strategy"] = how
+            predictions.append((count, how, predict(own, changed(flags, change), memory_of)))
+
+    # On the fewest devices, of which each has the same work.
+    fewest = [seconds_of(one) for count, _, one in predictions if count == counts[0]]
+    best, best_of_none_hidden = (min(column) for column in zip(*fewest))
+    rows = []
+    for count, how, prediction in predictions:
+        seconds, none_hidden = seconds_of(prediction)
+        efficiencies = best / seconds, best_of_none_hidden / none_hidden
+        rows.append(Row(count, how, prediction, *efficiencies))
+    return rows
 
 
 def seconds_of(prediction: Prediction) -> tuple[float, float]:
@@ -102,7 +101,9 @@ def seconds_of(prediction: Prediction) -> tuple[float, float]:
 def _counts(asked: str, of_a_node: int) -> list[int]:
     """Numbers of devices, each twice the one before."""
     given = re.fullmatch(r"devices=(\d{1,7})\.\.(\d{1,7})", asked)
-    first, last = map(int, given.groups()) if given else (0, 0)
+    first, last = 0, 0
+    if given:
+        first, last = int(given[1]), int(given[2])
     if not 1 <= first <= last:
         raise Fault(
             f"--sweep {asked!r} must be devices=FIRST..LAST, with FIRST from 1 to LAST, such as "
@@ -118,42 +119,46 @@ def _counts(asked: str, of_a_node: int) -> list[int]:
 
 
 def _memory(traced: dict[Any, Memory], work: Work) -> Memory:
-    """As `predict_memory` has it for up to `TRACED` devices. Of a hybrid, each node holds the model once,
-    and two are as many.
+    """As `predict_memory` has it, of which at most `TRACED` devices are traced.
 
-    traced: what was predicted before. What is split over n devices takes a + b / n bytes, while the
-    peak is at the same moment: two traces give the rest. Where the moment changes, the larger trace
-    is a little too much for more devices.
+    traced: what was predicted before, by sharding strategy, devices of a node and nodes.
     """
-    place, how = work.placement, work.placement.sharding.sharding_strategy
-
-    def on(nodes: int) -> Memory:
-        key = how, place.devices, nodes
-        if key not in traced:
-            traced[key] = predict_memory(replace(work, placement=replace(place, num_nodes=nodes)))
-        return traced[key]
-
+    place = work.placement
+    strategy = place.sharding.sharding_strategy
+    # Of a hybrid each node holds the model once: two nodes are like many.
+    if strategy == "HYBRID_SHARD":
+        return _traced_on(traced, work, 2)
     most = max(2, TRACED // place.devices)
-    if how == "HYBRID_SHARD" or place.num_nodes <= most:
-        return on(2 if how == "HYBRID_SHARD" else place.num_nodes)
-    fewer, more = on(most // 2), on(most)
-    if fewer.moment != more.moment:
-        return more
-    beyond = (1 / most - 1 / place.num_nodes) / (1 / (most // 2) - 1 / most)
-    parts = {
-        name: size - int(beyond * (fewer.parts[name] - size)) for name, size in more.parts.items()
-    }
-    return replace(more, parts=parts)
+    if place.num_nodes <= most:
+        return _traced_on(traced, work, place.num_nodes)
+
+    # What is split over n nodes takes a + b / n bytes, as long as the peak is at the same moment:
+    # two traces give a and b. Where the moment changes, the larger trace is a little too much.
+    half, whole = _traced_on(traced, work, most // 2), _traced_on(traced, work, most)
+    if half.moment != whole.moment:
+        return whole
+    parts = {}
+    for name, size in whole.parts.items():
+        b = (half.parts[name] - size) / (1 / (most // 2) - 1 / most)
+        parts[name] = size - int(b * (1 / most - 1 / place.num_nodes))
+    return replace(whole, parts=parts)
+
+
+def _traced_on(traced: dict[Any, Memory], work: Work, nodes: int) -> Memory:
+    place = work.placement
+    key = place.sharding.sharding_strategy, place.devices, nodes
+    if key not in traced:
+        traced[key] = predict_memory(replace(work, placement=replace(place, num_nodes=nodes)))
+    return traced[key]
 
 
 def hidden(rows: list[Row]) -> dict[str, str]:
-    """Of each way to shard, in words: from how many devices on messages take longer than
-    computing."""
-    said = {row.sharding: "messages are hidden behind computing" for row in rows}
+    """{sharding: from how many devices on messages take longer than computing, in words}."""
+    words = {row.sharding: "messages are hidden behind computing" for row in rows}
     for row in reversed(rows):
         if row.prediction.seconds.step > row.prediction.seconds.busy:
-            said[row.sharding] = f"messages aren't hidden from {row.devices:,} devices on"
-    return said
+            words[row.sharding] = f"messages aren't hidden from {row.devices:,} devices on"
+    return words
 
 
 def assumptions(own: Flags, rows: list[Row]) -> list[str]:

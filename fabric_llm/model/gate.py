@@ -29,7 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import part_of
-from fabric_llm.model import chunked_loss, packed_attention, positions
+from fabric_llm.model import chunked_loss, loading, packed_attention, positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
@@ -346,7 +346,7 @@ def plain_attention(reference: PreTrainedModel) -> str:
 def takes_packed_attention(reference: PreTrainedModel) -> bool:
     """Whether the model's layers make the same of packed documents with packed attention as with
     SDPA's mask."""
-    if not (packed_attention.takes_documents(type(reference)) and takes_positions(type(reference))):
+    if not (loading.takes_documents(type(reference)) and takes_positions(type(reference))):
         return False
     seen = set()
 

@@ -32,7 +32,7 @@ from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.base.names import reach_hub
-from fabric_llm.model import folders, packed_attention, weights
+from fabric_llm.model import folders, weights
 from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
@@ -193,6 +193,12 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
+def takes_documents(model_class: type[PreTrainedModel]) -> bool:
+    """Whether transformers says that the class takes packed_attention.of_documents.
+    gate.takes_packed_attention measures whether it uses them."""
+    return model_class._supports_flash_attn and model_class._supports_sdpa
+
+
 def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> str:
     """transformers' name of the attention implementation for an --attention, on devices of `kind`
     "cpu" or "cuda".
@@ -205,7 +211,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     has = {
-        "packed": packed_attention.takes_documents(model_class),
+        "packed": takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
         "flash_attention_2": model_class._supports_flash_attn
         and "flash_attention_2"

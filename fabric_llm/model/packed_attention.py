@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -27,12 +27,6 @@ HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 # Arguments of some models' attention that aren't computed here.
 NOT_HERE = ("softcap", "s_aux", "position_bias")
-
-
-def takes_documents(model_class: type[PreTrainedModel]) -> bool:
-    """Whether transformers says that the class takes `of_documents`. gate.takes_packed_attention
-    measures if it uses them."""
-    return model_class._supports_flash_attn and model_class._supports_sdpa
 
 
 def of_documents(ends: Tensor, longest: int, group: Optional[ProcessGroup]) -> dict[str, Any]:

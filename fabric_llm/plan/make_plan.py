@@ -26,7 +26,7 @@ from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
 from fabric_llm.data.tasks import open_tasks
-from fabric_llm.model import freezing, language_model, layers, loading, packed_attention, positions
+from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
@@ -247,7 +247,7 @@ def require_shares(
             f"{attention}."
         )
     model_class = loading.causal_lm_class(model.config)
-    if not packed_attention.takes_documents(model_class):
+    if not loading.takes_documents(model_class):
         raise ValueError(
             f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention."
         )

@@ -106,17 +106,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 # ------------------------------------------------------------------------------- as plotly has them
 
-# of runs and sets
-COLORS = (
-    "#1457a8",
-    "#c2500a",
-    "#1b7a4b",
-    "#8a3ea8",
-    "#b3275f",
-    "#0f7f8c",
-    "#7a5c00",
-    "#545a66",
-)
+# Of runs and sets.
+COLORS = ("#1457a8", "#c2500a", "#1b7a4b", "#8a3ea8", "#b3275f", "#0f7f8c", "#7a5c00", "#545a66")
 GREY = 7  # of them: events of a single run
 INK, MUTED, PALE = "#1d1f23", "#5b616b", "#e3e1dc"  # as in page.html
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -166,49 +157,66 @@ def template() -> dict[str, Any]:
 Chart = dict[str, Any]
 
 
-def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
+def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
     """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of
     a single run one colour."""
-    lines = [
-        (figure, i, line)
-        for figure in found
-        for i, run in enumerate(runs)
-        for line in _lines(figure, run)
-    ]
-    sets = list(dict.fromkeys(name for _, _, (name, _, _) in lines if name))
-    drawn, over = [], "Tokens" if len(runs) > 1 else "Step"
-    for figure in found:
+    lines: dict[str, list[tuple[int, str, str, Series]]] = {}  # figure -> run, set, style, series
+    sets: list[str] = []
+    for figure in figures:
+        lines[figure.name] = []
+        for i, run in enumerate(runs):
+            for name, style, series in _lines(figure, run):
+                lines[figure.name].append((i, name, style, series))
+                if name and name not in sets:
+                    sets.append(name)
+    drawn = []
+    for figure in figures:
         traces, undone = [], []
-        for i, (name, style, series) in [(i, line) for each, i, line in lines if each is figure]:
+        for i, name, style, series in lines[figure.name]:
             number = sets.index(name) if name else 0
-            label = html.escape(" · ".join([runs[i].name] * (len(runs) > 1) + [name] * bool(name)))
-            steps, values = thinned(series, MAX_POINTS)
-            trace = go.Scatter(
-                STYLES[style],
-                x=_places(runs, i, steps),
-                # Six digits keep the page small. What is no number, a gap, is none in JSON.
-                y=[
-                    float(f"{value:.6g}") if math.isfinite(value) else None
-                    for value in values.tolist()
-                ],
-                mode="lines+markers"
-                if len(steps) <= (1 if style == "undone" else FEW_POINTS)
-                else "lines",
-                name=label,  # plotly reads some tags in names
-                legendgroup=label,
-                line_color=COLORS[(i if len(runs) > 1 else number) % len(COLORS)],
-                line_dash="dot" if style == "undone" else DASHES[number % len(DASHES)],
-            )
-            (undone if style == "undone" else traces).append(trace.to_plotly_json())
+            trace = _trace(runs, i, number, name, style, series)
+            (undone if style == "undone" else traces).append(trace)
         if traces:
-            is_named = len({trace["name"] for trace in traces}) > 1
-            yaxis = {**figure.yaxis}
-            if len({y for trace in (*undone, *traces) for y in trace["y"]} - {None}) == 1:
-                # plotly would draw a constant between itself -1 and +1
-                yaxis.setdefault("rangemode", "tozero")
-            layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
-            drawn.append({**figure._asdict(), "traces": traces, "undone": undone, "layout": layout})
+            drawn.append(_chart(figure, traces, undone, "Tokens" if len(runs) > 1 else "Step"))
     return drawn
+
+
+def _trace(
+    runs: Sequence[Run], i: int, number: int, name: str, style: str, series: Series
+) -> dict[str, Any]:
+    """A line of run `i`, of the set or source `name`, which is the one of that number."""
+    is_one, is_undone = len(runs) == 1, style == "undone"
+    words = [] if is_one else [runs[i].name]
+    if name:
+        words.append(name)
+    label = html.escape(" · ".join(words))  # plotly reads some tags in names
+    steps, values = thinned(series, MAX_POINTS)
+    # Six digits keep the page small. What is no number, a gap, is none in JSON.
+    y = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+    # A point alone has no line, and few points are shown each.
+    has_markers = len(steps) <= (1 if is_undone else FEW_POINTS)
+    trace = go.Scatter(
+        STYLES[style],
+        x=_places(runs, i, steps),
+        y=y,
+        mode="lines+markers" if has_markers else "lines",
+        name=label,
+        legendgroup=label,
+        line_color=COLORS[(number if is_one else i) % len(COLORS)],
+        line_dash="dot" if is_undone else DASHES[number % len(DASHES)],
+    )
+    return trace.to_plotly_json()
+
+
+def _chart(figure: Figure, traces: list[Any], undone: list[Any], over: str) -> Chart:
+    yaxis = {**figure.yaxis}
+    values = {y for trace in (*undone, *traces) for y in trace["y"]} - {None}
+    if len(values) == 1:
+        # plotly would draw a constant between itself -1 and +1.
+        yaxis.setdefault("rangemode", "tozero")
+    is_named = len({trace["name"] for trace in traces}) > 1
+    layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
+    return {**figure._asdict(), "traces": traces, "undone": undone, "layout": layout}
 
 
 def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
@@ -218,10 +226,9 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
         yield name, "raw" if has_trend else figure.style, series
         if has_trend:
             yield name, "trend", trend(series)
-    for part in run.undone[-MAX_MARKED:]:
-        yield from (
-            (name, "undone", series) for name, series in part.numbers.get(figure.name, {}).items()
-        )
+    for undone in run.undone[-MAX_MARKED:]:
+        for name, series in undone.numbers.get(figure.name, {}).items():
+            yield name, "undone", series
 
 
 def _places(runs: Sequence[Run], i: int, steps: np.ndarray) -> list[int]:
@@ -257,14 +264,13 @@ def thinned(series: Series, most: int) -> Series:
 def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[str, Any]]:
     """Upright lines in all figures over steps or tokens: where something happened that isn't of
     UNMARKED."""
-    found = []
+    shapes = []
     for i, of_run in enumerate(events):
         color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
         steps = [event.step for event in of_run if event.kind not in UNMARKED][:MAX_MARKED]
-        found += [
-            upright(place, color) for place in _places(runs, i, np.array(steps, dtype=np.int64))
-        ]
-    return found
+        for place in _places(runs, i, np.array(steps, dtype=np.int64)):
+            shapes.append(upright(place, color))
+    return shapes
 
 
 def upright(place: float, color: str, **more: Any) -> dict[str, Any]:
@@ -284,18 +290,21 @@ def upright(place: float, color: str, **more: Any) -> dict[str, Any]:
 
 def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float]) -> Chart:
     """One bar of a device's memory by its parts, and upright lines at what the device has, and at
-    parts of that."""
+    the fractions of that in `limits`."""
     bar = {"y": ["At the peak"], "orientation": "h", "hovertemplate": "%{x:,.2f} GiB"}
-    traces = [
-        go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json() for name, size in parts.items()
-    ]
-    whole = (device_bytes or 0) / 2**30
-    label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
-    lines = [
-        upright(part * whole, MUTED, label={**label, "text": f"{100 * part:.0f} % "})
-        for part in (*limits, 1.0)
-        if whole
-    ]
-    layout = {"barmode": "stack", "hovermode": "closest", "showlegend": True, "shapes": lines}
+    traces, lines = [], []
+    for name, size in parts.items():
+        traces.append(go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json())
+    if device_bytes:
+        label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
+        for fraction in (*limits, 1.0):
+            label["text"] = f"{100 * fraction:.0f} % "
+            lines.append(upright(fraction * device_bytes / 2**30, MUTED, label={**label}))
+    layout: dict[str, Any] = {
+        "barmode": "stack",
+        "hovermode": "closest",
+        "showlegend": True,
+        "shapes": lines,
+    }
     layout |= {"xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"}}
     return {"name": "memory", "traces": traces, "layout": layout}

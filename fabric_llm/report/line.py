@@ -17,17 +17,19 @@ LINE = figures.Figure(
 
 def write(note: Path) -> None:
     """Draw the line in the note of an average, beside it. Raises Fault (2)."""
-    said = json.loads(note.read_text())
-    shares = np.array([point["weight_of_run"] for point in said["line"]])
-    losses = [point["eval_loss"] for point in said["line"]]
-    lines = {
-        name: Series(shares, np.array([one[name] - start for one in losses]))
-        for name, start in losses[0].items()
-    }
+    average = json.loads(note.read_text())
+    shares = np.array([point["weight_of_run"] for point in average["line"]])
+    losses = [point["eval_loss"] for point in average["line"]]
+    lines = {}
+    for name, start in losses[0].items():
+        lines[name] = Series(shares, np.array([one[name] - start for one in losses]))
     [chart] = figures.charts([LINE], [Run("", note.parent, numbers={LINE.name: lines})])
-    (base, _), (run, chosen) = ((part["path"], part["weight"]) for part in said["parts"])
+    of_base, of_run = average["parts"]
+    base, run, chosen = of_base["path"], of_run["path"], of_run["weight"]
     flat = {**figures.upright(0, figures.MUTED), "x1": 1, "yref": "y"}
-    budgets = [{**flat, "y0": most, "y1": most} for most in said["forgetting_budget"].values()]
+    budgets = []
+    for budget in average["forgetting_budget"].values():
+        budgets.append({**flat, "y0": budget, "y1": budget})
     chart["layout"]["shapes"] = [figures.upright(chosen, figures.INK), *budgets]
     chart["layout"]["xaxis"] = {"title": {"text": "Share of the run"}}
     inside = {

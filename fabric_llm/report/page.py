@@ -25,22 +25,16 @@ from fabric_llm.report.reading import Event, Run, Series
 NONE = "\N{EN DASH}"
 NOT_COMPARED = ("run_name", "output_dir")  # flags
 SECTIONS = ("curves", "events", "samples", "flags")
-# sections of several runs: each has a page of its own for its samples
-COMPARED = (
-    "curves",
-    "events",
-    "flags",
-)
+# Sections of several runs: each has a page of its own for its samples.
+COMPARED = ("curves", "events", "flags")
 Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # head, rows
 
 
 def write(folders: Sequence[str], output: Path) -> None:
     """Write the report of the runs in `folders`. Raises Fault (2)."""
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
-    runs, above = (
-        [reading.read_run(path) for path in paths],
-        os.path.commonpath(path.parent for path in paths),
-    )
+    runs = [reading.read_run(path) for path in paths]
+    above = os.path.commonpath(path.parent for path in paths)
     for run in runs:
         run.name = os.path.relpath(run.folder, above)
     is_one, events = len(runs) == 1, [reading.timeline(run) for run in runs]
@@ -85,16 +79,13 @@ def write_page(
     besides. Raises Fault (2)."""
     inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
     bars = [inside["bars"]] if "bars" in inside else []
-    page = environment().get_template("page.html")
+    page, now = environment().get_template("page.html"), datetime.now(timezone.utc)
     content = page.render(
         kind=kind,
         title=title,
         lead=lead,
         sections=sections,
-        made=(
-            f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC "
-            f"{made_of}."
-        ),
+        made=f"{kind} made by fabric_llm on {now:%Y-%m-%d %H:%M} UTC {made_of}.",
         data={
             "template": figures.template(),
             "charts": [*inside["charts"], *bars],
@@ -135,41 +126,33 @@ def shown(value: Any) -> str:
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
     """(label, figure, what is said below it) of the five figures that decide."""
-    # of all sets together, or of the first
+    # Of all sets together, or of the first.
     loss = next(iter(run.numbers["eval_loss"].values()), None)
     tokens, rates = run.number("tokens"), run.number("tokens_per_second")
     times = [datetime.fromisoformat(event["time"]) for event in run.events if "time" in event]
-    last = max(
-        (int(series.steps[-1]) for named in run.numbers.values() for series in named.values()),
-        default=0,
-    )
+    last = 0
+    for named in run.numbers.values():
+        for series in named.values():
+            last = max(last, int(series.steps[-1]))
     planned = run.begun.get("max_step") or run.flags.get("max_step")
     reached = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
     kind, ended, why = run.ending()
-    saved = (
-        f"Newest checkpoint: step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint."
-    )
+    saved = "No checkpoint."
+    if run.checkpoints:
+        saved = f"Newest checkpoint: step {run.checkpoints[-1]:,}."
+    validation, best, lasted = NONE, "no validation", NONE
+    if loss is not None:
+        validation, best = last_and_best(run, loss)
+    if times:
+        lasted = duration((times[-1] - times[0]).total_seconds())
+    rate = number(rates and np.round(np.nanmedian(rates.values)))
+    ending = Markup('<span class="{}">{}</span>').format(kind, ended)
     return [
-        (
-            "Validation loss",
-            *((NONE, "no validation") if loss is None else last_and_best(run, loss)),
-        ),
+        ("Validation loss", validation, best),
         ("Tokens", number(tokens and tokens.values[-1]), reached),
-        (
-            "Tokens per second",
-            number(rates and np.round(np.nanmedian(rates.values))),
-            reading.devices(run.begun),
-        ),
-        (
-            "Time",
-            duration((times[-1] - times[0]).total_seconds()) if times else NONE,
-            "from start to end, with pauses",
-        ),
-        (
-            "How it ended",
-            Markup('<span class="{}">{}</span>').format(kind, ended),
-            f"{why} {saved}".strip(),
-        ),
+        ("Tokens per second", rate, reading.devices(run.begun)),
+        ("Time", lasted, "from start to end, with pauses"),
+        ("How it ended", ending, f"{why} {saved}".strip()),
     ]
 
 
@@ -179,12 +162,12 @@ def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
     steps, values = (part[np.isfinite(loss.values)] for part in loss)
     if not len(values):
         return NONE, ""
-    since = (
-        run.shares[-1][0]
-        if len(run.shares) > 1 and loss is run.numbers["eval_loss"].get(reading.MEAN)
-        else 0
-    )
-    words, latest = [f"before step {since:,} it had other shares"] * bool(since), steps >= since
+    since = 0
+    if len(run.shares) > 1 and loss is run.numbers["eval_loss"].get(reading.MEAN):
+        since = run.shares[-1][0]
+    words, latest = [], steps >= since
+    if since:
+        words.append(f"before step {since:,} it had other shares")
     if latest.any():
         lowest = values[latest].argmin()
         words.insert(0, f"best {number(values[latest][lowest])} at step {steps[latest][lowest]:,}")
@@ -198,10 +181,8 @@ def known(run: Run) -> dict[str, str]:
 
 def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
-    begun, on = (
-        run.begun,
-        ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir"),
-    )
+    begun = run.begun
+    on = ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
     parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
     words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
     return "; ".join(
@@ -215,15 +196,8 @@ def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Tabl
     for run, of_run in zip(runs, events):
         for event in of_run:
             time = event.time.replace("T", " ").removesuffix("+00:00")
-            found.append(
-                [
-                    *[run.name] * several,
-                    f"{event.step:,}",
-                    time,
-                    event.kind.capitalize(),
-                    event.words,
-                ]
-            )
+            row = [f"{event.step:,}", time, event.kind.capitalize(), event.words]
+            found.append([run.name, *row] if several else row)
     return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], found
 
 

@@ -25,17 +25,8 @@ from fabric_llm.processes.launch import PARENT
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
 OWN += " --checkpoint null --resume_override null"
-# the rest is speed and memory
-COMPARED = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "sources",
-    "eval_loss",
-    "eval",
-)
+# Fields of metrics.jsonl; the others are speed and memory.
+COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
@@ -68,12 +59,12 @@ def drill(
         flush=True,
     )
     whole, broken = folder / "undisturbed", folder / "killed"
-    code, said = train(whole.name, "undisturbed.log")
-    if code != DONE or (last := files.latest(whole)) is None:
-        raise Fault(
-            f"the undisturbed run ended with code {code}{'' if code else ' and no checkpoint'}: "
-            f"{said}"
-        )
+    code, message = train(whole.name, "undisturbed.log")
+    if code != DONE:
+        raise Fault(f"the undisturbed run ended with code {code}: {message}")
+    last = files.latest(whole)
+    if last is None:
+        raise Fault(f"the undisturbed run ended with code 0 and no checkpoint: {message}")
     world_size = files.read(last)["world_size"]
 
     chance = random.Random(seed)
@@ -81,7 +72,7 @@ def drill(
     step = chance.randint(min(interval + 1, steps - 1), steps - 1)  # after the first checkpoint
     print(f"The same, killed with SIGKILL on rank {rank} at the end of step {step}", flush=True)
     kill = f"between_steps:rank={rank}:count={step}"
-    code, said = train(broken.name, "killed.log", **{failpoints.VARIABLE: kill})
+    code, _ = train(broken.name, "killed.log", **{failpoints.VARIABLE: kill})
     if code == DONE:
         raise Fault(
             f"the run ended with code 0, although rank {rank} was to be killed at step {step}.",
@@ -90,29 +81,27 @@ def drill(
 
     newest = files.latest(broken)
     print(f"It ended with code {code}; resuming from {newest and newest.name}", flush=True)
-    code, said = train(broken.name, "resumed.log", resume="auto")
+    code, message = train(broken.name, "resumed.log", resume="auto")
     if code != DONE:
-        raise Fault(f"the killed run couldn't be resumed, code {code}: {said}", NO_CHECKPOINT)
+        raise Fault(f"the killed run couldn't be resumed, code {code}: {message}", NO_CHECKPOINT)
 
     compared, differences = compare(whole, broken)
     verdict = "identical" if newest else "identical, but nothing was saved to resume"
-    facts = {
+    code = DONE
+    if differences:
+        verdict, code = "different", NO_CHECKPOINT
+    return {
+        "what": "resume drill",
+        "verdict": verdict,
+        "code": code,
         "flags": shlex.join(flags),
         "launcher": launcher,
         "steps": steps,
         "seed": seed,
         "killed_rank": rank,
-    }
-    facts |= {
         "killed_at_step": step,
         "resumed_from": newest and newest.name,
         "world_size": world_size,
-    }
-    return {
-        "what": "resume drill",
-        "verdict": "different" if differences else verdict,
-        "code": NO_CHECKPOINT if differences else DONE,
-        **facts,
         "compared": compared,
         "differences": differences,
     }
@@ -127,13 +116,16 @@ def run_training(
     patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end
     its ranks.
     """
-    with log.open("w") as output:  # not a pipe, which a rank that doesn't end could hold open
-        out: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": output,
-            "stderr": subprocess.STDOUT,
-        }
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **out)
+    # Not a pipe, which a rank that doesn't end could hold open.
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     print(f"  tail -f {log}", flush=True)
     try:
         process.wait()
@@ -149,12 +141,15 @@ def run_training(
                 process.poll()
                 time.sleep(0.02)
         process.wait()
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    for line in said:
+    lines, errors = [], []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.strip():
+            lines.append(line)
+        if line.startswith("train.py: error: "):
+            errors.append(line)
         if line.startswith(SHOWN):
             print(f"  {line}", flush=True)
-    errors = [line for line in said if line.startswith("train.py: error: ")]
-    return process.returncode, " ".join((errors or said)[-5:]) or "it said nothing."
+    return process.returncode, " ".join((errors or lines)[-5:]) or "it printed nothing."
 
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
@@ -169,10 +164,7 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     for name in sorted(written.keys() | others.keys()):
         if written.get(name) != others.get(name):
             differences.append(f"{name} of {ours.name} isn't the same in both.")
-    logs = (files.json_lines(run / "metrics.jsonl") for run in (first, second))
-    lines, more = (
-        [{key: one[key] for key in COMPARED if key in one} for _, one in log] for log in logs
-    )
+    lines, more = _compared_lines(first), _compared_lines(second)
     for one, other in zip(lines, more):
         if one != other:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
@@ -180,6 +172,14 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
         differences.append(f"metrics.jsonl has {len(lines)} and {len(more)} lines to compare.")
     size = sum(entry["bytes"] for entry in written.values())
     return {"files": len(written), "bytes": size, "lines": len(lines)}, differences
+
+
+def _compared_lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log, without speed and memory."""
+    lines = []
+    for _, line in files.json_lines(run / "metrics.jsonl"):
+        lines.append({key: line[key] for key in COMPARED if key in line})
+    return lines
 
 
 def tensor_files(checkpoint: Path) -> list[str]:

@@ -40,6 +40,9 @@ from fabric_llm.weights.export import VerificationError, export, read_proof
 
 MAX_NAMED = 10  # names of one kind in a sentence
 MAX_ROWS = 2**28  # that are compared: a minute
+# What reading a file raises that isn't what it should be.
+WRONG_KIND = (KeyError, TypeError, AttributeError)
+UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, *WRONG_KIND)
 say = partial(print, flush=True)
 
 
@@ -53,9 +56,8 @@ class Report:
     findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # worth knowing, but no failure
     counts: dict[str, int] = field(default_factory=dict)
-    newest: Optional[dict[str, Any]] = (
-        None  # name, step and manifest_sha256 of the newest checkpoint
-    )
+    # Name, step and manifest_sha256 of the newest checkpoint.
+    newest: Optional[dict[str, Any]] = None
     export: Optional[dict[str, Any]] = None  # export.Proof
 
     def find(self, sentence: str, code: int = NO_CHECKPOINT) -> None:
@@ -79,15 +81,7 @@ class Report:
             good = check(path, *facts, self)
         except Fault as fault:
             self.find(str(fault), fault.code if fault.code == REFUSED else NO_CHECKPOINT)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:
+        except UNREADABLE as error:
             self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
         if len(self.findings) == before:
             say(f"  {good}")
@@ -96,8 +90,10 @@ class Report:
 def listed(names: Iterable[Any]) -> str:
     """The first of many names, and how many more there are."""
     words = [str(name) for name in names]
-    more = len(words) - MAX_NAMED
-    return ", ".join(words[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    first = ", ".join(words[:MAX_NAMED])
+    if len(words) > MAX_NAMED:
+        return f"{first} and {len(words) - MAX_NAMED} more"
+    return first
 
 
 def verify_run(run: Path, exports: bool) -> Report:
@@ -110,17 +106,16 @@ def verify_run(run: Path, exports: bool) -> Report:
     for path in files.step_directories(run):
         before, code = len(report.findings), report.code
         document = verify_checkpoint(path, report)
-        # pruned by a run that is still going, so that its files seemed to be missing
+        # A run that is still going has pruned it, so that its files seemed to be missing.
         if not path.exists():
             del report.findings[before:]
             report.code = code
             report.note(f"{path.name} was pruned meanwhile.")
         elif document is not None:
             documents[files.step_of(path)] = document
-    for left in sorted(
-        p.name for p in run.iterdir() if p.name.startswith((".tmp-step-", ".trash-step-", "aside-"))
-    ):
-        report.note(f"{left} isn't a checkpoint of the run and wasn't looked at.")
+    for left in sorted(path.name for path in run.iterdir()):
+        if left.startswith((".tmp-step-", ".trash-step-", "aside-")):
+            report.note(f"{left} isn't a checkpoint of the run and wasn't verified.")
     newest = files.latest(run)
     durable = 0 if newest is None else files.step_of(newest)
     if newest is None:
@@ -128,25 +123,20 @@ def verify_run(run: Path, exports: bool) -> Report:
     else:
         hashed = files.sha256(newest / files.MANIFEST)
         report.newest = {"name": newest.name, "step": durable, "manifest_sha256": hashed}
-    # which a second signal prevents
+    # A second signal prevents the save at the end.
     saved_at_the_end = status.get("step") == status.get("last_durable_step")
     over = status.get("code") in (DONE, STOPPED) and saved_at_the_end
     report.look(check_status, run / run_directory.STATUS, status, durable)
     report.look(check_metrics, run / "metrics.jsonl", over, durable, documents)
     if exports and durable in documents:
         stored = [*newest.glob("*.safetensors"), *newest.glob("weights/*.safetensors")]
+        size = sum(file.stat().st_size for file in stored)
         advice = "set TMPDIR to a larger disk, or leave it out with --no_export"
         try:
-            files.room(
-                Path(tempfile.gettempdir()),
-                sum(file.stat().st_size for file in stored),
-                "The export",
-                advice,
-            )
+            files.room(Path(tempfile.gettempdir()), size, "The export", advice)
         except Fault as fault:
-            raise Fault(
-                str(fault)
-            ) from fault  # an argument of this command, not a save that failed
+            # With the exit code of a bad argument: no save has failed.
+            raise Fault(str(fault)) from fault
         report.look(check_export, newest)
     elif exports and newest is not None:
         report.note(f"{newest.name} wasn't exported, as something is wrong with it.")
@@ -168,7 +158,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
         for sentence in damaged_files(path):
             if sentence != str(first):
                 report.find(sentence)
-        say("  What is in it wasn't looked at.")
+        say("  What is in it wasn't verified.")
         return None
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
     report.count("checkpoints", 1)
@@ -219,26 +209,23 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     progress.json."""
     config, dtype = load_config(str(path)), DTYPES[progress["fixed"]["precision"]]
     skeleton = checked_skeleton(str(path), config, dtype)
-    # raises Fault, which names what is missing or has another shape
+    # Raises Fault, which names what is missing or has another shape.
     open_weights(str(path), config, dtype)
-    frozen = freezing.frozen_names(
-        skeleton, *(progress["schedule"].get(flag) for flag in freezing.FLAGS)
-    )
-    moments = {
-        f"state.{PREFIX}{name}.{moment}": tuple(parameter.shape)
-        for name, parameter in skeleton.named_parameters()
-        for moment in progress["optimizer_state"]
-        if parameter.requires_grad and name not in frozen
-    }
-    stored = optimizer_state(path)
-    wrong = [
-        f"{name} is {stored.shapes.get(name, 'missing')}, in the model {shape}"
-        for name, shape in sorted(moments.items())
-        if stored.shapes.get(name) != shape
-    ]
-    wrong += [
-        f"{name} lacks {missing} elements" for name in stored if (missing := stored.missing(name))
-    ]
+    given = [progress["schedule"].get(flag) for flag in freezing.FLAGS]
+    frozen = freezing.frozen_names(skeleton, *given)
+    moments = {}
+    for name, parameter in skeleton.named_parameters():
+        if parameter.requires_grad and name not in frozen:
+            for moment in progress["optimizer_state"]:
+                moments[f"state.{PREFIX}{name}.{moment}"] = tuple(parameter.shape)
+    stored, wrong = optimizer_state(path), []
+    for name, shape in sorted(moments.items()):
+        if stored.shapes.get(name) != shape:
+            there = stored.shapes.get(name, "missing")
+            wrong.append(f"{name} is {there}, in the model {shape}")
+    for name in stored:
+        if missing := stored.missing(name):
+            wrong.append(f"{name} lacks {missing} elements")
     if wrong:
         report.find(
             f"{str(path / 'trainer' / 'optimizer')!r} isn't that of the model: {listed(wrong)}."
@@ -342,14 +329,15 @@ def check_metrics(
     """
     name = repr(str(file))
     lines = _numbered_lines(file, over, report)
-    training = [
-        (number, record) for number, record in lines if "loss" in record and "tokens" in record
-    ]
-    evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
+    training, evaluation, guarded = [], [], set()
+    for number, record in lines:
+        if "loss" in record and "tokens" in record:
+            training.append((number, record))
+        if "eval_loss" in record:
+            evaluation.append((number, record))
+        if "verdict" in record:
+            guarded.add(record["step"])  # skipped, or rolled back
     _check_order(name, training, report)
-
-    # skipped, or rolled back
-    guarded = {record["step"] for _, record in lines if "verdict" in record}
     taken = [(number, record) for number, record in training if record["step"] not in guarded]
     for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
         if bad := [number for number, record in some if not is_finite(record.get(key))]:

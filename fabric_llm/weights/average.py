@@ -75,26 +75,30 @@ def open_parts(folders: Sequence[Path]) -> list[Part]:
     loading.disable_progress_bar()
     first, *others = parts = [open_part(folder) for folder in folders]
     for other in others:
-        both = f"{str(first.path)!r} and {str(other.path)!r}"
-        if type(first.config) is not type(other.config):
-            kinds = f"{first.config.model_type} and {other.config.model_type}"
-            raise ValueError(f"{both} are different models: {kinds}.")
-        one, two = (
-            {k: v for k, v in p.config.to_dict().items() if not NO_MATTER.search(k)}
-            for p in (first, other)
-        )
-        differing = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
-        if differing:
-            words = (f"{key} {one.get(key)}, and {two.get(key)}" for key in differing[:10])
-            raise ValueError(f"{both} are different models: {'; '.join(words)}.")
-        vocabularies = [
-            part.tokenizer.get_vocab() for part in (first, other) if part.tokenizer is not None
-        ]
-        if vocabularies[1:] and vocabularies[0] != vocabularies[1]:
-            raise ValueError(
-                f"{both} have different tokenizers: their embeddings don't mean the same tokens."
-            )
+        require_same_model(first, other)
     return parts
+
+
+def require_same_model(first: Part, other: Part) -> None:
+    """Raises ValueError unless weights of both mean the same."""
+    both = f"{str(first.path)!r} and {str(other.path)!r}"
+    if type(first.config) is not type(other.config):
+        kinds = f"{first.config.model_type} and {other.config.model_type}"
+        raise ValueError(f"{both} are different models: {kinds}.")
+    one, two = first.config.to_dict(), other.config.to_dict()
+    differing = []
+    for key in sorted(one.keys() | two.keys()):
+        if one.get(key) != two.get(key) and not NO_MATTER.search(key):
+            differing.append(f"{key} {one.get(key)}, and {two.get(key)}")
+    if differing:
+        raise ValueError(f"{both} are different models: {'; '.join(differing[:10])}.")
+    # A folder without a tokenizer is taken at its word.
+    if first.tokenizer is None or other.tokenizer is None:
+        return
+    if first.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+        raise ValueError(
+            f"{both} have different tokenizers: their embeddings don't mean the same tokens."
+        )
 
 
 def open_part(folder: Path) -> Part:
@@ -105,12 +109,10 @@ def open_part(folder: Path) -> Part:
         raise ValueError(
             f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing."
         )
-    dtype = (
-        (config.dtype or torch.float32)
-        if progress is None
-        else loading.DTYPES[progress["fixed"]["precision"]]
-    )
-    # holds what the files hold, be it of 16 or of 32 bits
+    dtype = config.dtype or torch.float32
+    if progress is not None:
+        dtype = loading.DTYPES[progress["fixed"]["precision"]]
+    # It holds what the files hold, be it of 16 or of 32 bits.
     exact = torch.promote_types(dtype, torch.float32)
     loading.checked_skeleton(str(folder), config, exact)
     weights = loading.open_weights(str(folder), config, exact)
@@ -131,18 +133,11 @@ def average(
     and VerificationError; nothing is then left behind.
     """
     averaged = average_of(parts, weights, dtype)
-    # of a run; its generation config and tokenizer are taken
-    skeleton, newest = (
-        averaged.skeleton,
-        parts[-1],
-    )
+    skeleton = averaged.skeleton
+    newest = parts[-1]  # its generation config and tokenizer are taken
     written = str(skeleton.dtype).removeprefix("torch.")
-    note = {
-        "what": "weighted average of models, summed in float64",
-        **how,
-        "dtype": written,
-        "parts": [],
-    }
+    note = {"what": "weighted average of models, summed in float64", **how}
+    note |= {"dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
         step = None if part.progress is None else part.progress["progress"]["step"]
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
@@ -156,10 +151,8 @@ def average(
         input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
         if not torch.isfinite(logits_of(loaded, input_ids)).all():
             raise VerificationError("it gives NaN or infinity.")
-    tensors, parameters = (
-        len(layout_of_files(skeleton)),
-        sum(parameter.numel() for parameter in skeleton.parameters()),
-    )
+    tensors = len(layout_of_files(skeleton))
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     return (
         f"Verified with plain transformers: {tensors} tensors, {parameters:,} parameters, each the "
         f"float64 average rounded to {written}; logits are finite."
@@ -233,33 +226,30 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
         "evaluated_as_in": str(run),
         "rows": rows_in_words(sets),
     }
-    models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
+    models = []  # name, folder, dtype, and where its losses are noted
+    for part, entry in zip(parts, note["parts"]):
+        models.append((part.name, part.path, part.dtype, entry))
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
     print(f"Validation loss, as in {run}, of {note['rows']}:", flush=True)
-    for name, folder, dtype, said in models:
+    for name, folder, dtype, entry in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
-        # nats, by the names of the sets
-        said["eval_loss"] = losses_of(computing, config, weights, dtype, sets)
-        print(
-            f"  {name}",
-            *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()),
-            sep="  ",
-            flush=True,
-        )
+        # Nats, by the names of the sets.
+        entry["eval_loss"] = losses_of(computing, config, weights, dtype, sets)
+        words = [f"{of} {loss:.4f}" for of, loss in entry["eval_loss"].items()]
+        print(f"  {name}", *words, sep="  ", flush=True)
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
     of_training = list(plan.data.sources)
-    *of_parts, whole = (
-        sum(said["eval_loss"][of] for of in of_training) / len(of_training) for *_, said in models
-    )
+    means = []
+    for *_, entry in models:
+        means.append(sum(entry["eval_loss"][of] for of in of_training) / len(of_training))
+    *of_parts, whole = means
     best = min(range(len(parts)), key=of_parts.__getitem__)
     if not of_parts[best] < whole:
         return None
     print(
-        (
-            f"Warning: the average, {whole:.4f}, is worse than {parts[best].name}, "
-            f"{of_parts[best]:.4f}."
-        ),
+        f"Warning: the average, {whole:.4f}, is worse than {parts[best].name}, "
+        f"{of_parts[best]:.4f}.",
         flush=True,
     )
     return parts[best]
@@ -327,8 +317,9 @@ def losses_of(
     fabric, precision = computing
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
-    # exact, and not too narrow for what is computed
-    model = model.float() if dtype == torch.float16 else model
+    # float32 holds float16 exactly, and isn't too narrow for what is computed.
+    if dtype == torch.float16:
+        model = model.float()
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, packed_attention.PACKED) if packs else nullcontext():

@@ -35,44 +35,44 @@ ALWAYS = {
 def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     """Write README.md and curves.png into `folder`, an export of checkpoint `source`. given: the
     command's flags."""
-    progress, manifest, run = (
-        keep.read_progress(source),
-        files.read(source),
-        source.resolve().parent,
-    )
+    progress, manifest = keep.read_progress(source), files.read(source)
+    run = source.resolve().parent
     of_base, commit = begun_with(progress)
-    data, lines, name = (
-        sources(progress, manifest),
-        logged(run, progress),
-        given.push_to_hub or given.output,
-    )
+    data, lines = sources(progress, manifest), logged(run, progress)
+    events = [event for _, event in files.json_lines(run / "events.jsonl")]
     # A path of this machine says nothing elsewhere.
     title = given.push_to_hub or Path(given.output).resolve().name
-    events = [event for _, event in files.json_lines(run / "events.jsonl")]
-    evaluations, reached = [line for line in lines if "eval" in line], progress["progress"]["step"]
-    is_of_these_weights = evaluations and evaluations[-1]["step"] == reached and not proof.of_ema
-    now = evaluations[-1]["eval"] if is_of_these_weights else {}
-    measured = [
-        (of, m, numbers[m])
-        for of, numbers in now.items()
-        for m in MEASURES
-        if numbers.get(m) is not None
-    ]
+
+    # What the last evaluation measured, if it is of the weights that are exported.
+    evaluations = [line for line in lines if "eval" in line]
+    measured = []
+    reached = progress["progress"]["step"]
+    if evaluations and evaluations[-1]["step"] == reached and not proof.of_ema:
+        for name, numbers in evaluations[-1]["eval"].items():
+            for measure in MEASURES:
+                if numbers.get(measure) is not None:
+                    measured.append(
+                        EvalResult("text-generation", name, name, measure, numbers[measure])
+                    )
+    from_hub = {name.partition(":")[0] for one in data for name in one.get("from_hub", ())}
     front = ModelCardData(
         **of_base,
-        datasets=sorted({its.partition(":")[0] for one in data for its in one.get("from_hub", ())})
-        or None,
-        eval_results=[EvalResult("text-generation", of, of, *number) for of, *number in measured]
-        or None,
+        datasets=sorted(from_hub) or None,
+        eval_results=measured or None,
         model_name=title if measured else None,
         **ALWAYS,
     )
+
+    arguments = run / "arguments.yaml"
+    versions = {}
+    for name, then in manifest["versions"].items():
+        versions[name] = then, keep.versions()[name]
     draw(lines, folder / "curves.png")
     fill_in(
         folder,
         "card.md",
         front=front,
-        name=name,
+        name=given.push_to_hub or given.output,
         title=title,
         commit=commit,
         left_out=[name for event in events for name in event.get("tensors", ())],
@@ -87,12 +87,8 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         there=[file.name for file in folder.iterdir()],
         proof=proof,
         verified=read_proof(proof),
-        versions={
-            name: (then, keep.versions()[name]) for name, then in manifest["versions"].items()
-        },
-        arguments=(run / "arguments.yaml").read_text("utf-8", "replace")
-        if (run / "arguments.yaml").is_file()
-        else "",
+        versions=versions,
+        arguments=arguments.read_text("utf-8", "replace") if arguments.is_file() else "",
     )
 
 
@@ -121,13 +117,14 @@ def fill_in(folder: Path, template: str, **facts: Any) -> None:
 def begun_with(progress: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
     """(the base model of a run and its licence as front matter, as far as they are known, the
     base's commit)."""
-    # of older checkpoints
+    # Older checkpoints only have the model's name.
     config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"
-    found, commit = licence(Path(config_file).with_name("README.md")), None
+    front, commit = licence(Path(config_file).with_name("README.md")), None
+    # A model from the hub lies in its cache, in a folder that has its name and commit.
     if cached := re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file):
-        found |= {"base_model": cached[1].replace("--", "/"), "base_model_relation": "finetune"}
+        front |= {"base_model": cached[1].replace("--", "/"), "base_model_relation": "finetune"}
         commit = cached[2]
-    return found, commit
+    return front, commit
 
 
 def rename(folder: Path, name: str) -> None:
@@ -152,34 +149,35 @@ def as_text(value: object) -> str:
 def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     """metrics.jsonl up to a checkpoint. Where it is that of another run, or of the same anew: what
     the checkpoint says itself."""
-    step, there = progress["progress"]["step"], files.json_lines(run / "metrics.jsonl")
-    lines = [line for _, line in there if type(line.get("step")) is int and line["step"] <= step]
-    said = {0: progress["guard"]["before"], step: progress["eval_losses"] or {}}
-    losses = {
-        line["step"]: {name: one["loss"] for name, one in line["eval"].items()}
-        for line in lines
-        if "eval" in line
-    }
-    here = losses.get(step, {})
-    if (
-        lines
-        and here.keys() == said[step].keys()
-        and all(here[name] in (loss, None) for name, loss in said[step].items())
-    ):
+    step = progress["progress"]["step"]
+    lines = []
+    for _, line in files.json_lines(run / "metrics.jsonl"):
+        if type(line.get("step")) is int and line["step"] <= step:
+            lines.append(line)
+
+    # It is the checkpoint's log if the last evaluation has the checkpoint's losses.
+    losses = {0: progress["guard"]["before"], step: progress["eval_losses"] or {}}
+    logged_losses: dict[str, Any] = {}
+    for line in lines:
+        if line["step"] == step and "eval" in line:
+            logged_losses = {name: one["loss"] for name, one in line["eval"].items()}
+    is_same = logged_losses.keys() == losses[step].keys()
+    for name in logged_losses.keys() & losses[step].keys():
+        # What isn't finite is null in the log.
+        is_same = is_same and logged_losses[name] in (losses[step][name], None)
+    if lines and is_same:
         return lines
-    # see DataPlan.measured_on
-    rows = {
-        0: progress.get("measured_on", {}),
-        step: progress.get("evaluated_on", {}),
-    }
-    found = []
-    for at, of_sets in said.items():
-        sets = {
-            name: {"loss": loss, **part_read(rows[at].get(name, ()))}
-            for name, loss in of_sets.items()
-        }
-        found += [{"step": at, "eval": sets}] if sets else []
-    return found
+
+    # See DataPlan.measured_on.
+    rows = {0: progress.get("measured_on", {}), step: progress.get("evaluated_on", {})}
+    own_lines: list[dict[str, Any]] = []
+    for at, of_sets in losses.items():
+        sets = {}
+        for name, loss in of_sets.items():
+            sets[name] = {"loss": loss, **part_read(rows[at].get(name, ()))}
+        if sets:
+            own_lines.append({"step": at, "eval": sets})
+    return own_lines
 
 
 def part_read(measured: Sequence[Any]) -> dict[str, int]:
@@ -193,33 +191,28 @@ def part_read(measured: Sequence[Any]) -> dict[str, int]:
 
 def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of each source of the data its name, tokens, epochs, and what the manifest says of its
-    dataset."""
-    # which older checkpoints don't have
-    reached, said = (
-        progress["progress"],
-        manifest.get("data", {}),
-    )
+    dataset, which those of older checkpoints don't."""
+    reached, datasets = progress["progress"], manifest.get("data", {})
     if "mixture" in progress:
         read = mixture_of(progress).read_before(reached["position"])
     else:
-        said, epochs = {"": said}, reached["position"] / progress["fixed"]["train_rows"]
-        read = {"": {"tokens": reached["tokens"], "epochs": epochs}}
-    return [{"name": name, **said.get(name, {}), **one} for name, one in read.items()]
+        epochs = reached["position"] / progress["fixed"]["train_rows"]
+        datasets, read = {"": datasets}, {"": {"tokens": reached["tokens"], "epochs": epochs}}
+    return [{"name": name, **datasets.get(name, {}), **one} for name, one in read.items()]
 
 
 def licence(card: Path) -> dict[str, Any]:
     """The licence in the card of the base, as front matter; {} where there is none."""
+    front = {}
     with (
         suppress(OSError, ValueError, TypeError, AttributeError),
         card.open(encoding="utf-8-sig", errors="replace") as text,
     ):
-        said = load_yaml(REGEX_YAML_BLOCK.search(text.read(MAX_YAML_BYTES))[2])
-        return {
-            key: value
-            for key, value in said.items()
-            if key.startswith("license") and isinstance(value, (str, list))
-        }
-    return {}
+        block = REGEX_YAML_BLOCK.search(text.read(MAX_YAML_BYTES))[2]
+        for key, value in load_yaml(block).items():
+            if key.startswith("license") and isinstance(value, (str, list)):
+                front[key] = value
+    return front
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:

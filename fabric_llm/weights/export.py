@@ -50,9 +50,8 @@ class Proof:
     tensors: int
     parameters: int
     tied: int  # parameters that have a second name
-    logits_difference: (
-        float  # mean absolute difference as a fraction of the logits' standard deviation
-    )
+    # Mean absolute difference, as a fraction of the logits' standard deviation.
+    logits_difference: float
     tolerance: float
     same_next_token: float  # fraction of the probe's positions with the same most likely next token
     of_ema: bool = False  # the logits are compared with those of the average before it was written
@@ -68,17 +67,17 @@ def export(
     is_there: bool = False,
     describe: Callable[[Path, Proof], None] = lambda *made: None,
 ) -> Proof:
-    """Write `output` from the checkpoint `source` and verify it. ema: the moving average of the
-    weights instead of them.
+    """Write `output` from the checkpoint `source` and verify it. ema: export the moving average of
+    the weights.
 
-    is_there: `output` was written before, and is only verified. describe: writes what it is into a
-    folder that is verified. Raises Fault for a damaged checkpoint, and VerificationError if the
+    is_there: `output` was written before, and is only verified. describe: adds files to a verified
+    folder before it gets its name. Raises Fault for a damaged checkpoint, and VerificationError if the
     export isn't the model that was trained. An older `output` is then unchanged, and else replaced.
     """
     loading.disable_progress_bar()
     precision = keep.verified(source, hashes=True)["fixed"]["precision"]
     config = loading.load_config(str(source))
-    # Except for what transformers keeps in float32.
+    # transformers keeps some parameters in float32 all the same.
     wanted = loading.DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)
     skeleton = loading.checked_skeleton(str(source), config, wanted)
     weights = loading.open_weights(str(source), config, wanted)
@@ -86,7 +85,7 @@ def export(
     if ema:
         weights = MovingAverage(source, weights)
         model = load_reference(loading.build_skeleton(config, wanted), weights)
-        # Recorded are those of the weights.
+        # The checkpoint has recorded the logits of the weights themselves.
         probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]
         del model
     if is_there:
@@ -107,31 +106,33 @@ def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: s
     recorded logits."""
     loaded = opened(folder)
     require_weights(loaded, trained, "{} isn't what the checkpoint holds")
-    logits, recorded = logits_of(loaded, probe["input_ids"])[probe["positions"]], probe["logits"]
+    logits = logits_of(loaded, probe["input_ids"])[probe["positions"]]
+    recorded = probe["logits"]
     if logits.shape != recorded.shape:
         raise VerificationError(
             f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}."
         )
     difference = ((logits - recorded).abs().mean() / recorded.std()).item()
-    computed_in = (
-        torch.bfloat16
-        if "bf16" in precision
-        else torch.float16
-        if "16" in precision
-        else torch.float32
-    )
+    # Training computed in another dtype than its weights have where its precision is mixed.
+    computed_in = torch.float32
+    if "bf16" in precision:
+        computed_in = torch.bfloat16
+    elif "16" in precision:
+        computed_in = torch.float16
     tolerance = max(TOLERANCE[computed_in], TOLERANCE[loaded.dtype])
     if not difference <= tolerance:  # also where it is NaN
         raise VerificationError(
             f"logits differ from those in training by {difference:.2g} of their standard "
             f"deviation, more than rounding explains ({tolerance:g})."
         )
-    same = (logits.argmax(-1) == recorded.argmax(-1)).float().mean().item()
-    tensors, parameters = (
-        len(Tensors(folder.glob("*.safetensors"))),
-        sum(p.numel() for p in loaded.parameters()),
+    return Proof(
+        tensors=len(Tensors(folder.glob("*.safetensors"))),
+        parameters=sum(p.numel() for p in loaded.parameters()),
+        tied=len(tied_names(loaded)),
+        logits_difference=difference,
+        tolerance=tolerance,
+        same_next_token=(logits.argmax(-1) == recorded.argmax(-1)).float().mean().item(),
     )
-    return Proof(tensors, parameters, len(tied_names(loaded)), difference, tolerance, same)
 
 
 def read_proof(proof: Proof) -> str:
@@ -169,7 +170,7 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)
     files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
-    # left by one that was killed, or a link, which must not be followed
+    # An export that was killed has left it, or it is a link, which must not be followed.
     if os.path.lexists(temporary):
         keep.remove(temporary)
     try:

@@ -37,8 +37,8 @@ from fabric_llm.weights.export import (
 )
 
 PROBE_TOKENS = 64
-# The largest difference of float32 logits, as a part of their standard deviation, that another
-# kernel explains.
+# The largest difference of float32 logits, as a fraction of their standard deviation, that
+# another kernel explains.
 ROUNDING = 1e-5
 MULTIPLE = 128  # of rows: a vocabulary that is padded to a divisor of it, at least 8, stays so
 MIN_MULTIPLE = 8
@@ -64,7 +64,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
         )
     parts = [made_of(old, token.text) for token in learned]
     tokenizer._tokenizer = extended(old, learned)
-    # from here on a text is encoded as it is, whatever the tokenizer's file asks for
+    # From here on a text is encoded as it is, whatever the tokenizer's file asks for.
     old.no_truncation()
     old.no_padding()
     first = size(old)
@@ -87,7 +87,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     with replacing(output, skeleton, "The extended model") as folder:
         write_model(folder, model_name, skeleton, longer)
         save_tokenizer(tokenizer, folder)
-        (folder / SENTENCEPIECE).unlink(missing_ok=True)  # has no new words
+        (folder / SENTENCEPIECE).unlink(missing_ok=True)  # it has no new tokens
         new = loading.tokenizer_beside(str(folder)).backend_tokenizer
         return [
             (
@@ -163,10 +163,10 @@ class Extended:
     rows: int
 
     def read(self, unit: str) -> dict[str, Tensor]:
-        found = self.weights.read(unit)
-        for name in found.keys() & self.tables:
-            found[name] = with_rows(found[name], self.first, self.parts, self.rows)
-        return found
+        tensors = self.weights.read(unit)
+        for name in tensors.keys() & self.tables:
+            tensors[name] = with_rows(tensors[name], self.first, self.parts, self.rows)
+        return tensors
 
 
 def with_rows(table: Tensor, first: int, parts: Sequence[Sequence[int]], rows: int) -> Tensor:
@@ -204,7 +204,8 @@ def compare_models(
         >= tokens
     ):
         raise VerificationError(
-            f"the model has {rows} embeddings for {tokens} tokens, and says otherwise."
+            f"the model has {rows} embeddings for {tokens} tokens, which its output head or its "
+            "config.json contradicts."
         )
     old_rows = dict.fromkeys(longer.tables, first)
     require_weights(model, longer.weights, "the old values of {} have changed", old_rows)
@@ -233,7 +234,7 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
         )
     added, added_now = (sorted(map(str, t.get_added_tokens_decoder().items())) for t in (old, new))
     if added != added_now:
-        raise VerificationError("its added tokens are others.")
+        raise VerificationError("its added tokens have changed.")
     unknown, count, count_now, with_unknown = unknown_id(old), 0, 0, 0
     for text in held_out:
         ids, ids_now = (t.encode(text, add_special_tokens=False).ids for t in (old, new))
@@ -246,9 +247,9 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
             raise VerificationError(f"a text doesn't come back: {text[:60]!r}.")
         count, count_now = count + len(ids), count_now + len(ids_now)
     whole = sum(len(text.encode()) for text in held_out)
-    but = (
-        f", but for {with_unknown} with characters that were unknown before" if with_unknown else ""
-    )
+    but = ""
+    if with_unknown:
+        but = f", but for {with_unknown} with characters that were unknown before"
     return (
         f"Held-out text ({len(held_out)} texts, {whole:,} bytes): {count / max(1, whole):.4f} "
         f"tokens a byte before, {count_now / max(1, whole):.4f} now ({1 - count_now / count:.1%} "
