@@ -159,7 +159,8 @@ def show(prediction: Any, own: PlanArguments) -> None:
     if prediction.assumed:
         print(f"      assumed: {prediction.assumed}")
     print(
-        f"Time: {seconds.step:,.3g} s a step, at {100 * prediction.mfu:.0f} % of the peak ({source})"
+        f"Time: {seconds.step:,.3g} s a step, at {100 * prediction.mfu:.0f} % of the peak "
+        f"({source})"
     )
     if prediction.link_bytes or prediction.network_bytes:
         hidden = "not hidden"

@@ -134,7 +134,8 @@ def open_dataset(
         if declared and (length != declared[0] or max_token_id > declared[1]):
             there = f"rows of {length} tokens with ids up to {max_token_id}"
             raise ValueError(
-                f"The {where} holds {there}, but manifest.json says {declared[0]} and {declared[1]}."
+                f"The {where} holds {there}, but manifest.json says {declared[0]} and "
+                f"{declared[1]}."
             )
         chunks = []
         for batch in split.data.table.select(

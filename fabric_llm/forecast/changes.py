@@ -60,8 +60,8 @@ def until_it_fits(
 def fastest(
     own: Flags, flags: Flags, tell: Callable[[Change, Prediction], None]
 ) -> Optional[tuple[Change, Prediction]]:
-    """(change, the prediction with it) of the shortest step that takes less than `CLOSE` of a device;
-    None if none does.
+    """(change, the prediction with it) of the shortest step that takes less than `CLOSE` of a
+    device; None if none does.
 
     Checkpointing that recomputes more comes later, and of each kind micro-batches are doubled while
     they fit, up to the whole batch of a device. Of equally fast steps the first kind wins, with its

@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def used(self) -> float:
-        """The fraction of a device's memory that is needed at the peak; 0 where that isn't known."""
+        """The fraction of a device's memory that the peak needs; 0 where that isn't known."""
         return self.memory.peak / self.device_bytes if self.device_bytes else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank holds of a model, wrapped or not: its repeated layers, and the part of each parameter.
+"""What a rank holds of a model, wrapped or not: repeated layers, and its part of each parameter.
 
 Everything that reads, writes or sums over a sharded model asks here. strategy.py makes one, and is
 needed only where a model trains.

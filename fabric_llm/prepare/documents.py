@@ -435,8 +435,8 @@ def _rows_of_csv(
                 escaped = place
         if message and escaped:
             raise ValueError(
-                f"{where(part, number)} {message}, and line {escaped} has a quotation mark behind a "
-                "backslash, which CSV doubles instead: write the file anew, such as by "
+                f"{where(part, number)} {message}, and line {escaped} has a quotation mark behind "
+                "a backslash, which CSV doubles instead: write the file anew, such as by "
                 "pandas.read_csv(..., escapechar='\\\\').to_csv(...)"
             )
         if message:

@@ -16,8 +16,8 @@ from fabric_llm.base.names import at_home
 from fabric_llm.base.program import plain_output
 from fabric_llm.verify.__main__ import Parser
 
-DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples and
-flags. It needs no network, and shows a run that is still going as far as it is."""
+DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples
+and flags. It needs no network, and shows a run that is still going as far as it is."""
 REPORT = "report.html"
 
 

@@ -53,8 +53,8 @@ class Log:
     def advance(self, progress: Progress) -> None:
         """The step to `progress` is done."""
         failpoint("between_steps")
-        # The speed counts what this process reads, so it isn't derived from progress: a rewind takes
-        # tokens back, and a resumed run begins with those of the runs before.
+        # The speed counts what this process reads, so it isn't derived from progress: a rewind
+        # takes tokens back, and a resumed run begins with those of the runs before.
         self.speed.tokens += progress.tokens - self.progress.tokens
         self.speed.steps += 1
         self.progress = progress
@@ -113,7 +113,8 @@ class Log:
         """Write and print the result of an evaluation after the last step. The losses of sources
         are averaged by their shares."""
         self.eval_loss, rises = self.overall(result.losses), forgetting.rises(result.losses)
-        # Rises are logged of all sets whose loss before step 1 is known, budgets where there are any.
+        # Rises are logged of all sets whose loss before step 1 is known, and budgets if there are
+        # any.
         sets = {name: dict(numbers) for name, numbers in result.sets.items()}
         for name, rise in rises.items():
             sets[name]["forgotten"] = rise

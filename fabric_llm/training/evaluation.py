@@ -114,7 +114,7 @@ def evaluate(
     which may hold another loss, are added.
     """
     model.eval()
-    # The loss of all targets comes first, and then one sum of each place, or three of each question.
+    # The loss of all targets comes first, then one sum of each place, or three of each question.
     kinds, width = PLACES, 1
     if questions is not None:
         kinds, width = len(questions), 3

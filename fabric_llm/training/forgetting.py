@@ -1,5 +1,5 @@
-"""--forgetting_budget: how far the losses of validation sets may rise, and what follows if they rise
-further, by numbers that all ranks share."""
+"""--forgetting_budget: how far the losses of validation sets may rise, and what follows if they
+rise further, by numbers that all ranks share."""
 
 import re
 from collections.abc import Mapping
@@ -8,14 +8,15 @@ from typing import Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 ACTIONS = ("warn", "stop", "rewind")
-# Fraction of a budget that may be used at a checkpoint to rewind to: more replay needs time to work.
+# Fraction of a budget that may be used at a checkpoint to rewind to: more replay needs time to
+# work.
 ROOM = 0.5
 
 
 @dataclass
 class Forgetting:
-    """Judges each evaluation by what was forgotten: how far the losses of validation sets rose above
-    their values before step 1."""
+    """Judges each evaluation by what was forgotten: how far the losses of validation sets rose
+    above their values before step 1."""
 
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some validation sets, nats
     action: str = "warn"  # one of ACTIONS, when a set is above its budget

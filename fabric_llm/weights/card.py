@@ -181,8 +181,8 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def part_read(measured: Sequence[Any]) -> dict[str, int]:
-    """How many rows of how many a loss is of, as metrics.jsonl says it, by what DataPlan.measured_on
-    says of its set; {} of all."""
+    """How many rows of how many a loss is of, as metrics.jsonl has it, from the entry of
+    DataPlan.measured_on for its set; {} if it is of all."""
     match measured:
         case [_, int(rows), int(of_rows), *_] if rows < of_rows:
             return {"rows": rows, "of_rows": of_rows}
