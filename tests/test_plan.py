@@ -580,13 +580,13 @@ def predicted_twice(run, folder):
 def test_what_a_matrix_product_has_made_is_forgotten_with_it():
     """A compiled layer keeps what products have made, and a later storage may have the address of
     one that is gone."""
-    from fabric_llm.forecast.trace import Ledger
+    from fabric_llm.forecast.compiled import Products
 
-    with Ledger() as ledger:
+    with Products(None) as products:
         given = torch.ones(64, 64)
         for _ in range(20):
             product = given @ given
-            assert product.untyped_storage()._cdata in ledger.multiplied
+            assert product.untyped_storage()._cdata in products.storages
             del product
             total = torch.zeros(64, 64)
-            assert total.untyped_storage()._cdata not in ledger.multiplied
+            assert total.untyped_storage()._cdata not in products.storages
