@@ -369,7 +369,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
         f"{', '.join([model, plan.model.precision, *paths, start])}; {place.strategy} on "
         f"{place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
         f"{plan.schedule.global_batch_size} sequences of "
-        f"{' or '.join(map(str, plan.data.contexts))} tokens a step, {plan.schedule.max_step} steps; {plan.run_directory}"
+        f"{' or '.join(map(str, plan.data.contexts))} tokens a step, "
+        f"{plan.schedule.max_step} steps; {plan.run_directory}"
     )
     if plan.model.rope:
         print(plan.model.rope)

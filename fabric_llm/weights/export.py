@@ -72,7 +72,8 @@ def export(
 
     is_there: `output` was written before, and is only verified. describe: adds files to a verified
     folder before it gets its name. Raises Fault for a damaged checkpoint, and VerificationError if
-    the export isn't the model that was trained. An older `output` is then unchanged, and else replaced.
+    the export isn't the model that was trained. An older `output` is then unchanged, and else
+    replaced.
     """
     loading.disable_progress_bar()
     precision = keep.verified(source, hashes=True)["fixed"]["precision"]
