@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from fabric_llm.data import mixture_text
-from fabric_llm.data.mixture_text import Stage
+from fabric_llm.data.mixture_text import ONE_SET, Stage
 from fabric_llm.data.order import random_key, rows_at
-from fabric_llm.data.sources import ONE_SET
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import yaml
 
 from fabric_llm.base import command_line
 from fabric_llm.base.names import NAME, at_home, command, nearest, shown
-from fabric_llm.data.sources import ONE_SET
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
 MAX_BYTES = command_line.MAX_YAML_BYTES // 2
+ONE_SET = "validation"  # the name of the only source, and of its validation set
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0{0,8}[1-9]\d{0,8}"
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"

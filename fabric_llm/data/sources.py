@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 COPY, RETRIEVAL = PROBES = ("copy", "retrieval")
 MAX_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
-ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
 
 
 def open_saved(folder: Path, verify: str) -> TokenDataset:

@@ -153,21 +153,17 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Of all elements of the gradients, float64 scalar on their device."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    if gradients[
-        0
-        # one launch for a dtype, which reads them once: of several at once, and in `square`, copies
-        # are made
-    ].is_cuda:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        norms = [
-            norm
-            for same in by_dtype.values()
-            for norm in torch._foreach_norm(same, 2, dtype=torch.float64)
-        ]
-        return torch.stack(norms).square().sum()
-    return torch.stack([square(gradient) for gradient in gradients]).sum()
+    if not gradients[0].is_cuda:
+        return torch.stack([square(gradient) for gradient in gradients]).sum()
+    # One launch for each dtype, which reads the gradients once. A launch for several dtypes copies
+    # them, and so does `square`.
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms: list[Tensor] = []
+    for same in by_dtype.values():
+        norms += torch._foreach_norm(same, 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()
 
 
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
@@ -202,15 +198,15 @@ def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096
     one-dimensional, in their dtype."""
     samples = []
     for parameter in parameters:
-        if parameter.requires_grad:
-            weights = local_part(parameter.detach()).flatten()
-            if weights.numel() > per_parameter:
-                # reading 8 neighbours costs as much as reading one
-                apart = 8 * -(-weights.numel() // per_parameter)
-                weights = (
-                    weights[: weights.numel() // apart * apart].view(-1, apart)[:, :8].flatten()
-                )
-            samples.append(weights)
+        if not parameter.requires_grad:
+            continue
+        weights = local_part(parameter.detach()).flatten()
+        if weights.numel() > per_parameter:
+            # Eight neighbours at a time: reading them costs as much as reading one.
+            apart = 8 * -(-weights.numel() // per_parameter)
+            whole = weights.numel() // apart * apart
+            weights = weights[:whole].view(-1, apart)[:, :8].flatten()
+        samples.append(weights)
     return torch.cat(samples)
 
 
