@@ -14,8 +14,8 @@ from typing import Optional, Union
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.names import nearest
 from fabric_llm.data import mixture_text
+from fabric_llm.data.mixture_text import ONE_SET
 from fabric_llm.data.sources import (
-    ONE_SET,
     PROBES,
     check_dataset_folder,
     parse_eval_data,
