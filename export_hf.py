@@ -12,7 +12,6 @@ from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import checkpoint_at
-from fabric_llm.weights import checks
 
 PROGRAM = "export_hf.py"
 ABOUT = """usage: python export_hf.py checkpoints/RUN --output FOLDER
@@ -51,6 +50,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         arguments = parse_export(argv)
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
+        from fabric_llm.weights import checks
+
         checks.check(arguments)
         source = checkpoint_at(arguments.checkpoint)
         register.load_of_run(source)

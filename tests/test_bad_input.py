@@ -424,7 +424,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "fabric_llm.plan.make_plan.open_source",
-        lambda folder, how: asked.append(how) or open_dataset(folder, how),
+        lambda folder, how, flags: asked.append(how) or open_dataset(folder, how),
     )
     arguments = parse_train(
         [str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)]

@@ -183,6 +183,7 @@ def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
 def test_progress_json_says_where_the_run_is(runs):
     document = verified(runs / "full" / "step-00000002", hashes=True)
     assert document.pop("model_name").endswith("llama-tied")
+    assert document.pop("code") is None
     assert document.pop("config_file").endswith("llama-tied/config.json")
     guard = document.pop("guard")
     assert len(guard.pop("losses")) == 2 and guard == {"skipped": 0, "rewinds": 0, "before": {}}

@@ -87,6 +87,7 @@ def test_a_tilde_is_the_home_folder_wherever_it_stands(program, tmp_path, monkey
     monkeypatch.setenv("HOME", str(tmp_path / "at home"))
     config = tmp_path / "at home" / "mine.yaml"
     config.parent.mkdir()
+    (config.parent / "x y").write_text("")  # what --code names is read
     flags = {
         name: one
         for name, one in flags_of(program).items()

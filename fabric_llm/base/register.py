@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Optional
 
@@ -219,7 +220,9 @@ def _spec(code: str, run: Optional[Path]) -> Any:
     if is_file:
         if not Path(code).is_file():
             raise Fault(f"--code {code!r} isn't a file.{nearest_of(Path(code), files=True)}")
-        return importlib.util.spec_from_file_location(MODULE, os.path.abspath(code))
+        # A loader, because importlib has none for other suffixes than .py.
+        loader = SourceFileLoader(MODULE, os.path.abspath(code))
+        return importlib.util.spec_from_file_location(MODULE, loader.path, loader=loader)
     try:
         spec = importlib.util.find_spec(code)
     except (Exception, SystemExit) as error:  # of the packages around it, which are run
