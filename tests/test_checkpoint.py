@@ -15,6 +15,7 @@ import pytest
 import torch
 from ranks import built, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
+from test_order import claimed_rows
 from transformers import AutoModelForCausalLM
 
 import train
@@ -34,7 +35,6 @@ from fabric_llm.checkpoint.keep import (
     verified,
 )
 from fabric_llm.checkpoint.writing import publish
-from fabric_llm.data.order import claimed_rows
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import export

@@ -12,9 +12,10 @@ import torch
 from conftest import ROWS
 from ranks import metrics, run_ranks, toy_run
 from safetensors.torch import load_file
+from test_order import claimed_rows
 
 from fabric_llm.checkpoint import keep, writing
-from fabric_llm.data.order import RowsRead, claimed_rows
+from fabric_llm.data.order import RowsRead
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import ROWS
 from ranks import Job, metrics, toy_run, train_ranks
+from test_order import claimed_rows
 
 from fabric_llm.data import dataset
 from fabric_llm.data.batches import Batches, Prefetch
-from fabric_llm.data.order import RowsRead, claimed_rows
+from fabric_llm.data.order import RowsRead
 from fabric_llm.processes.launch import launched_world
 from fabric_llm.verify import __main__ as verify_main
 

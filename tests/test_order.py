@@ -9,7 +9,7 @@ from ranks import toy_run, train_ranks
 from test_verify import reseal
 
 from fabric_llm.data import order
-from fabric_llm.data.order import claimed_rows, permuted, rows_at
+from fabric_llm.data.order import claimed_by, permuted, rows_at
 from fabric_llm.verify import __main__ as verify
 
 SIZES = [
@@ -25,6 +25,11 @@ SIZES = [
     *(2**k + d for k in (3, 6, 8, 9, 12, 15) for d in (-1, 0, 1)),
 ]
 BILLION = 10**9
+
+
+def claimed_rows(row_count, seed, first, end):
+    """What all ranks together have read of a dataset of `row_count` rows."""
+    return claimed_by(lambda positions: rows_at(positions, row_count, seed), first, end)
 
 
 @pytest.mark.parametrize("rows", SIZES)

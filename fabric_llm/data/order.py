@@ -108,7 +108,7 @@ class RowsRead:
     position.
 
     The sum doesn't depend on the order, so that the records of all ranks add up to one, which is
-    compared with `claimed_rows`.
+    compared with `claimed_by`.
     """
 
     count: int = 0
@@ -125,14 +125,11 @@ class RowsRead:
             return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
 
 
-def claimed_rows(row_count: int, seed: int, first: int, end: int) -> RowsRead:
-    """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of
-    `row_count` rows."""
-    return claimed_by(lambda positions: rows_at(positions, row_count, seed), first, end)
-
-
 def claimed_by(rows_of: Callable[[np.ndarray], np.ndarray], first: int, end: int) -> RowsRead:
-    """The same for any order of rows: a function of positions."""
+    """The record of all ranks together for the positions `first` to `end` - 1.
+
+    rows_of: the order, a function of positions.
+    """
     read = RowsRead()
     for start in range(first, end, POSITIONS_AT_ONCE):
         positions = np.arange(start, min(start + POSITIONS_AT_ONCE, end))
