@@ -536,7 +536,8 @@ class Arguments:
 
 def groups_of_run() -> dict[str, type]:
     """The flag groups of a run, those that --code registers last."""
-    return {**groups(Arguments), **register.FLAGS}
+    own = {f"own {name}": group for name, group in register.FLAGS.items()}
+    return {**groups(Arguments), **own}
 
 
 # --------------------------------------------------------------------------- plan.py
@@ -705,6 +706,7 @@ def _parse_run(
     except ValueError as error:
         fail(program, str(error), getattr(error, "code", BAD_INPUT))
     flag_groups = [*more, *groups_of_run().values()]
+    removed = {*REMOVED, *_flags_of_other_code(resumed, argv, flag_groups)}
     flat = parse(
         program,
         about,
@@ -712,7 +714,7 @@ def _parse_run(
         argv,
         of_run=resumed is not None,
         elsewhere=not_here(),
-        removed=REMOVED,
+        removed=removed,
     )
     try:
         metrics.named(flat["logger"])
@@ -758,7 +760,7 @@ def _load_code(argv: list[str], more: list[type]) -> None:
     # what comes behind --help are names of flags
     before_help = takewhile(lambda word: word.partition("=")[0] not in ("--help", "-h"), argv)
     given = names.parse_known_args(list(before_help))[0]
-    code, config, run = given.code, None, None
+    code, runs = given.code, set()
     if code is None and given.config is not None:
         config = Path(at_home(given.config))
         try:
@@ -766,12 +768,31 @@ def _load_code(argv: list[str], more: list[type]) -> None:
         except (OSError, ValueError):
             return  # parse() says what is wrong with it
         code = values.get("code") if isinstance(values, dict) else None
-        run = config.resolve().parent if config.name == "arguments.yaml" else None
+        if config.name == "arguments.yaml":
+            runs = register.folders_of_run(config)
     if not isinstance(code, str) or code.lower() in ("none", "null"):
         code = None
-    register.load(code and at_home(code), run)
+    register.load(code and at_home(code), runs)
     if code is not None:
         _refuse_taken_names([*more, *groups_of_run().values()])
+
+
+def _flags_of_other_code(
+    resumed: Optional[Path], argv: list[str], flag_groups: list[type]
+) -> set[str]:
+    """Names in the arguments.yaml of a resumed run that are no flags any more, because
+    --resume_override code takes another module, or none."""
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names.add_argument("--resume_override", nargs="?")
+    overridden = names.parse_known_args(argv)[0].resume_override or ""
+    if resumed is None or "code" not in overridden.split(","):
+        return set()
+    try:
+        values = read_yaml(resumed)
+    except (OSError, ValueError):
+        return set()  # parse() says what is wrong with it
+    known = {name for group in flag_groups for name in declared(group)}
+    return {str(name) for name in values} - known if isinstance(values, dict) else set()
 
 
 def _refuse_taken_names(flag_groups: list[type]) -> None:

@@ -322,9 +322,10 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      "delivered_twice", each_anew),
     ("signals", "a request to stop ends an evaluation",
      "training.evaluation:Evaluation._until_stopped", EVALUATION, "heard_inside",
-     is_now(lambda self: self.batches.stream(0))),
+     is_now(lambda self, batches, is_first: batches.stream(0))),
     ("signals", "an evaluation that was cut off is made up", "run.save:evaluates_first", EVALUATION,
-     "heard_inside", wrapping(lambda original, plan: original(replace(plan, resumed={})))),
+     "heard_inside",
+     wrapping(lambda first, plan, flags: plan.start.step == 0 and first(plan, flags))),
     ("signals", "torchrun doesn't start again what was stopped", "processes.launch:for_launcher",
      ROWS, "asked_to_stop_is_not", is_now(lambda code: code)),
     ("signals", "stop and save_now files", "processes.stop:STOP_FILE", STOP, "file", is_now("no")),
@@ -401,7 +402,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
     ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices",
      WORLD_CYCLE, "sharded-fsdp",
-     wrapping(lambda read, self, at: read(replace(self, seed=self.seed + self.world_size), at))),
+     wrapping(lambda read, self, at: read(replace(self, mixture=self.mixture and replace(
+         self.mixture, seed=self.mixture.seed + self.world_size)), at))),
     ("other schedule", "refused unless named", "plan.checks:overrides", BAD_INPUT,
      "run_that_is_there", wrapping(lambda original, flags: list(flags.declared()))),
     ("other schedule", "the new curve is shown", "plan.same_run:_curves", ROWS, "extending",
@@ -450,7 +452,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("retention", "the best", "checkpoint.keep:_eval_loss", CHECKPOINT, "prune_keeps_the_best",
      gives(float("inf"))),
     ("retention", "the one resumed from", "checkpoint.keep:prune", ROWS, "retention",
-     wrapping(lambda original, *args: original(*args[:-1], None))),
+     wrapping(lambda original, run, kept: original(run, replace(kept, named=None)))),
 ]]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from safetensors.torch import load_file
 from arguments import parse_plan, parse_train
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data import own
 from fabric_llm.data.own import HEAD, Stream
+from fabric_llm.plan import same_run
+from fabric_llm.training.schedule import arguments_of, lr_at
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text()
@@ -271,6 +276,71 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, text, sentence):
     assert not register.LOADED and not any(register.TABLES)
 
 
+@pytest.fixture
+def counted(tmp_path):
+    """A module that counts how often it runs, as the code of a checkpoint."""
+    module, checkpoint = tmp_path / "mine.py", tmp_path / "runs" / "a" / "step-00000001"
+    module.write_text("import os\nos.environ['RAN'] = os.environ['RAN'] + 'x'\n")
+    (checkpoint / "trainer").mkdir(parents=True)
+    os.environ["RAN"] = ""
+    register.load(str(module))
+    document = {"code": str(module), "schedule": {"code": register.fact()}}
+    (checkpoint / "trainer" / "progress.json").write_text(json.dumps(document))
+    yield module, checkpoint
+    register.load(None)
+    del os.environ["RAN"]
+
+
+def test_the_code_of_a_run_runs_once_from_any_folder(counted, tmp_path, monkeypatch):
+    module, checkpoint = counted
+    monkeypatch.chdir(tmp_path)
+    register.load("mine.py")
+    register.load_of_run(checkpoint)
+    register.load_of_run(tmp_path)  # a part of an average without code forgets nothing
+    assert os.environ["RAN"] == "x" and register.LOADED["code"] == str(module)
+
+
+def test_other_code_than_that_of_the_run_is_not_run(counted):
+    module, checkpoint = counted
+    module.write_text(module.read_text() + "# changed\n")
+    with pytest.raises(Fault, match="isn't the code that the run had") as refused:
+        register.load_of_run(checkpoint)
+    assert refused.value.code == 77 and os.environ["RAN"] == "x"
+
+
+def test_code_in_the_folder_of_a_run_is_not_run_behind_a_link(counted, tmp_path):
+    module, checkpoint = counted
+    elsewhere = tmp_path / "elsewhere"
+    checkpoint.rename(elsewhere)
+    checkpoint.symlink_to(elsewhere)
+    own = checkpoint.parent / "mine.py"
+    own.write_bytes(module.read_bytes())
+    document = {"code": str(own), "schedule": {"code": register.fact()}}
+    (elsewhere / "trainer" / "progress.json").write_text(json.dumps(document))
+    with pytest.raises(Fault, match="may have come with it and isn't run"):
+        register.load_of_run(checkpoint)
+    assert os.environ["RAN"] == "x"
+
+
+def test_a_resume_with_changed_code_shows_the_rates_that_it_knows(tmp_path):
+    path = tmp_path / "mine.py"
+    schedule = '@register.schedule("mine")\ndef mine(at):\n    return at.own.power * at.wrong\n'
+    flag = FLAG.format("power: float").replace("option(1)", 'option(1.0, resume="free")')
+    path.write_text(flag + schedule.replace(" * at.wrong", ""))
+    flags = parse_train(["--code", str(path), "--lr_schedule", "mine"]).flat()
+    plan = SimpleNamespace(start=Progress(2), schedule=SimpleNamespace(max_step=10))
+    unknown = {**flags, "lr_schedule": "gone"}
+    then, now = {**unknown, "max_step": 8}, {**flags, "warmup_steps": 0}
+    del now["power"]
+    table = same_run._curves(plan, then, now)
+    assert len(table) == 3 and set(table[2].split()[2:]) == {"-"} and "-" not in table[1].split()
+    path.write_text(flag + schedule)
+    flags = parse_train(["--code", str(path), "--lr_schedule", "mine", "--warmup_steps", "0"])
+    with pytest.raises(Fault, match="schedule 'mine', line 8: AttributeError"):
+        lr_at(1, max_step=9, **arguments_of(flags.flat()))
+    parse_train([])
+
+
 def test_flags_are_known_in_help_in_files_and_to_plan(tmp_path, capsys):
     path, config = tmp_path / "mine.py", tmp_path / "run.yaml"
     path.write_text(FLAG.format("strength: int") + SCHEDULE)
@@ -304,6 +374,30 @@ class Squares:
 
     def state(self):
         return {"n": self.number + self.ahead}
+
+
+MIXED = [np.arange(4), {"input_ids": np.arange(4), "labels": np.full(4, -100)}]
+
+
+def test_labels_of_some_rows_alone_are_refused():
+    rows = own._rows(MIXED, "train")
+    with pytest.raises(Fault, match="has input_ids, labels, the first input_ids"):
+        rows[[0, 1]]
+    with pytest.raises(Fault, match="has input_ids, labels, the first input_ids"):
+        Stream(lambda state: iter_with_state(MIXED * HEAD), 4, "mixed")
+    labels = {"input_ids": np.arange(4), "labels": np.array([-100, 70_000, 1, 2])}
+    assert own._largest(own._rows([labels], "train")) == 70_000
+
+
+class iter_with_state:
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def __next__(self):
+        return next(self.rows)
+
+    def state(self):
+        return {}
 
 
 def test_a_stream_is_a_function_of_the_position():

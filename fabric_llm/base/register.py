@@ -12,10 +12,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.machinery import SourceFileLoader
+from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
@@ -120,27 +121,37 @@ def _into(table: Table, name: str, words: str) -> Register:
     return register
 
 
-def load(code: Optional[str], run: Optional[Path] = None) -> None:
+def load(code: Optional[str], runs: Collection[Path] = (), expected: Optional[str] = None) -> None:
     """Load the module `code`, a file or an importable name, in place of what was loaded. None: load
     nothing. Raises Fault.
 
-    run: the run that names it, if the user doesn't. What lies in its folder came with it, and is
-    never run.
+    runs: the folders of the run that names it, if the user doesn't. What lies there came with the
+    run, and is never run. expected: its `fact` in that run; other code isn't run.
     """
     if code is None:
         if LOADED:
             _forget()
         return
     try:
-        spec = _spec(code, run)
+        spec = _spec(code, runs)
         file = Path(spec.origin)
         content = file.read_bytes()
     except OSError as error:
         raise Fault(f"--code {code!r} can't be read: {error.strerror}.") from None
-    loaded = {"code": code, "file": str(file), "sha256": _sha256(file, content)}
+    loaded = {"file": str(file), "sha256": _sha256(file, content)}
+    if expected not in (None, _fact(loaded["sha256"])):
+        raise Fault(
+            f"{code!r} isn't the code that the run had ({expected}): put that back in its place.",
+            REFUSED,
+        )
+    # A file is found again from any folder.
+    loaded["code"] = str(file) if spec.name == MODULE else code
     if loaded.items() <= LOADED.items():
         return  # a module can't register its model classes in transformers twice
     _forget()
+    for name in list(sys.modules):
+        if name.startswith(f"{spec.name}."):
+            del sys.modules[name]  # a module of a package, which registers again
     module = importlib.util.module_from_spec(spec)
     # where dataclasses, pickle and transformers look for it
     sys.modules[spec.name] = module
@@ -160,10 +171,17 @@ def load_of_run(checkpoint: Path) -> None:
     For commands that open its model, or its data.
     """
     try:
-        code = json.loads((checkpoint / "trainer" / "progress.json").read_bytes()).get("code")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        document = json.loads((checkpoint / "trainer" / "progress.json").read_bytes())
+        code, expected = document.get("code"), document["schedule"].get("code")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return  # whoever reads the checkpoint says what is wrong with it
-    load(code if isinstance(code, str) else None, checkpoint.resolve().parent)
+    if isinstance(code, str):
+        load(code, folders_of_run(checkpoint), str(expected))
+
+
+def folders_of_run(inside: Path) -> set[Path]:
+    """The folders, with links followed, that a file or folder of a run is in."""
+    return {inside.resolve().parent, inside.parent.resolve()}
 
 
 def added_by_loss() -> tuple[str, ...]:
@@ -174,7 +192,11 @@ def added_by_loss() -> tuple[str, ...]:
 def fact() -> Optional[str]:
     """What a checkpoint says of the code of its run, and a resumed run must have in common with it;
     None without code."""
-    return f"sha256 {LOADED['sha256'][:16]}" if LOADED else None
+    return _fact(LOADED["sha256"]) if LOADED else None
+
+
+def _fact(sha256: str) -> str:
+    return f"sha256 {sha256[:16]}"
 
 
 @contextmanager
@@ -197,7 +219,7 @@ def _forget() -> None:
     strings_below.cache_clear()
 
 
-def _spec(code: str, run: Optional[Path]) -> Any:
+def _spec(code: str, runs: Collection[Path]) -> Any:
     """Where the module `code` is, for importlib. Raises Fault."""
     is_file = code.endswith(".py") or os.sep in code or Path(code).is_file()
     if not is_file and not re.fullmatch(r"\w+(\.\w+)*", code):
@@ -205,18 +227,20 @@ def _spec(code: str, run: Optional[Path]) -> Any:
     places = [Path(code)]
     if not is_file:
         # of the outermost package, which is found without running anything
-        outermost = importlib.util.find_spec(code.partition(".")[0])
+        try:
+            outermost = importlib.util.find_spec(code.partition(".")[0])
+        except ValueError:  # such as for __main__
+            outermost = None
         if outermost is None:
             raise Fault(f"--code {code!r} is neither a file nor a module that Python finds.")
         places = list(map(Path, outermost.submodule_search_locations or [outermost.origin]))
-    if run is not None:
-        for place in (place.resolve() for place in places):
-            if run in place.parents or place in (run, *run.parents):
-                raise Fault(
-                    f"{str(run)!r} names its code {code!r}, which may have come with it and isn't "
-                    "run: name it yourself by --code, or keep it elsewhere.",
-                    REFUSED,
-                )
+    for run, place in product(runs, [place.resolve() for place in places]):
+        if run in place.parents or place in (run, *run.parents):
+            raise Fault(
+                f"{str(run)!r} names its code {code!r}, which may have come with it and isn't "
+                "run: name it yourself by --code, or keep it elsewhere.",
+                REFUSED,
+            )
     if is_file:
         if not Path(code).is_file():
             raise Fault(f"--code {code!r} isn't a file.{nearest_of(Path(code), files=True)}")

@@ -20,7 +20,7 @@ devices.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
@@ -30,7 +30,7 @@ import numpy as np
 
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
-from fabric_llm.data.columns import ENDLESS, Rows
+from fabric_llm.data.columns import ENDLESS, IGNORED, Rows
 from fabric_llm.data.dataset import TokenDataset
 
 COLUMNS = ("input_ids", "labels")
@@ -71,17 +71,18 @@ def _rows(given: Any, where: str) -> Rows:
     context = first["input_ids"].shape[0]
     if context < 2:
         raise Fault(f"--code: rows of {where} hold {context} token; at least 2 are needed.")
-    return Rows([{name: Column(given, name, context, where) for name in first}])
+    return Rows([{name: Column(given, name, list(first), context, where) for name in first}])
 
 
 def _largest(rows: Rows) -> int:
     """The largest token id. Reads every row. Raises Fault for a negative one."""
     largest = 0
     for first in range(0, len(rows), ROWS_AT_ONCE):
-        ids = rows[first : first + ROWS_AT_ONCE]["input_ids"]
-        if ids.min() < 0:
-            raise Fault(f"--code: a token id is negative: {ids.min()}.")
-        largest = max(largest, int(ids.max()))
+        for values in rows[first : first + ROWS_AT_ONCE].values():
+            ids = values[values != IGNORED]
+            if ids.size and ids.min() < 0:
+                raise Fault(f"--code: a token id is negative: {ids.min()}.")
+            largest = max(largest, int(ids.max(initial=0)))
     return largest
 
 
@@ -103,11 +104,22 @@ def _columns(row: Any, context: Any, where: str) -> Columns:
     return {name: values.astype(np.int64) for name, values in columns.items()}
 
 
+def _require_columns(columns: Columns, names: Sequence[str], where: str) -> None:
+    """Raises Fault for a row with labels among rows without, or the other way round."""
+    if list(columns) != list(names):
+        raise Fault(
+            f"--code: a row of {where} has {', '.join(columns)}, the first {', '.join(names)}."
+        )
+
+
 class Column:
     """One column of a user's rows, as `Rows` takes it."""
 
-    def __init__(self, rows: Any, name: str, context: int, where: str) -> None:
-        self.rows, self.name, self.context, self.where = rows, name, context, where
+    def __init__(
+        self, rows: Any, name: str, names: Sequence[str], context: int, where: str
+    ) -> None:
+        self.rows, self.name, self.names = rows, name, names
+        self.context, self.where = context, where
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -118,7 +130,9 @@ class Column:
 
     def __getitem__(self, number: int) -> np.ndarray:
         with register.of_user(f"row {number} of {self.where}"):
-            return _columns(self.rows[number], self.context, self.where)[self.name]
+            columns = _columns(self.rows[number], self.context, self.where)
+        _require_columns(columns, self.names, self.where)
+        return columns[self.name]
 
 
 class StreamEnd(Fault):
@@ -140,6 +154,7 @@ class Stream:
             -1,
             {},
         )  # position, and a row that was read for its hash
+        self.names: list[str] = []  # of the columns of its first row
         self.iterator, self.place = self._begun("null"), 0  # of the row that comes next
         self.head = _stacked([self._next() for _ in range(HEAD)])
 
@@ -231,7 +246,10 @@ class Stream:
                 "--max_step."
             )
         self.place += 1
-        return _columns(row, self.context, self.name)
+        columns = _columns(row, self.context, self.name)
+        self.names = self.names or list(columns)
+        _require_columns(columns, self.names, self.name)
+        return columns
 
 
 def _stacked(rows: list[Columns]) -> Columns:

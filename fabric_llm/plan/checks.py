@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
+from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.names import nearest
 from fabric_llm.data import mixture_text
@@ -58,6 +59,11 @@ def check_training(flags: Flags) -> None:
         raise ValueError(
             "--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile "
             "true."
+        )
+    if register.METRICS and flags.devices.context_parallel > 1:
+        raise ValueError(
+            f"--code registers the metric {next(iter(register.METRICS))!r}, whose batch would be "
+            "parts of rows with --context_parallel: leave one of them out."
         )
     if flags.model.rope is not None:
         positions.parse(flags.model.rope)

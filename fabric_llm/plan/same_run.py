@@ -19,7 +19,7 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.training.forgetting import Forgetting
-from fabric_llm.training.schedule import arguments_of, lr_at
+from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     _refuse(plan, silent, f"To change that on purpose: --resume_override {','.join(silent)}.")
     _require_known_base(plan)
     _require_work(plan, flags, is_changed=bool(changed))
-    return _changes(plan, changed, now)
+    return _changes(plan, flags, changed, now)
 
 
 def _new_run_from(plan: Plan) -> str:
@@ -213,7 +213,9 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
     return differing
 
 
-def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]) -> list[str]:
+def _changes(
+    plan: Plan, flags: Flags, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]
+) -> list[str]:
     """Lines about what the run changes on purpose, and the learning rate from here on. Without
     changes there are none."""
     lines, then = [], plan.resumed
@@ -230,7 +232,10 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
         word = "Extended" if plan.schedule.max_step > then["end_step"] else "Shortened"
         lines.append(f"{word}: {plan.schedule.max_step} steps instead of {then['end_step']}.")
     if lines:
-        lines += _curves(plan, {**then["schedule"], "max_step": then["end_step"]}, now["schedule"])
+        # Flags that a checkpoint doesn't hold have their values of now.
+        after = {**flags.flat(), **now["schedule"]}
+        before = {**after, **then["schedule"], "max_step": then["end_step"]}
+        lines += _curves(plan, before, after)
     if other := sorted(plan.changed_eval_sets() & then["guard"]["before"].keys()):
         names = " and ".join(map(repr, other))
         lines.append(
@@ -251,7 +256,12 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
     for name, schedule in curves.items():
         end, shape = schedule["max_step"], arguments_of(schedule)
-        rates = [lr_at(step, max_step=end, **shape) if step < end else None for step in steps]
+        # Another module of --code may not know the schedule of before.
+        is_known = shape["lr_schedule"] in SCHEDULES | register.SCHEDULES
+        rates = []
+        for step in steps:
+            has_rate = is_known and step < end
+            rates.append(lr_at(step, max_step=end, **shape) if has_rate else None)
         rows.append(
             f"{name:>10}"
             + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates)

@@ -67,7 +67,7 @@ KEPT_OPTIONS = (
     "min_document_tokens",
 )
 KEY = "key.json"  # what the tokenizer in the work folder was made of
-PIECE_FORMAT = 3  # of the files there
+PIECE_FORMAT = 4  # of the files there
 
 
 @dataclass(frozen=True, kw_only=True)

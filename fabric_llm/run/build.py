@@ -61,6 +61,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
     run.closing.callback(say_what_comes_next, run)
     build_model(run, loaded)
+    del loaded  # it may hold the weights of the whole model
     run.guard = Guard(**vars(flags.guard))
     run.forgetting = same_run.forgetting_at_start(plan, flags)
     if plan.resumed:

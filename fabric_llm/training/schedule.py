@@ -96,7 +96,11 @@ def lr_at(
         max_step=max_step,
         own=SimpleNamespace(**own),
     )
-    left = (SCHEDULES | register.SCHEDULES)[lr_schedule](at)
+    if lr_schedule in SCHEDULES:
+        left = SCHEDULES[lr_schedule](at)
+    else:
+        with register.of_user(f"the schedule {lr_schedule!r}"):
+            left = float(register.SCHEDULES[lr_schedule](at))
     return lr if left == 1 else min_lr + (lr - min_lr) * left
 
 
@@ -108,5 +112,8 @@ def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:
         for name in inspect.signature(lr_at).parameters
         if name not in ("step", "max_step", "own")
     }
-    own = {name for group in register.FLAGS.values() for name in declared(group)}
-    return {**found, "own": {name: flags[name] for name in own & flags.keys()}}
+    own = {}
+    for group in register.FLAGS.values():
+        for name, one in declared(group).items():
+            own[name] = flags.get(name, one.default)
+    return {**found, "own": own}

@@ -280,7 +280,9 @@ def as_in_run(
     if flat["eval_iters"] == 0:
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
     every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
-    flags = SimpleNamespace(data=every, training=every, evaluation=every, own=every)
+    # A source of --code may read any group of flags.
+    names = "devices data model fsdp save logging checkpoint training guard evaluation own"
+    flags = SimpleNamespace(**dict.fromkeys(names.split(), every))
     sources = open_sources(flags, mixture_text.mix_of(flat["data_mix"], flat["train_data_dir"]))
     first = next(iter(sources.values()))
     masks = bool(newest.progress["schedule"]["document_masking"])
