@@ -25,17 +25,9 @@ from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixture import Mixture, mixture_of
-from fabric_llm.data.mixture_text import (
-    DataMix,
-    Source,
-    Stage,
-    mix_of,
-    parse,
-    period_of,
-    position_of,
-    read_before,
-)
+from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse
 from fabric_llm.data.order import RowsRead, claimed_by, rows_at
+from fabric_llm.data.periods import Stage, period_of, position_of, read_before
 from fabric_llm.plan.schedule import Cursor, Schedule, lay_out
 from fabric_llm.verify import __main__ as verify
 

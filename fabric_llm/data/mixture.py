@@ -1,4 +1,4 @@
-"""(mixture, seed, position) -> rows: a function without hidden state. mixture_text.py says which
+"""(mixture, seed, position) -> rows: a function without hidden state. periods.py says which
 source stands at which position.
 
 The n-th row that is read of a source, over all stages of a run, is at place n of that source's own
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fabric_llm.data import mixture_text
-from fabric_llm.data.mixture_text import ONE_SET, Stage
+from fabric_llm.data import periods
 from fabric_llm.data.order import random_key, rows_at
+from fabric_llm.data.periods import ONE_SET, Stage
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Mixture:
         for index in np.unique(stage_of):
             there, stage = stage_of == index, self.stages[index]
             source_of, occurrence, weights = _tables(stage.weights)
-            before = np.array(mixture_text.read_before(self.stages, stage.begins))
-            periods, slots = np.divmod(positions[there] - stage.begins, len(source_of))
+            before = np.array(periods.read_before(self.stages, stage.begins))
+            repeats, slots = np.divmod(positions[there] - stage.begins, len(source_of))
             sources[there] = source = source_of[slots]
-            numbers[there] = before[source] + periods * weights[source] + occurrence[slots]
+            numbers[there] = before[source] + repeats * weights[source] + occurrence[slots]
         return sources, numbers
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
@@ -62,12 +62,12 @@ class Mixture:
 
     def context_at(self, position: int) -> int:
         """Tokens of the row at `position`, and of all rows of its stage."""
-        weights = mixture_text.stage_at(self.stages, position).weights
+        weights = periods.stage_at(self.stages, position).weights
         return next(context for context, weight in zip(self.contexts, weights) if weight)
 
     def shares_at(self, position: int) -> dict[str, float]:
         """The share of each source that is read at `position`."""
-        weights = mixture_text.stage_at(self.stages, position).weights
+        weights = periods.stage_at(self.stages, position).weights
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ class Mixture:
         what a rewind has undone. {} if the mixture isn't `is_named`."""
         if not self.is_named:
             return {}
-        counts = mixture_text.read_before(self.stages, position)
+        counts = periods.read_before(self.stages, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}
             for name, count, context, rows in zip(self.names, counts, self.contexts, self.rows)
@@ -123,8 +123,8 @@ def seed_of(seed: int, name: str) -> int:
 @lru_cache(maxsize=64)
 def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(source of each slot, how many slots of that source come before it, weights), int64."""
-    sources = np.array(mixture_text.period_of(weights))
+    sources = np.array(periods.period_of(weights))
     occurrence = np.empty_like(sources)
-    for slots in mixture_text.places(weights):
+    for slots in periods.places(weights):
         occurrence[list(slots)] = np.arange(len(slots))
     return sources, occurrence, np.array(weights)

@@ -1,44 +1,30 @@
-"""What --data_mix says, and which source stands at which position, from numbers alone. Nothing here
-imports numpy or torch.
+"""What --data_mix says. Nothing here imports numpy or torch.
 
 A mixture reads from several sources, each a dataset, with weights that change from one stage of the
-run to the next. In a stage the sources stand in a period that repeats, so that the source of a
-position, and how many rows of it came before, are computed without going through the positions
-before it.
+run to the next (periods.py).
 """
 
-import heapq
 import math
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import yaml
 
 from fabric_llm.base import command_line
 from fabric_llm.base.names import NAME, at_home, command, nearest, shown
+from fabric_llm.data.periods import ONE_SET, Stage
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
 MAX_BYTES = command_line.MAX_YAML_BYTES // 2
-ONE_SET = "validation"  # the name of the only source, and of its validation set
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0{0,8}[1-9]\d{0,8}"
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
-
-
-class Stage(NamedTuple):
-    """Weights that hold from `begins` to the next stage."""
-
-    # Of what --data_mix says, a share of the run, Fraction; of a run's plan, a position, int.
-    begins: Any
-    weights: tuple[int, ...]  # of each source: slots of a period
 
 
 @dataclass(frozen=True)
@@ -342,77 +328,3 @@ def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
             f"same length from the text of {other!r} by {again}, or use a stage of --data_mix for "
             "each length."
         )
-
-
-# ------------------------------------------------------------------------ which source stands where
-
-
-@lru_cache(maxsize=64)
-def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The source of each slot of a period: after any number of slots each source has its share,
-    less than one row off.
-
-    The j-th row of a source of weight w comes between j/w and (j+1)/w of the period, widened to
-    whole slots, and the row that is due first comes first: earliest deadlines on these windows,
-    Baruah, Cohen, Plaxton and Varvel (1996), Proportionate Progress, Algorithmica 15. It solves
-    Tijdeman's chairman assignment problem (1980).
-    """
-    length, taken = sum(weights), [0] * len(weights)
-    # (slot from which it may come, source)
-    waiting = [(0, source) for source, weight in enumerate(weights) if weight]
-    ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
-    slots = []
-    for slot in range(length):
-        while waiting and waiting[0][0] <= slot:
-            source = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (-(-(taken[source] + 1) * length // weights[source]), source))
-        source = heapq.heappop(ready)[1]
-        slots.append(source)
-        taken[source] += 1
-        if taken[source] < weights[source]:
-            heapq.heappush(waiting, (taken[source] * length // weights[source], source))
-    return tuple(slots)
-
-
-@lru_cache(maxsize=64)
-def places(weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The slots of each source in the period, in order."""
-    slots: list[list[int]] = [[] for _ in weights]
-    for slot, source in enumerate(period_of(weights)):
-        slots[source].append(slot)
-    return tuple(map(tuple, slots))
-
-
-def read_before(stages: Sequence[Stage], position: int) -> tuple[int, ...]:
-    """How many rows of each source stand before `position`."""
-    counts = [0] * len(stages[0].weights)
-    ends = [stage.begins for stage in stages[1:]] + [position]
-    for stage, end in zip(stages, ends):
-        length = min(end, position) - stage.begins
-        if length > 0:
-            periods, rest = divmod(length, sum(stage.weights))
-            for source, (weight, slots) in enumerate(zip(stage.weights, places(stage.weights))):
-                counts[source] += periods * weight + bisect_left(slots, rest)
-    return tuple(counts)
-
-
-def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[int]:
-    """The position at which the row `number` of a source is read, counted from 0; None if that
-    never comes."""
-    for index, stage in enumerate(stages):
-        weight = stage.weights[source]
-        left = number - read_before(stages, stage.begins)[source]
-        if weight and left >= 0:
-            position = (
-                stage.begins
-                + left // weight * sum(stage.weights)
-                + places(stage.weights)[source][left % weight]
-            )
-            if index + 1 == len(stages) or position < stages[index + 1].begins:
-                return position
-    return None
-
-
-def stage_at(stages: Sequence[Stage], position: int) -> Stage:
-    """The stage that holds `position`."""
-    return stages[max(i for i, stage in enumerate(stages) if stage.begins <= position or i == 0)]

@@ -15,7 +15,7 @@ from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.names import nearest
 from fabric_llm.data import mixture_text
-from fabric_llm.data.mixture_text import ONE_SET
+from fabric_llm.data.periods import ONE_SET
 from fabric_llm.data.sources import (
     PROBES,
     check_dataset_folder,

@@ -10,14 +10,8 @@ from typing import NamedTuple, Optional
 
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.mixture_text import (
-    MAX_SLOTS,
-    DataMix,
-    Stage,
-    at_least,
-    position_of,
-    read_before,
-)
+from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least
+from fabric_llm.data.periods import Stage, position_of, read_before
 
 # The largest share of a source after rewinds. For strong shifts, up to a half is advised.
 MAX_REPLAY = Fraction(1, 2)
