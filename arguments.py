@@ -19,7 +19,17 @@ from types import SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import Flag, declared, fail, groups, option, parse, read_yaml
+from fabric_llm.base.command_line import (
+    Flag,
+    declared,
+    fail,
+    groups,
+    load_yaml,
+    option,
+    parse,
+    read_yaml,
+    yaml_text,
+)
 from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
@@ -764,7 +774,9 @@ def _load_code(argv: list[str], more: list[type]) -> None:
     if code is None and given.config is not None:
         config = Path(at_home(given.config))
         try:
-            values = read_yaml(config)
+            text = yaml_text(config)
+            # parse() reads the file again, which takes seconds for a hostile one.
+            values = load_yaml(text) if "code" in text else {}
         except (OSError, ValueError):
             return  # parse() says what is wrong with it
         code = values.get("code") if isinstance(values, dict) else None

@@ -327,7 +327,7 @@ def _check_config(
     """{key: line} of the file. Exit with code 2 unless it has known keys, and values or lists of
     values."""
     try:
-        text = _text_of(Path(config))
+        text = yaml_text(Path(config))
         values = load_yaml(text, repr(config))
     except OSError as error:
         fail(program, f"--config {config!r} can't be read: {error.strerror}.")
@@ -449,10 +449,10 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file that may come from anybody. Raises OSError, and ValueError as
     `load_yaml`."""
-    return load_yaml(_text_of(path), repr(str(path)))
+    return load_yaml(yaml_text(path), repr(str(path)))
 
 
-def _text_of(path: Path) -> str:
+def yaml_text(path: Path) -> str:
     """The text of a YAML file, not much more than is read of it. Raises OSError, ValueError."""
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
         raise ValueError(f"{str(path)!r} isn't a file")

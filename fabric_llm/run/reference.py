@@ -45,7 +45,7 @@ class Expected(NamedTuple):
 
     outputs: Optional[gate.Outputs] = None
     gradients: Optional[gate.Gradients] = None
-    attention: str = "eager"  # with which the gradients are computed
+    attention: str = "eager"  # that transformers takes by default
 
 
 class Reference(NamedTuple):
@@ -107,7 +107,8 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
                     gradients = gate.gradients_of_reference(
                         language_model.LanguageModel(model), inputs
                     )
-            expected = Expected(outputs, gradients, plain)
+            default = model.get_correct_attn_implementation(None, is_init_check=True)
+            expected = Expected(outputs, gradients, default)
             return chosen
         except (
             RuntimeError,
@@ -317,7 +318,8 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
     otherwise. All ranks call it."""
     began, with_gradients = time.monotonic(), compares_gradients(plan)
     inputs = probe_of(plan, plan.data.document_end)
-    outputs, gradients, plain = expected  # of plain transformers; None on other ranks than 0
+    # Of plain transformers; None on other ranks than 0.
+    outputs, gradients, default_attention = expected
     limits = plan.model.precision if plan.model.float8 == "none" else "float8"
     ours = gate.outputs_of(
         wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device))
@@ -332,7 +334,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         if words:
             words = (
                 f"the model as it would be trained isn't plain transformers': {words}. "
-                f"{TURN_OFF.format(plain)}"
+                f"{TURN_OFF.format(default_attention)}"
             )
         problem = ranks.from_first(words)
     if problem is not None:
