@@ -324,15 +324,6 @@ def plain_attention(reference: PreTrainedModel) -> str:
     """
     default = reference.get_correct_attn_implementation(None, is_init_check=True)
     asked = reference.config._attn_implementation
-
-    def is_default(name: str) -> bool:
-        def logits(rows: Tensor) -> Tensor:
-            with attention(reference, name):
-                return LanguageModel(reference)(rows)
-
-        with attention(reference, default):
-            return name == default or _makes_the_same(reference, logits)
-
     has_alibi = getattr(reference.config, "alibi", False)
     if has_alibi and asked in ("eager", "sdpa") and asked != default:
         raise ValueError(
@@ -340,7 +331,14 @@ def plain_attention(reference: PreTrainedModel) -> str:
             f"than with {default}, which transformers takes by default, so what is trained would "
             f"open as another model; take --attention {default}."
         )
-    return "eager" if is_default("eager") else default
+
+    def eager(rows: Tensor) -> Tensor:
+        with attention(reference, "eager"):
+            return LanguageModel(reference)(rows)
+
+    with attention(reference, default):
+        is_same = default == "eager" or _makes_the_same(reference, eager)
+    return "eager" if is_same else default
 
 
 def takes_packed_attention(reference: PreTrainedModel) -> bool:
