@@ -75,8 +75,6 @@ def fingerprint(split: Any) -> str:
 def concatenate(sources: Sequence[TokenDataset]) -> TokenDataset:
     """Several datasets as one: their training splits one behind the other, and the validation split
     of the first."""
-    if len(sources) == 1:
-        return sources[0]
     splits = [source.train for source in sources]
     chunks = [chunk for split in splits for chunk in split.chunks]
     return replace(
