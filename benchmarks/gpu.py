@@ -52,14 +52,16 @@ PLAIN = "--compile false --loss full --attention sdpa"
 # a shape and flags of train.py; what matters most first: the last ones may not be reached
 CASES = [
     f"1B {SIZE} 4",
+    f"8B {SIZE} 4",  # needs more than 80 GB
     f"8B {SIZE} 4 {FULL}",
-    f"1B {SIZE} 4 --compile false",
     f"1B {SIZE} 4 {FLOAT8}",
-    f"8B {SIZE} 4 {OFFLOAD}",
     f"8B {SIZE} 4 {FULL} {FLOAT8}",
+    f"8B {SIZE} 2 {EVERY_SECOND}",
+    f"8B {SIZE} 4 {OFFLOAD}",
     f"1B {SIZE} 8 {SELECTIVE}",
-    f"8B {SIZE} 1 {FULL}",
+    f"1B {SIZE} 4 --compile false",
     f"3B {SIZE} 2",
+    f"8B {SIZE} 1 {FULL}",
     f"1B {SIZE} 4 --loss full",
     f"1B {SIZE} 4 --attention sdpa",
     f"1B {SIZE} 4 {PLAIN}",
@@ -73,7 +75,6 @@ CASES = [
     f"3B {SIZE} 2 --compile false",
     f"1B {SIZE} 1",
     f"1B {SIZE} 16 {FULL}",
-    f"8B {SIZE} 2 {EVERY_SECOND}",
 ]
 TOY_CASES = [
     f"toy {SIZE} 2 --compile false",

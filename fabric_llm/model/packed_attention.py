@@ -24,7 +24,8 @@ PACKED = "packed"
 # multiple of the one number and up to the other, and GPUs of this compute capability. See
 # pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 HEAD_SIZES, MAX_HEAD_SIZE, MIN_CAPABILITY = 8, 256, (8, 0)
-KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+# Torch 2.11 has no such argument: its kernel takes fewer heads of keys and values without it.
+ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # Arguments of some models' attention that aren't computed here.
 NOT_HERE = ("softcap", "s_aux", "position_bias")
 
@@ -118,7 +119,7 @@ def _of_rows(
         max_length_q = context
     size, size_of_value = query.shape[-1], value.shape[-1]
     is_flash = _has_kernel(query, max(size, size_of_value)) and not dropout
-    if groups > 1 and not (is_flash and KNOWS_GROUPS):
+    if groups > 1 and not is_flash:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     # [tokens, heads, head size]
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
@@ -129,7 +130,7 @@ def _of_rows(
     options: dict[str, Any] = {"window_size": (-1, 0)}
     if sliding_window is not None:
         options["window_size"] = (sliding_window - 1, 0)
-    if groups > 1 and KNOWS_GROUPS:
+    if groups > 1 and ASKS_FOR_GROUPS:
         options["enable_gqa"] = True
     if scaling is None:  # not by the size to which heads are filled up
         scaling = size**-0.5
