@@ -80,6 +80,8 @@ def save(run: Run, *, stops: bool) -> None:
     publish(run)
     step, plan = run.progress.step, run.plan
     run.requests.answer_save()
+    if stops:  # a slow disk takes minutes, in which who asked would see nothing
+        run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
     with run.log.untimed:
         run.watch.mark(step, "saving")
         pending = writing.begin(
