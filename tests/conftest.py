@@ -51,16 +51,9 @@ ROWS = 44  # not a multiple of the global batch
 
 TOY_CONFIGS = {
     "llama": LlamaConfig(
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
+        hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
     ),
     "gpt2": GPT2Config(  # tied embeddings, biases, learned positions, dropout
         n_embd=32,

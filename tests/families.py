@@ -407,24 +407,11 @@ def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] =
     for count in devices:
         run = folder / f"{family}-{count}"
         flags = (
-            "--model_name",
-            model,
-            "--train_data_dir",
-            data,
-            "--output_dir",
-            folder,
-            "--run_name",
-            run.name,
+            "--model_name", model, "--train_data_dir", data, "--output_dir", folder,
+            "--run_name", run.name,
         )
         flags += (
-            "--global_batch_size",
-            4,
-            "--max_step",
-            2,
-            "--save_step_interval",
-            1,
-            "--eval_iters",
-            1,
+            "--global_batch_size", 4, "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 1,
         )
         said = train(count, *flags)
         if said is None:
@@ -552,12 +539,7 @@ def table(rows: list[Tried], seconds: float) -> str:
         devices = [said if said in ("yes", "not tried") else f"refused: {said}" for said in devices]
         logits = " / ".join(row.logits.get(count, "-") for count in (1, 2))
         cells = (
-            row.family,
-            row.model_class,
-            row.attention,
-            row.documents,
-            *devices,
-            logits,
+            row.family, row.model_class, row.attention, row.documents, *devices, logits,
             row.kept or "-",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

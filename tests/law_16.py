@@ -436,10 +436,7 @@ class Refusal:
 
 # on which it may depend without naming it
 BESIDE_REFUSAL = (
-    "model",
-    "data",
-    "devices",
-    "strategy",
+    "model", "data", "devices", "strategy",
 )
 ENOUGH_REFUSALS = 3  # and none accepted: whatever is beside
 
@@ -566,10 +563,7 @@ PLACES |= {
 PLACES |= {"prune.begin": 2, "prune.renamed": 2, "metrics.replace": 2, "set_up": 1}
 # a file in the run directory, or a signal to rank 0
 OUTSIDE = (
-    "stop",
-    "save_now",
-    "SIGTERM",
-    "SIGKILL",
+    "stop", "save_now", "SIGTERM", "SIGKILL",
 )
 
 

@@ -18,12 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from arguments import (
-    DEMO_CONFIG,
-    ROOT,
-    PlanArguments,
-    TrainingArguments,
-    not_here,
-    parse_train,
+    DEMO_CONFIG, ROOT, PlanArguments, TrainingArguments, not_here, parse_train,
 )
 from export_hf import ExportArguments, parse_export
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml
@@ -141,9 +136,7 @@ def test_the_short_help_has_a_line_for_each_flag_of_a_first_run(script, most_lin
     assert bool(set(shown) & own) == (script == "plan.py")
     assert 25 <= len(shown) <= 35 and "--devices 4 --model_name" in lines[0]
     assert (shown["lr"], shown["activation_checkpointing"], shown["model_name"]) == (
-        "2e-05",
-        "false",
-        "",
+        "2e-05", "false", "",
     )
     assert (
         f"Training ({sum(not one.basic for one in declared(TrainingArguments).values())} more: "
@@ -227,10 +220,7 @@ def test_help_of_what_isnt_there_is_a_mistake(words, meant, capsys):
 
 def test_help_answers_before_anything_else_is_read(capsys):
     for argv in (
-        "--config nowhere.yaml -h",
-        "--lr fast --help",
-        "--help --devices 4",
-        "-h=lr,devices",
+        "--config nowhere.yaml -h", "--lr fast --help", "--help --devices 4", "-h=lr,devices",
         "--help=all",
     ):
         with pytest.raises(SystemExit) as exit:
@@ -280,10 +270,7 @@ def test_the_command_line_wins_wherever_config_stands(tmp_path, order):
     )
     values = flat(*given)
     assert (values["lr"], values["seed"], values["model_name"], values["beta1"]) == (
-        3.0,
-        7,
-        "m",
-        0.9,
+        3.0, 7, "m", 0.9,
     )
 
 
@@ -300,15 +287,8 @@ def test_numbers_in_yaml_are_numbers(tmp_path, text):
 
 def test_values_on_the_command_line():
     values = flat(
-        *MODEL_AND_DATA,
-        "--lr=2e-5",
-        "--tpu",
-        "true",
-        "--lr_decay=false",
-        "--keep_last",
-        "null",
-        "--devices",
-        "3",
+        *MODEL_AND_DATA, "--lr=2e-5", "--tpu", "true", "--lr_decay=false", "--keep_last", "null",
+        "--devices", "3",
     )
     assert (
         values["lr"],
@@ -356,10 +336,7 @@ def test_values_in_yaml(tmp_path):
     )
     values = flat(*MODEL_AND_DATA, "--config", config, "--keep_last", 2)
     assert (values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (
-        True,
-        False,
-        2,
-        "auto",
+        True, False, 2, "auto",
     )
     assert (values["run_name"], values["backward_prefetch"]) == ("7", "none")
 
@@ -369,10 +346,7 @@ def test_scripts_beside_train():
     assert (prepare.input, prepare.train_tokenizer, prepare.tokenizer) == (["a", "b"], 4096, None)
     export = parse_export(["checkpoints/run", "--output", "hf"])
     assert (export.checkpoint, export.output, export.dtype, export.private) == (
-        "checkpoints/run",
-        "hf",
-        "auto",
-        True,
+        "checkpoints/run", "hf", "auto", True,
     )
     assert parse_export(["--output", "hf", "--checkpoint", "c"]).checkpoint == "c"
 
@@ -406,9 +380,7 @@ def test_every_preset_parses(config):
 def test_the_demo_applies_only_to_a_bare_command(tmp_path):
     demo = parse_train(["--max_step", "3", "--seed=5"])
     assert demo.demo and (demo.training.max_step, demo.training.seed, demo.training.lr) == (
-        3,
-        5,
-        5e-3,
+        3, 5, 5e-3,
     )
     assert Path(demo.model.model_name) == ROOT / "configs" / "demo_llama", (
         "also when started elsewhere"
@@ -435,14 +407,8 @@ def finished(toys, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished")
     flags = (*toy_run(toys, output, model="gpt2"), "--max_step", 4)
     flags += (
-        "--lr",
-        1e-2,
-        "--warmup_steps",
-        1,
-        "--micro_batch_size",
-        2,
-        "--gradient_accumulation_steps",
-        2,
+        "--lr", 1e-2, "--warmup_steps", 1, "--micro_batch_size", 2,
+        "--gradient_accumulation_steps", 2,
     )
     train_ranks(1, *flags, "--run_name", "first", "--save_step_interval", 2, "--eval_iters", 2)
     return output
@@ -472,14 +438,7 @@ def test_flags_of_an_earlier_version_stay_in_the_arguments_of_its_run(tmp_path, 
 def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
     """It holds the global batch, not how one number of devices came by it."""
     flags = (
-        "--run_name",
-        "two",
-        "--micro_batch_size",
-        1,
-        "--strategy",
-        "ddp",
-        "--precision",
-        "32-true",
+        "--run_name", "two", "--micro_batch_size", 1, "--strategy", "ddp", "--precision", "32-true",
     )
     train_ranks(2, "--config", finished / "first" / "arguments.yaml", *flags)
     assert (
@@ -605,11 +564,7 @@ def test_lr_is_the_formula():
 
 def test_lr_without_decay_or_warmup():
     assert [lr_at(step, **SCHEDULE, lr_decay=False) for step in (0, 9, 10, 99, 10**6)] == [
-        0.1,
-        1.0,
-        1.0,
-        1.0,
-        1.0,
+        0.1, 1.0, 1.0, 1.0, 1.0,
     ]
     assert lr_at(0, **{**SCHEDULE, "warmup_steps": 0}) == 1.0
     assert lr_at(0, max_step=1, lr=1.0, min_lr=0.0, warmup_steps=0) == 1.0, (

@@ -79,12 +79,8 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--global_batch_size", "6", "--micro_batch_size", "4"], ["6", "4", "4 x 1 devices"]),
         (
             [
-                "--global_batch_size",
-                "8",
-                "--micro_batch_size",
-                "2",
-                "--gradient_accumulation_steps",
-                "3",
+                "--global_batch_size", "8", "--micro_batch_size", "2",
+                "--gradient_accumulation_steps", "3",
             ],
             ["8", "4", "3"],
         ),
@@ -481,16 +477,8 @@ def finished(toys, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished")
     flags = toy_run(toys, output)
     train_ranks(
-        1,
-        *flags,
-        "--run_name",
-        "run",
-        "--max_step",
-        2,
-        "--save_step_interval",
-        1,
-        "--global_batch_size",
-        4,
+        1, *flags, "--run_name", "run", "--max_step", 2, "--save_step_interval", 1,
+        "--global_batch_size", 4,
     )
     return output
 
@@ -506,14 +494,8 @@ def finished(toys, tmp_path_factory):
         (["--resume", "true"], ["max_step 2, not 9", "--resume_override max_step"]),
         (
             [
-                "--resume",
-                "true",
-                "--lr",
-                "1e-3",
-                "--warmup_steps",
-                "3",
-                "--resume_override",
-                "max_step",
+                "--resume", "true", "--lr", "1e-3", "--warmup_steps", "3",
+                "--resume_override", "max_step",
             ],
             ["lr 2e-05, not 0.001; warmup_steps 0, not 3", "--resume_override lr,warmup_steps"],
         ),
@@ -530,14 +512,7 @@ def test_a_run_that_is_there_already(refused, finished, flags, words):
     ]
     before = [file.read_bytes() for file in files]
     given = (
-        "--output_dir",
-        finished,
-        "--run_name",
-        "run",
-        "--global_batch_size",
-        4,
-        "--max_step",
-        9,
+        "--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9,
     )
     sentence = refused(*instead(given, flags))
     assert all(word in sentence for word in words), sentence
@@ -559,12 +534,8 @@ def test_resume_alone_says_which_run_it_could_mean(refused, finished, tmp_path):
 
 def test_a_checkpoint_of_another_model(refused, finished, toys):
     flags = (
-        "--resume",
-        "true",
-        "--checkpoint",
-        finished / "run" / "step-00000001",
-        "--model_name",
-        toys / "gpt2",
+        "--resume", "true", "--checkpoint", finished / "run" / "step-00000001",
+        "--model_name", toys / "gpt2",
     )
     sentence = refused(*flags, "--global_batch_size", 4)
     assert "belongs to another model" in sentence and "gpt2" in sentence

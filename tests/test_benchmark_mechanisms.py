@@ -20,15 +20,7 @@ def test_no_entry_is_stale():
 def test_each_entry_has_a_test():
     files = sorted({f"tests/{m.tests}" for m in MECHANISMS})
     words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-m",
-        "",
-        "-p",
-        "no:cacheprovider",
+        sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider",
         *files,
     ]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)

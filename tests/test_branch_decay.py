@@ -23,16 +23,8 @@ def trunk(toys, tmp_path_factory):
 
 def flags(toys, output, *more):
     training = (
-        "--lr",
-        1e-2,
-        "--min_lr",
-        1e-3,
-        "--warmup_steps",
-        2,
-        "--max_step",
-        12,
-        "--save_step_interval",
-        4,
+        "--lr", 1e-2, "--min_lr", 1e-3, "--warmup_steps", 2, "--max_step", 12,
+        "--save_step_interval", 4,
     )
     return (*toy_run(toys, output), *training, "--eval_iters", 1, "--global_batch_size", 4, *more)
 
@@ -41,11 +33,7 @@ def decaying(step, *more):
     """A decay within four steps from `step` on."""
     decay = ("--lr_schedule", "wsd", "--decay_steps", 4, "--max_step", step + 4)
     return (
-        *decay,
-        "--resume_override",
-        "lr,lr_schedule,decay_steps,max_step",
-        "--resume",
-        "true",
+        *decay, "--resume_override", "lr,lr_schedule,decay_steps,max_step", "--resume", "true",
         *more,
     )
 
@@ -64,12 +52,7 @@ def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, 
     assert metrics(whole, "step")[-1] == 12 and metrics(whole, "lr")[8:] == pytest.approx(
         [
             lr_at(
-                s,
-                max_step=12,
-                lr=1e-2,
-                min_lr=1e-3,
-                warmup_steps=2,
-                lr_schedule="wsd",
+                s, max_step=12, lr=1e-2, min_lr=1e-3, warmup_steps=2, lr_schedule="wsd",
                 decay_steps=4,
             )
             for s in range(8, 12)

@@ -25,14 +25,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest, step_of
 from fabric_llm.checkpoint import whole, writing
 from fabric_llm.checkpoint.keep import (
-    Kept,
-    Progress,
-    is_evaluated,
-    move_aside,
-    prune,
-    read_progress,
-    sweep,
-    verified,
+    Kept, Progress, is_evaluated, move_aside, prune, read_progress, sweep, verified,
 )
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.model.tensor_files import Tensors
@@ -40,25 +33,13 @@ from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import export
 
 FLAGS = (
-    "--micro_batch_size",
-    4,
-    "--eval_iters",
-    0,
-    "--lr",
-    1e-2,
-    "--precision",
-    "32-true",
-    "--max_step",
-    3,
+    "--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true",
+    "--max_step", 3,
 )
 EXTEND = ("--resume_override", "max_step")
 # beside checkpoints
 LEFT = [
-    ".lock",
-    "STATUS.json",
-    "arguments.yaml",
-    "events.jsonl",
-    "metrics.jsonl",
+    ".lock", "STATUS.json", "arguments.yaml", "events.jsonl", "metrics.jsonl",
 ]
 FLAGS += ("--save_step_interval", 1)
 
@@ -113,14 +94,8 @@ def assert_same_weights(run, undisturbed):
 
 def test_layout_of_a_full_checkpoint(runs):
     assert names(runs / "full") == [
-        ".lock",
-        "STATUS.json",
-        "arguments.yaml",
-        "events.jsonl",
-        "metrics.jsonl",
-        "step-00000001",
-        "step-00000002",
-        "step-00000003",
+        ".lock", "STATUS.json", "arguments.yaml", "events.jsonl", "metrics.jsonl", "step-00000001",
+        "step-00000002", "step-00000003",
     ]
     assert files_of(runs / "full" / "step-00000003") == [
         "MANIFEST.json",
@@ -342,10 +317,7 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
     (run / ".STATUS.json-12ab34cd").touch()  # killed while it was written
     for name in (
-        ".tmp-step-00000004-ab12",
-        ".trash-step-00000001-cd34",
-        ".tmp-mine",
-        ".trash",
+        ".tmp-step-00000004-ab12", ".trash-step-00000001-cd34", ".tmp-mine", ".trash",
         "aside-step-00000002-x",
     ):
         (run / name).mkdir()
@@ -450,12 +422,7 @@ def test_latest_is_the_highest_complete_step(run):
 
 def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
     for name in (
-        "step-x",
-        "step-",
-        "step-9",
-        "step-00000009x",
-        "xstep-00000009",
-        "aside-step-00000009-a",
+        "step-x", "step-", "step-9", "step-00000009x", "xstep-00000009", "aside-step-00000009-a",
     ):
         (run / name).mkdir()
         (run / name / "MANIFEST.json").write_text("{}")
@@ -648,9 +615,7 @@ def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):
     )
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
     assert [path.name for path in checkpoints(run)] == [
-        "step-00000001",
-        "step-00000002",
-        "step-00000003",
+        "step-00000001", "step-00000002", "step-00000003",
     ]
 
 
@@ -714,16 +679,8 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, never)
     one_rank(
-        toys,
-        tmp_path,
-        "--run_name",
-        "run",
-        "--state_dict_type",
-        kind,
-        "--max_step",
-        2,
-        "--num_workers",
-        0,
+        toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--max_step", 2,
+        "--num_workers", 0,
     )
     one_rank(
         toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true", *EXTEND
@@ -761,14 +718,7 @@ def test_optimizer_state_of_any_strategy_loads_on_one_device(
     gets."""
     flags = (*toy_run(toys, tmp_path, model=model), *FLAGS)
     flags += (
-        "--run_name",
-        "run",
-        "--global_batch_size",
-        6,
-        "--micro_batch_size",
-        1,
-        "--max_step",
-        2,
+        "--run_name", "run", "--global_batch_size", 6, "--micro_batch_size", 1, "--max_step", 2,
     )
     train_ranks(
         ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2

@@ -33,13 +33,8 @@ def run(command, folder, expected_code=0):
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        words,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1200,
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=1200,
     )
     assert done.returncode == expected_code, f"{command}\n{done.stdout}\n{done.stderr}"
     assert not re.search(r"\r|\wWarning: ", done.stderr), "bars, or warnings in Python's own format"
@@ -102,11 +97,8 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     prepare, general, train, export, resume = (
         readme_commands(word)[0]
         for word in (
-            "--input corpus/",
-            "--input general/",
-            "train.py --devices 4 --model_name",
-            "export_hf.py ",
-            "--resume true",
+            "--input corpus/", "--input general/", "train.py --devices 4 --model_name",
+            "export_hf.py ", "--resume true",
         )
     )
     name = "meta-llama/Meta-Llama-3-8B"

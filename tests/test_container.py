@@ -132,14 +132,7 @@ def test_a_user_whom_nobody_knows(toys, tmp_path):
     # Its Python may lie in root's own folder, where only root may read; a container's doesn't.
     reads = "--inh-caps +dac_read_search --ambient-caps +dac_read_search".split()
     words = [
-        "setpriv",
-        "--reuid",
-        "12345",
-        "--regid",
-        "12345",
-        "--clear-groups",
-        *reads,
-        sys.executable,
+        "setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", *reads, sys.executable,
     ]
     words += [
         str(ROOT / "train.py"),

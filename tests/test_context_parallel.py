@@ -38,26 +38,11 @@ FAMILIES = ["qwen3", "gemma3_text", "mixtral", "gpt2-no-dropout", "phi", "olmo2"
 
 def run_of(model, data, folder, name, *more):
     flags = (
-        "--model_name",
-        model,
-        "--train_data_dir",
-        data,
-        "--output_dir",
-        folder,
-        "--run_name",
-        name,
-        "--lr",
-        1e-3,
+        "--model_name", model, "--train_data_dir", data, "--output_dir", folder, "--run_name", name,
+        "--lr", 1e-3,
     )
     flags += (
-        "--max_step",
-        4,
-        "--global_batch_size",
-        4,
-        "--precision",
-        "32-true",
-        "--eval_iters",
-        4,
+        "--max_step", 4, "--global_batch_size", 4, "--precision", "32-true", "--eval_iters", 4,
     )
     return (*flags, "--eval_step_interval", 2, *more)
 
@@ -148,14 +133,8 @@ def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_pa
     """2 -> 1 -> 4, each killed in the middle of a step: the curve of the run that nothing has
     disturbed."""
     flags = run_of(
-        toys / "llama",
-        packed_data,
-        tmp_path,
-        "packed",
-        "--save_step_interval",
-        1,
-        "--resume",
-        "auto",
+        toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 1,
+        "--resume", "auto",
     )
     # micro-batches of a process, four a step: in its second step
     for ranks, count in (
@@ -191,16 +170,8 @@ def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_b
         1e-3,
     )
     flags += (
-        "--max_step",
-        4,
-        "--global_batch_size",
-        4,
-        "--precision",
-        "32-true",
-        "--eval_iters",
-        4,
-        "--eval_step_interval",
-        2,
+        "--max_step", 4, "--global_batch_size", 4, "--precision", "32-true", "--eval_iters", 4,
+        "--eval_step_interval", 2,
     )
     flags += ("--save_step_interval", 2)
     train_ranks(1, *flags, "--run_name", "alone")
@@ -208,12 +179,8 @@ def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_b
     assert_same(numbers(tmp_path, "shared"), numbers(tmp_path, "alone"))
     assert verify.main([str(tmp_path / "shared")]) == 0
     again = (
-        "--run_name",
-        "again",
-        "--resume",
-        "true",
-        "--checkpoint",
-        tmp_path / "shared" / "step-00000002",
+        "--run_name", "again", "--resume", "true",
+        "--checkpoint", tmp_path / "shared" / "step-00000002",
     )
     train_ranks(sharing, *flags, *again, "--context_parallel", sharing)
     whole, resumed = (

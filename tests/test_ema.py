@@ -33,24 +33,11 @@ def flags(toys, output, *more, model="gpt2-no-dropout", precision="32-true", str
         4,
     )
     words += (
-        "--global_batch_size",
-        4,
-        "--micro_batch_size",
-        1,
-        "--eval_iters",
-        0,
-        "--verify_start",
-        "false",
+        "--global_batch_size", 4, "--micro_batch_size", 1, "--eval_iters", 0,
+        "--verify_start", "false",
     )
     return (
-        *words,
-        "--strategy",
-        strategy,
-        "--precision",
-        precision,
-        "--save_step_interval",
-        1,
-        *more,
+        *words, "--strategy", strategy, "--precision", precision, "--save_step_interval", 1, *more,
     )
 
 
@@ -192,25 +179,12 @@ def test_the_average_does_not_change_the_run(toys, tmp_path):
     """Neither its weights, nor, with evaluations of the average between steps, under FSDP."""
     more = ("--eval_iters", 1, "--eval_step_interval", 1)
     run = (
-        "--model_name",
-        toys / "gpt2",
-        "--train_data_dir",
-        toys / "data",
-        "--lr",
-        1e-2,
-        "--max_step",
-        3,
+        "--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--lr", 1e-2,
+        "--max_step", 3,
     )
     run += (
-        "--micro_batch_size",
-        2,
-        "--verify_start",
-        "false",
-        "--strategy",
-        "fsdp",
-        *more,
-        "--output_dir",
-        tmp_path,
+        "--micro_batch_size", 2, "--verify_start", "false", "--strategy", "fsdp", *more,
+        "--output_dir", tmp_path,
     )
     train_ranks(2, *run, "--run_name", "with", "--ema_decay", DECAY, "--ema_device", "same")
     train_ranks(2, *run, "--run_name", "without")
@@ -295,14 +269,7 @@ def test_a_resumed_average_is_the_undisturbed_one(
     toys, tmp_path, ranks, strategy, kind, device, more
 ):
     more = (
-        "--ema_decay",
-        0.9,
-        "--ema_device",
-        device,
-        "--state_dict_type",
-        kind,
-        "--keep_last",
-        9,
+        "--ema_decay", 0.9, "--ema_device", device, "--state_dict_type", kind, "--keep_last", 9,
         *more,
     )
     run = flags(toys, tmp_path, *more, precision="bf16-true", strategy=strategy)

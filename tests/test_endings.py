@@ -37,14 +37,7 @@ def run(corpus, tmp_path, capsys, monkeypatch):
             monkeypatch.setattr("fabric_llm.base.failpoints._reached", {})
             monkeypatch.setenv(VARIABLE, failpoint)
         words = [
-            "--input",
-            corpus,
-            "--output",
-            output,
-            "--train_tokenizer",
-            300,
-            "--context_length",
-            16,
+            "--input", corpus, "--output", output, "--train_tokenizer", 300, "--context_length", 16,
         ]
         words += ["--validation_fraction", 0.3, *flags]
         code = 0

@@ -72,15 +72,8 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
     [file] = (folder / "step-00000006").glob(pattern)
     damage_by(how, file)
     argv = [
-        *flags,
-        "--max_step",
-        7,
-        "--resume_override",
-        "max_step",
-        "--resume",
-        "true",
-        "--log_step_interval",
-        1,
+        *flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true",
+        "--log_step_interval", 1,
     ]
     for code, said in run_ranks(2, said_and_code, [*argv, "--devices", 2, "--strategy", "fsdp"]):
         assert code == 0

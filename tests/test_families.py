@@ -7,15 +7,7 @@ import pytest
 import torch
 import transformers
 from families import (
-    COMMON,
-    FAMILIES,
-    Tried,
-    table,
-    toy_config,
-    train,
-    try_family,
-    write_data,
-    write_model,
+    COMMON, FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model,
 )
 from packaging.version import Version
 from ranks import Job, metrics, run_ranks
@@ -116,22 +108,10 @@ def test_random_weights_start_under_fsdp_and_go_on(tmp_path, packed, family, kin
     time."""
     toy_config(family).save_pretrained(tmp_path / family)
     flags = (
-        "--model_name",
-        tmp_path / family,
-        "--train_data_dir",
-        packed,
-        "--output_dir",
-        tmp_path,
+        "--model_name", tmp_path / family, "--train_data_dir", packed, "--output_dir", tmp_path,
     )
     flags += (
-        "--run_name",
-        "run",
-        "--state_dict_type",
-        kind,
-        "--global_batch_size",
-        4,
-        "--max_step",
-        2,
+        "--run_name", "run", "--state_dict_type", kind, "--global_batch_size", 4, "--max_step", 2,
     )
     flags += ("--save_step_interval", 1, "--eval_iters", 1)
     assert train(2, *flags) is None
@@ -232,12 +212,7 @@ def test_an_attention_that_the_model_has_not_is_one_sentence(
 ):
     toy_config(family).save_pretrained(tmp_path / family)
     flags = (
-        "--model_name",
-        tmp_path / family,
-        "--train_data_dir",
-        packed,
-        "--output_dir",
-        tmp_path,
+        "--model_name", tmp_path / family, "--train_data_dir", packed, "--output_dir", tmp_path,
     )
     assert train(1, *flags, "--run_name", "run", "--attention", attention).startswith(sentence)
 
@@ -291,16 +266,8 @@ def flags_of(models, family, packed, folder, *more):
         "run",
     )
     return (
-        *flags,
-        "--precision",
-        "32-true",
-        "--global_batch_size",
-        4,
-        "--eval_iters",
-        0,
-        "--max_step",
-        2,
-        *more,
+        *flags, "--precision", "32-true", "--global_batch_size", 4, "--eval_iters", 0,
+        "--max_step", 2, *more,
     )
 
 

@@ -41,25 +41,11 @@ def half(argv, scale_loss_of_step=None):
 def flags(toys, output, name, *more):
     words = (*toy_run(toys, output), "--run_name", name)
     words += (
-        "--global_batch_size",
-        4,
-        "--micro_batch_size",
-        2,
-        "--eval_iters",
-        0,
-        "--log_step_interval",
-        1,
+        "--global_batch_size", 4, "--micro_batch_size", 2, "--eval_iters", 0,
+        "--log_step_interval", 1,
     )
     return [
-        *words,
-        "--lr",
-        1e-3,
-        "--max_step",
-        6,
-        "--weight_decay",
-        0,
-        "--precision",
-        "16-mixed",
+        *words, "--lr", 1e-3, "--max_step", 6, "--weight_decay", 0, "--precision", "16-mixed",
         *more,
     ]
 
@@ -100,13 +86,8 @@ def test_a_step_that_is_left_out_changes_nothing(toys, tmp_path):
     ]
     assert scales == [65536.0, 32768.0, 32768.0]
     resumed = flags(
-        toys,
-        tmp_path,
-        "resumed",
-        "--resume",
-        "true",
-        "--checkpoint",
-        tmp_path / "whole" / "step-00000003",
+        toys, tmp_path, "resumed", "--resume", "true",
+        "--checkpoint", tmp_path / "whole" / "step-00000003",
     )
     assert run_ranks(1, half, [*resumed, *more]) == [0]
     ours, theirs = (
@@ -122,14 +103,8 @@ def test_a_step_that_is_left_out_changes_nothing(toys, tmp_path):
 
 def test_a_finite_spike_is_left_out_as_well(toys, tmp_path):
     more = (
-        "--save_step_interval",
-        1,
-        "--spike_threshold",
-        6,
-        "--spike_window",
-        2,
-        "--spike_action",
-        "skip",
+        "--save_step_interval", 1, "--spike_threshold", 6, "--spike_window", 2,
+        "--spike_action", "skip",
     )
     small = ("--lr", 1e-6)
     argv = flags(toys, tmp_path, "run", *more, *small)

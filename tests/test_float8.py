@@ -159,12 +159,8 @@ def test_another_run_may_not_change_it(toys, tmp_path):
     )
     train_ranks(1, *flags)
     go_on = (
-        "--resume",
-        "true",
-        "--checkpoint",
-        tmp_path / "run" / "step-00000001",
-        "--float8",
-        "rowwise",
+        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000001",
+        "--float8", "rowwise",
     )
     [(code, said)] = run_ranks(1, refused, [str(word) for word in (*flags, *go_on)], False)
     assert code == 2 and "float8 none, not rowwise" in said

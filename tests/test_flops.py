@@ -52,10 +52,7 @@ def test_mixtral_counts_the_experts_that_are_chosen_by_hand(chosen):
         "num_attention_heads": 4,
     }
     config = MixtralConfig(
-        **small,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=chosen,
+        **small, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=chosen,
         vocab_size=99,
     )
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 4 * 32 + chosen * 3 * 32 * 24
@@ -76,14 +73,8 @@ def test_a_row_of_one_document_and_of_several():
     # shared ones
     ["llama", "gpt2", "bloom", "mpt", "falcon", "opt", "gpt_bigcode", "gemma2", "phi3", "cohere2"]
     + [
-        "deepseek_v3",
-        "minicpm3",
-        "mixtral",
-        "qwen2_moe",
-        "gpt_oss",
-        "granitemoeshared",
-        "ernie4_5_moe",
-        "hunyuan_v1_moe",
+        "deepseek_v3", "minicpm3", "mixtral", "qwen2_moe", "gpt_oss", "granitemoeshared",
+        "ernie4_5_moe", "hunyuan_v1_moe",
     ],
 )
 def test_torch_counts_the_same(family):

@@ -51,26 +51,12 @@ def base(toys, tmp_path_factory):
     for name in WORDS:
         language(folder, name)
     training = (
-        "--global_batch_size",
-        16,
-        "--micro_batch_size",
-        16,
-        "--lr",
-        1e-2,
-        "--precision",
-        "32-true",
+        "--global_batch_size", 16, "--micro_batch_size", 16, "--lr", 1e-2, "--precision", "32-true",
     )
     data = ("--train_data_dir", folder / "old", "--max_step", 200, "--eval_iters", 2)
     train_ranks(
-        1,
-        "--model_name",
-        toys / "llama",
-        *data,
-        *training,
-        "--output_dir",
-        folder,
-        "--run_name",
-        "first",
+        1, "--model_name", toys / "llama", *data, *training, "--output_dir", folder,
+        "--run_name", "first",
     )
     shutil.move(folder / "first" / "step-00000200", folder / "base")
     return folder
@@ -79,26 +65,12 @@ def base(toys, tmp_path_factory):
 def flags(base, output, *more):
     return [
         *(
-            "--model_name",
-            base / "base",
-            "--output_dir",
-            output,
-            "--run_name",
-            "run",
-            "--precision",
-            "32-true",
+            "--model_name", base / "base", "--output_dir", output, "--run_name", "run",
+            "--precision", "32-true",
         ),
         *(
-            "--global_batch_size",
-            8,
-            "--micro_batch_size",
-            4,
-            "--lr",
-            3e-3,
-            "--max_step",
-            16,
-            "--eval_batch_size",
-            4,
+            "--global_batch_size", 8, "--micro_batch_size", 4, "--lr", 3e-3, "--max_step", 16,
+            "--eval_batch_size", 4,
         ),
         *("--eval_step_interval", 4, "--save_step_interval", 4, "--lr_schedule", "constant", *more),
     ]
@@ -190,14 +162,8 @@ def test_a_set_that_is_not_packed_is_evaluated_as_plain_transformers_would(
         str(tmp_path / "plain")
     )
     run = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        packed_data,
-        "--output_dir",
-        tmp_path,
-        "--run_name",
-        "run",
+        "--model_name", toys / "llama", "--train_data_dir", packed_data, "--output_dir", tmp_path,
+        "--run_name", "run",
     )
     more = (
         "--eval_data",
@@ -239,12 +205,7 @@ def test_a_warning_says_how_much_was_forgotten_and_the_run_goes_on(base, tmp_pat
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_path, strategy):
     more = (
-        "--forgetting_budget",
-        "replay:0.05",
-        "--forgetting_action",
-        "stop",
-        "--strategy",
-        strategy,
+        "--forgetting_budget", "replay:0.05", "--forgetting_action", "stop", "--strategy", strategy,
     )
     job = Job(2, *replayed(base, tmp_path, *more))
     assert job.wait() == [76, 76]
@@ -278,12 +239,8 @@ def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_pa
 def test_a_stop_before_the_base_was_measured_leaves_it_to_the_resumed_run(base, tmp_path, strategy):
     ranks = 1 if strategy == "auto" else 2
     more = (
-        "--forgetting_budget",
-        "replay:0.05,copy:9",
-        "--forgetting_action",
-        "stop",
-        "--strategy",
-        strategy,
+        "--forgetting_budget", "replay:0.05,copy:9", "--forgetting_action", "stop",
+        "--strategy", strategy,
     )
     run, whole = (
         replayed(base, tmp_path, *more),
@@ -319,10 +276,7 @@ def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
     assert evaluated(tmp_path / "run", "validation", "budget")[-1] == 9
     # as the sentence says
     weights = (
-        "--model_name",
-        tmp_path / "run" / "step-00000004",
-        "--run_name",
-        "anew",
+        "--model_name", tmp_path / "run" / "step-00000004", "--run_name", "anew",
     )
     train_ranks(1, *run, *more[4:], "--resume_override", "", *weights, *budget)
 
@@ -337,13 +291,8 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
     budget = ("--forgetting_budget", "general:9,copy:9")
     train_ranks(1, *run, *budget, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
     again = (
-        *run,
-        "--resume",
-        "true",
-        "--max_step",
-        8,
-        "--resume_override",
-        "max_step,forgetting_budget",
+        *run, "--resume", "true", "--max_step", 8,
+        "--resume_override", "max_step,forgetting_budget",
     )
     sets, budgets, name = ("old", "new"), budget, "general"
     if change == "data":
@@ -374,12 +323,8 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
 @pytest.mark.longer
 def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(base, tmp_path):
     more = (
-        "--forgetting_budget",
-        "replay:0.0001",
-        "--forgetting_action",
-        "rewind",
-        "--eval_step_interval",
-        2,
+        "--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind",
+        "--eval_step_interval", 2,
     )
     run = replayed(base, tmp_path, *more, "--max_step", 8, "--max_skipped_steps", 1)
     first = Job(1, *run, failpoint="evaluate:count=30:do=term")  # in the evaluation after step 2
@@ -452,12 +397,8 @@ def test_a_branch_does_not_go_back_before_its_branch_point(base, tmp_path):
 @pytest.mark.longer
 def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_path):
     more = (
-        "--forgetting_budget",
-        "replay:0.4",
-        "--forgetting_action",
-        "rewind",
-        "--eval_step_interval",
-        2,
+        "--forgetting_budget", "replay:0.4", "--forgetting_action", "rewind",
+        "--eval_step_interval", 2,
     )
     run = replayed(
         base, tmp_path, *more, "--strategy", "fsdp", "--save_step_interval", 2, "--max_step", 12
@@ -528,12 +469,8 @@ def _killed_once_it_has_evaluated():
 @pytest.mark.longer
 def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
     more = (
-        "--forgetting_budget",
-        "replay:0.0001",
-        "--forgetting_action",
-        "rewind",
-        "--eval_step_interval",
-        2,
+        "--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind",
+        "--eval_step_interval", 2,
     )
     job = Job(1, *replayed(base, tmp_path, *more, "--lr", 5e-2, share=0.3))
     assert job.wait() == [76]
@@ -665,12 +602,7 @@ def test_bad_input_gets_one_sentence(base, tmp_path, words, sentence):
     ]
     words = [word.replace("=OLD", f"={base / 'old'}") for word in words]
     run = [
-        "--model_name",
-        base / "base",
-        "--train_data_dir",
-        base / "new",
-        "--output_dir",
-        tmp_path,
+        "--model_name", base / "base", "--train_data_dir", base / "new", "--output_dir", tmp_path,
     ]
     code, said = run_ranks(1, _refused, [str(word) for word in [*run, *words]])[0]
     assert code == 2 and said.count("\n") == 1 and sentence in said

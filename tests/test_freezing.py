@@ -40,14 +40,8 @@ def flags(toys, output, model, *more):
     return (
         *toy_run(toys, output, model=model, data="ragged"),
         *(
-            "--micro_batch_size",
-            2,
-            "--global_batch_size",
-            8,
-            "--max_step",
-            STEPS,
-            "--save_step_interval",
-            HALF,
+            "--micro_batch_size", 2, "--global_batch_size", 8, "--max_step", STEPS,
+            "--save_step_interval", HALF,
         ),
         *("--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", *more),
     )
@@ -286,12 +280,7 @@ def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(
 @pytest.mark.longer
 def test_a_frozen_run_goes_on_on_other_ranks_and_strategies(toys, tmp_path):
     words = (
-        "--train_only",
-        "embeddings,*.norm.*",
-        "--run_name",
-        "run",
-        "--state_dict_type",
-        "sharded",
+        "--train_only", "embeddings,*.norm.*", "--run_name", "run", "--state_dict_type", "sharded",
     )
     train_ranks(2, *flags(toys, tmp_path, "llama", "--strategy", "fsdp", *words))
     losses, last = metrics(tmp_path / "run"), weights(tmp_path / "run" / f"step-{STEPS:08d}")
@@ -336,10 +325,8 @@ def test_what_trains_changes_on_purpose_only(toys, tmp_path, strategy_name, rank
         and "--resume_override freeze" in job.output[0]
     )
     other = (
-        "--train_only",
-        "transformer.h.0.*,transformer.wpe.*",
-        "--resume_override",
-        "freeze,train_only",
+        "--train_only", "transformer.h.0.*,transformer.wpe.*",
+        "--resume_override", "freeze,train_only",
     )
     job = Job(ranks, *resumed, *other)
     assert job.wait() == [0] * ranks, job.output
@@ -387,14 +374,8 @@ def test_the_order_of_words_does_not_matter(toys, tmp_path):
     )
     assert job.wait() == [0], job.output
     more = (
-        "--run_name",
-        "run",
-        "--resume",
-        "true",
-        "--max_step",
-        STEPS + 1,
-        "--resume_override",
-        "max_step",
+        "--run_name", "run", "--resume", "true", "--max_step", STEPS + 1,
+        "--resume_override", "max_step",
     )
     planned(flags(toys, tmp_path, "llama", "--freeze", " *.norm.*,embeddings", *more))
     file = tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json"

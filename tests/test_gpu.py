@@ -139,36 +139,17 @@ def test_a_killed_run_goes_on_bit_for_bit(toys, tmp_path, precision, strategy):
     if precision == "16-mixed" and strategy == "fsdp2":
         pytest.skip("fsdp2 has no 16-mixed")
     flags = [
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--accelerator",
-        "cuda",
-        "--devices",
-        1,
+        "--model_name", toys / "llama", "--train_data_dir", toys / "data", "--accelerator", "cuda",
+        "--devices", 1,
     ]
     flags += ["--strategy", strategy, "--precision", precision, "--lr", "1e-3", "--compile", "true"]
     flags += [
-        "--micro_batch_size",
-        2,
-        "--global_batch_size",
-        4,
-        "--eval_iters",
-        2,
-        "--output_dir",
-        tmp_path / "runs",
+        "--micro_batch_size", 2, "--global_batch_size", 4, "--eval_iters", 2,
+        "--output_dir", tmp_path / "runs",
     ]
     drill = [
-        "-m",
-        "fabric_llm.verify",
-        "--drill",
-        "--steps",
-        6,
-        "--seed",
-        1,
-        "--output",
-        tmp_path / "drill.json",
+        "-m", "fabric_llm.verify", "--drill", "--steps", 6, "--seed", 1,
+        "--output", tmp_path / "drill.json",
     ]
     run(*drill, "--", *flags)
     assert json.loads((tmp_path / "drill.json").read_text())["verdict"] == "identical"
@@ -179,34 +160,16 @@ def test_the_start_is_verified_and_the_export_holds_the_weights(
     toys, tmp_path, strategy, accelerator="cuda"
 ):
     flags = [
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--accelerator",
-        accelerator,
+        "--model_name", toys / "llama", "--train_data_dir", toys / "data",
+        "--accelerator", accelerator,
     ]
     flags += [
-        "--devices",
-        1,
-        "--strategy",
-        strategy,
-        "--precision",
-        "bf16-true",
-        "--lr",
-        "1e-3",
-        "--eval_iters",
-        2,
+        "--devices", 1, "--strategy", strategy, "--precision", "bf16-true", "--lr", "1e-3",
+        "--eval_iters", 2,
     ]
     flags += [
-        "--micro_batch_size",
-        2,
-        "--global_batch_size",
-        4,
-        "--max_step",
-        2,
-        "--output_dir",
-        tmp_path,
+        "--micro_batch_size", 2, "--global_batch_size", 4, "--max_step", 2,
+        "--output_dir", tmp_path,
     ]
     said = run("train.py", *flags, "--run_name", "run").splitlines()
     assert any(line.startswith("Start verified") and "gradients are equal" in line for line in said)
@@ -236,10 +199,7 @@ def test_inputs_of_layers_wait_on_the_host(compiles):
     }
     for how in ("full", "offload"):
         model = causal_lm(
-            "llama",
-            torch.bfloat16,
-            num_hidden_layers=12,
-            hidden_size=256,
+            "llama", torch.bfloat16, num_hidden_layers=12, hidden_size=256,
             max_position_embeddings=4096,
         )
         layers.checkpoint_activations(model.to(GPU).train(), how, compiles)

@@ -50,16 +50,8 @@ def train_with_faults(argv, faults, factor):
 def argv_of(toys, folder, ranks, *flags, strategy="auto", model="llama"):
     words = [*toy_run(toys, folder, model=model), "--run_name", "run"]
     words += [
-        "--strategy",
-        strategy,
-        "--devices",
-        ranks,
-        "--log_step_interval",
-        1,
-        "--eval_iters",
-        0,
-        "--lr",
-        1e-2,
+        "--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0,
+        "--lr", 1e-2,
     ]
     return [
         str(word) for word in [*words, "--global_batch_size", 4, "--micro_batch_size", 1, *flags]
@@ -180,14 +172,8 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(
 def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, branch):
     """A branch that hasn't saved yet goes back to where it began."""
     flags = (
-        "--spike_threshold",
-        6,
-        "--lr",
-        1e-4,
-        "--spike_action",
-        "rewind",
-        "--save_step_interval",
-        12,
+        "--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind",
+        "--save_step_interval", 12,
     )
     assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
     spike = {0: range(4 * 1, 4 * 2)}  # step 14
@@ -221,14 +207,8 @@ def killed_after_the_rewind(argv, faults):
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branch):
     flags = (
-        "--spike_threshold",
-        6,
-        "--lr",
-        1e-4,
-        "--spike_action",
-        "rewind",
-        "--save_step_interval",
-        12,
+        "--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind",
+        "--save_step_interval", 12,
     )
     assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
     more = (*flags, "--resume_override", "max_step", "--max_step", 20)
@@ -236,16 +216,7 @@ def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branc
     spike = {0: range(4 * 1, 4 * 2)}  # step 14
     assert (
         run(
-            toys,
-            tmp_path,
-            1,
-            spike,
-            *more,
-            "--resume",
-            "true",
-            *at,
-            "--run_name",
-            "whole",
+            toys, tmp_path, 1, spike, *more, "--resume", "true", *at, "--run_name", "whole",
             factor=100.0,
         )
         == 0
@@ -290,14 +261,8 @@ def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_p
     """It has fewer steps left than were planned, since some data is passed over; the curve of the
     rest says so too."""
     flags = (
-        "--number_epochs",
-        2,
-        "--save_step_interval",
-        4,
-        "--spike_threshold",
-        6,
-        "--spike_action",
-        "rewind",
+        "--number_epochs", 2, "--save_step_interval", 4, "--spike_threshold", 6,
+        "--spike_action", "rewind",
     )
     flags += ("--lr", 1e-4)
     faults = {0: range(4 * 13, 4 * 14)}  # step 14 of 22: back to 12
@@ -306,12 +271,8 @@ def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_p
     steps = metrics(tmp_path / "run", "step")
     assert max(steps) == 20
     branch = (
-        "--resume",
-        "true",
-        "--checkpoint",
-        tmp_path / "run" / "step-00000016",
-        "--run_name",
-        "branch",
+        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000016",
+        "--run_name", "branch",
     )
     assert run(toys, tmp_path, 1, {}, *flags, *branch) == 0
     for key in ("step", "loss", "lr"):
@@ -357,16 +318,8 @@ def test_a_spike_with_the_last_data_is_left_out(toys, tmp_path):
     """There is nothing to go on with: the steps since the last checkpoint would be lost for
     nothing."""
     more = (
-        "--number_epochs",
-        1,
-        "--save_step_interval",
-        4,
-        "--spike_threshold",
-        6,
-        "--spike_window",
-        8,
-        "--lr",
-        1e-4,
+        "--number_epochs", 1, "--save_step_interval", 4, "--spike_threshold", 6,
+        "--spike_window", 8, "--lr", 1e-4,
     )
     assert (
         run(
@@ -395,11 +348,7 @@ def test_a_request_to_save_in_the_step_of_a_rewind_is_kept_for_the_next(toys, tm
     assert run_ranks(1, saved_in_the_rewind, argv, {0: range(4 * 13, 4 * 14)}) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
     assert sorted(path.name[-2:] for path in (tmp_path / "run").glob("step-*")) == [
-        "04",
-        "08",
-        "12",
-        "13",
-        "16",
+        "04", "08", "12", "13", "16",
     ]
 
 
@@ -454,16 +403,8 @@ def stopped_in_step_13(argv):
 
 def test_after_a_rate_that_spoils_the_weights_no_spoilt_checkpoint_is_named(toys, tmp_path):
     more = (
-        "--max_step",
-        20,
-        "--save_step_interval",
-        1,
-        "--max_skipped_steps",
-        3,
-        "--lr",
-        1e3,
-        "--precision",
-        "32-true",
+        "--max_step", 20, "--save_step_interval", 1, "--max_skipped_steps", 3, "--lr", 1e3,
+        "--precision", "32-true",
     )
     assert run(toys, tmp_path, 1, {}, *more) == 76
     reason = json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"]
@@ -615,14 +556,7 @@ def test_a_rewind_loads_into_the_model_that_is_there(toys, tmp_path, strategy, r
     of_step = 4 // ranks
     faults = {0: [*range(of_step * 13, of_step * 14), *range(of_step * 15, of_step * 16)]}
     more = (
-        "--spike_action",
-        "rewind",
-        "--async_save",
-        "true",
-        "--ema_decay",
-        0.9,
-        "--eval_iters",
-        2,
+        "--spike_action", "rewind", "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2,
     )
     argv = argv_of(toys, tmp_path, ranks, *SPIKE, *more, strategy=strategy)
     for rank, seen in enumerate(run_ranks(ranks, train_and_count, argv, faults)):
@@ -662,17 +596,8 @@ def resume_and_count(argv, changes):
 @pytest.mark.longer
 def test_a_resume_in_the_same_process_leaves_no_second_model(toys, tmp_path):
     argv = argv_of(
-        toys,
-        tmp_path,
-        1,
-        "--max_step",
-        4,
-        "--async_save",
-        "true",
-        "--ema_decay",
-        0.9,
-        "--eval_iters",
-        2,
+        toys, tmp_path, 1, "--max_step", 4, "--async_save", "true", "--ema_decay", 0.9,
+        "--eval_iters", 2,
     )
     changes = ["--resume", "true", "--max_step", "8", "--resume_override", "max_step"]
     [[(_, before), (alive, again)]] = run_ranks(1, resume_and_count, argv, changes)

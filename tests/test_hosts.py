@@ -81,14 +81,8 @@ def as_typed(block, toys, folder):
     block = block.replace("HOST:", "alpha:").replace("--nproc_per_node 8", "--nproc_per_node 1")
     flags = [*toy_run(toys, folder / "checkpoints"), "--global_batch_size", 4, "--max_step", STEPS]
     flags += [
-        "--save_step_interval",
-        20,
-        "--eval_iters",
-        0,
-        "--log_step_interval",
-        1,
-        "--hang_timeout",
-        60,
+        "--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1,
+        "--hang_timeout", 60,
     ]
     return block.replace("train.py", str(ROOT / "train.py")).replace(
         " ...", " " + " ".join(map(str, flags))

@@ -111,12 +111,7 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(environment):
 @pytest.mark.longer
 def test_train_py_says_it(environment, toys, tmp_path):
     words = (
-        "--model_name",
-        "org/gated",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path,
+        "--model_name", "org/gated", "--train_data_dir", toys / "data", "--output_dir", tmp_path,
     )
     command = [sys.executable, str(ROOT / "train.py"), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

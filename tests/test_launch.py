@@ -33,14 +33,7 @@ NEEDLESS = ("torchmetrics", "matplotlib", "lightning", "pytorch_lightning", "wan
 def start(toys, output, *more, **slurm):
     words = [*toy_run(toys, output), "--run_name", "run"]
     words += [
-        "--global_batch_size",
-        4,
-        "--max_step",
-        3,
-        "--log_step_interval",
-        1,
-        "--eval_iters",
-        0,
+        "--global_batch_size", 4, "--max_step", 3, "--log_step_interval", 1, "--eval_iters", 0,
         *more,
     ]
     return subprocess.Popen(
@@ -162,11 +155,7 @@ def test_a_torchrun_that_could_not_start_ranks_again_is_warned_of(toys, tmp_path
     """These variables are what torchrun tells its ranks, and no warning comes with the other one:
     tests/test_hosts.py."""
     task = start(
-        toys,
-        tmp_path,
-        "--lr",
-        -1,
-        TORCHELASTIC_USE_AGENT_STORE="True",
+        toys, tmp_path, "--lr", -1, TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_MAX_RESTARTS="3",
     )
     said = task.communicate(timeout=120)[0]

@@ -383,24 +383,12 @@ def staged(sources):
 def flags(toys, output, mix, *more):
     return (
         *(
-            "--model_name",
-            toys / "llama",
-            "--data_mix",
-            mix,
-            "--output_dir",
-            output,
-            "--precision",
-            "32-true",
+            "--model_name", toys / "llama", "--data_mix", mix, "--output_dir", output,
+            "--precision", "32-true",
         ),
         *(
-            "--global_batch_size",
-            BATCH,
-            "--max_step",
-            STEPS,
-            "--save_step_interval",
-            4,
-            "--lr",
-            1e-3,
+            "--global_batch_size", BATCH, "--max_step", STEPS, "--save_step_interval", 4,
+            "--lr", 1e-3,
         ),
         *("--eval_iters", 4, "--eval_batch_size", 2, *more),
     )
@@ -487,24 +475,12 @@ def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, 
     mix, output = whole
     run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
     train_ranks(
-        1,
-        *run,
-        "--checkpoint",
-        output / "whole" / "step-00000004",
-        "--num_workers",
-        2,
-        "--micro_batch_size",
-        4,
+        1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2,
+        "--micro_batch_size", 4,
     )
     train_ranks(
-        4,
-        *run,
-        "--checkpoint",
-        tmp_path / "run" / "step-00000008",
-        "--strategy",
-        "fsdp2",
-        "--num_workers",
-        1,
+        4, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--strategy", "fsdp2",
+        "--num_workers", 1,
     )
     ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", output / "whole"))
     assert ours["rows_read"] == theirs["rows_read"] and ours["rows_read"]["count"] == STEPS * BATCH
@@ -714,14 +690,8 @@ def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
 
     mix, _ = whole
     more = (
-        "--spike_threshold",
-        8,
-        "--spike_window",
-        3,
-        "--spike_action",
-        "rewind",
-        "--run_name",
-        "run",
+        "--spike_threshold", 8, "--spike_window", 3, "--spike_action", "rewind",
+        "--run_name", "run",
     )
     job = Job(1, *flags(toys, tmp_path, mix, *more), before=poison)
     assert job.wait() == [0], job.output

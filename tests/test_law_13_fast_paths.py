@@ -560,26 +560,12 @@ CASES = [
 
 def flags(toys, folder, data, strategy, *more):
     words = [
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        data,
-        "--output_dir",
-        folder,
-        "--max_step",
-        2,
+        "--model_name", toys / "llama", "--train_data_dir", data, "--output_dir", folder,
+        "--max_step", 2,
     ]
     return [
-        *words,
-        "--strategy",
-        strategy,
-        "--eval_iters",
-        0,
-        "--global_batch_size",
-        4,
-        "--run_name",
-        "run",
-        *more,
+        *words, "--strategy", strategy, "--eval_iters", 0, "--global_batch_size", 4,
+        "--run_name", "run", *more,
     ]
 
 
@@ -628,15 +614,8 @@ def test_a_run_on_fast_paths_is_the_run_on_plain_ones(toys, tmp_path, packed_dat
     found = []
     for name, more in (("fast", ("--activation_checkpointing", "selective")), ("plain", plain)):
         words = flags(
-            toys,
-            tmp_path / name,
-            packed_data,
-            strategy,
-            *more,
-            "--precision",
-            "32-true",
-            "--lr",
-            1e-3,
+            toys, tmp_path / name, packed_data, strategy, *more, "--precision", "32-true",
+            "--lr", 1e-3,
         )
         train_ranks(ranks, *words, "--max_step", 5)
         run = tmp_path / name / "run"
@@ -671,14 +650,7 @@ PLAIN = ("--loss", "full", "--attention", "sdpa", "--compile", "false", "--verif
 def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks, kind):
     steps, half = 8, 4
     every = [
-        "--precision",
-        "32-true",
-        "--lr",
-        1e-3,
-        "--max_step",
-        steps,
-        "--save_step_interval",
-        half,
+        "--precision", "32-true", "--lr", 1e-3, "--max_step", steps, "--save_step_interval", half,
     ]
     every += ["--state_dict_type", kind, "--grad_clip", 1.0]
     fast = [*flags(toys, tmp_path, packed_data, strategy, *every, *FAST), "--micro_batch_size", 1]

@@ -356,12 +356,8 @@ def hold_to_the_law(seed: int, folder: Path, tokenizer: str) -> None:
                 seen.add(text)
     deduplicate = draw.random.choice(["none", "exact"])
     manifest = prepare(
-        inputs=inputs,
-        output=folder / "out",
-        tokenizer=tokenizer,
-        context_length=2,
-        validation_fraction=0.3,
-        deduplicate=deduplicate,
+        inputs=inputs, output=folder / "out", tokenizer=tokenizer, context_length=2,
+        validation_fraction=0.3, deduplicate=deduplicate,
     )
     splits, skipped, where = (
         manifest["splits"],

@@ -92,10 +92,7 @@ def test_sources_in_written_order_have_their_shares(drawn):
         rows = np.array(seen(numbered(count), size, iters, 1))
         for edge in generator.integers(0, count + 1, 20):
             assert abs((rows < edge).sum() - len(rows) * edge / count) <= 1, (
-                count,
-                size,
-                iters,
-                edge,
+                count, size, iters, edge,
             )
 
 
@@ -107,10 +104,7 @@ def test_rows_that_alternate_have_their_shares(drawn):
             share = (np.arange(count) % kinds == 0).mean()
             deviation = math.sqrt(max(len(rows) * share * (1 - share), 1))
             assert abs((rows % kinds == 0).sum() - len(rows) * share) < 4.5 * deviation, (
-                count,
-                size,
-                iters,
-                kinds,
+                count, size, iters, kinds,
             )
 
 
@@ -218,14 +212,8 @@ def run_of_languages(toys, languages, tmp_path_factory):
         24,
     )
     flags += (
-        "--global_batch_size",
-        8,
-        "--precision",
-        "32-true",
-        "--eval_batch_size",
-        4,
-        "--eval_iters",
-        READ // 4,
+        "--global_batch_size", 8, "--precision", "32-true", "--eval_batch_size", 4,
+        "--eval_iters", READ // 4,
     )
     job = Job(2, *flags, "--strategy", "fsdp2")
     assert job.wait() == [0, 0], job.output
@@ -304,22 +292,12 @@ def test_a_run_of_an_older_version_is_not_judged_by_losses_of_other_rows(
         8,
     )
     flags += (
-        "--eval_iters",
-        1000 if whole else 4,
-        "--verify_start",
-        "false",
-        "--save_step_interval",
-        2,
+        "--eval_iters", 1000 if whole else 4, "--verify_start", "false", "--save_step_interval", 2,
     )
     budget = ("--forgetting_budget", "validation:9")
     assert Job(1, *flags, *budget, "--max_step", 2, before=as_an_older_version).wait() == [0]
     flags += (
-        "--resume",
-        "true",
-        "--max_step",
-        4,
-        "--resume_override",
-        "max_step,forgetting_budget",
+        "--resume", "true", "--max_step", 4, "--resume_override", "max_step,forgetting_budget",
     )
     job = Job(1, *flags, *budget)
     job.wait()

@@ -46,14 +46,8 @@ def run(tmp_path_factory):
     (folder / "base" / "tokenizer.model").write_bytes(b"of SentencePiece")
     make_dataset(folder / "data", default_rng(0))
     flags = (
-        "--model_name",
-        folder / "base",
-        "--train_data_dir",
-        folder / "data",
-        "--output_dir",
-        folder,
-        "--eval_iters",
-        0,
+        "--model_name", folder / "base", "--train_data_dir", folder / "data",
+        "--output_dir", folder, "--eval_iters", 0,
     )
     train_ranks(1, *flags, "--run_name", "run", "--max_step", 1, "--precision", "32-true")
     checkpoint = keep.checkpoint_at(folder / "run")
@@ -108,12 +102,8 @@ NOT_AGAIN = {
 def test_what_could_not_be_opened_again_is_refused_before_step_1(toys, tmp_path, model_type):
     AutoConfig.for_model(model_type, **NOT_AGAIN[model_type]).save_pretrained(tmp_path / "model")
     flags = (
-        "--model_name",
-        tmp_path / "model",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path / "out",
+        "--model_name", tmp_path / "model", "--train_data_dir", toys / "data",
+        "--output_dir", tmp_path / "out",
     )
     job = Job(1, *flags, "--run_name", "run", "--max_step", 1, "--eval_iters", 0)
     [code] = job.wait(120)

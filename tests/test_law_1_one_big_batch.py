@@ -88,24 +88,12 @@ def test_micro_batches_and_ranks_are_one_big_batch(
         *toy_run(toys, tmp_path, model=model, data="ragged"),
         *("--run_name", "run", "--strategy", strategy, "--precision", "32-true", "--seed", SEED),
         *(
-            "--micro_batch_size",
-            micro_batch,
-            "--global_batch_size",
-            GLOBAL_BATCH,
-            "--max_step",
-            STEPS,
+            "--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH,
+            "--max_step", STEPS,
         ),
         *(
-            "--lr",
-            LR,
-            "--warmup_steps",
-            2,
-            "--weight_decay",
-            WEIGHT_DECAY,
-            "--grad_clip",
-            CLIP,
-            "--eval_iters",
-            0,
+            "--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP,
+            "--eval_iters", 0,
         ),
     )
     # AdamW's first update is lr x gradient / |gradient|, up to lr for a gradient that is rounding.

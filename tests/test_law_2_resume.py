@@ -13,24 +13,12 @@ def flags(toys, output, model, strategy, kind, precision):
     return (
         *toy_run(toys, output, model=model, data="ragged"),
         *(
-            "--strategy",
-            strategy,
-            "--state_dict_type",
-            kind,
-            "--precision",
-            precision,
-            "--lr",
-            1e-2,
+            "--strategy", strategy, "--state_dict_type", kind, "--precision", precision,
+            "--lr", 1e-2,
         ),
         *(
-            "--micro_batch_size",
-            2,
-            "--global_batch_size",
-            8,
-            "--max_step",
-            STEPS,
-            "--save_step_interval",
-            HALF,
+            "--micro_batch_size", 2, "--global_batch_size", 8, "--max_step", STEPS,
+            "--save_step_interval", HALF,
         ),
         *("--eval_iters", 4, "--eval_batch_size", 2),
     )

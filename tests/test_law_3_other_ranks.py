@@ -27,24 +27,12 @@ def test_the_curve_goes_on_with_another_number_of_ranks(
     flags = (
         *toy_run(toys, tmp_path, model=model, data="ragged"),
         *(
-            "--state_dict_type",
-            kind,
-            "--precision",
-            "32-true",
-            "--lr",
-            1e-3,
-            "--global_batch_size",
-            8,
+            "--state_dict_type", kind, "--precision", "32-true", "--lr", 1e-3,
+            "--global_batch_size", 8,
         ),
         *(
-            "--max_step",
-            STEPS,
-            "--save_step_interval",
-            HALF,
-            "--eval_iters",
-            4,
-            "--eval_batch_size",
-            2,
+            "--max_step", STEPS, "--save_step_interval", HALF, "--eval_iters", 4,
+            "--eval_batch_size", 2,
         ),
     )
     train_ranks(2, *flags, "--run_name", "run", "--strategy", strategy, "--micro_batch_size", 2)
@@ -57,14 +45,8 @@ def test_the_curve_goes_on_with_another_number_of_ranks(
         ranks_after,
         *flags,
         *(
-            "--resume",
-            "true",
-            "--checkpoint",
-            checkpoint,
-            "--strategy",
-            sharded_after,
-            "--micro_batch_size",
-            1,
+            "--resume", "true", "--checkpoint", checkpoint, "--strategy", sharded_after,
+            "--micro_batch_size", 1,
         ),
     )
     assert metrics(tmp_path / "run", "step") == expected["step"]

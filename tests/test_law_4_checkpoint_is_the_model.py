@@ -33,14 +33,8 @@ def test_transformers_gives_the_logits_of_the_model_in_training(
         2,
         *toy_run(toys, tmp_path, model=model),
         *(
-            "--run_name",
-            "run",
-            "--strategy",
-            strategy,
-            "--state_dict_type",
-            kind,
-            "--precision",
-            precision,
+            "--run_name", "run", "--strategy", strategy, "--state_dict_type", kind,
+            "--precision", precision,
         ),
         *("--lr", 1e-2, "--micro_batch_size", 4, "--max_step", 3, "--eval_iters", 0),
     )

@@ -45,14 +45,8 @@ def test_parameters_and_buffers_equal_the_reference(
 ):
     argv = [*toy_run(toys, tmp_path, model=model)]
     argv += [
-        "--strategy",
-        strategy,
-        "--precision",
-        precision,
-        "--auto_wrap_policy",
-        wrap,
-        "--devices",
-        ranks,
+        "--strategy", strategy, "--precision", precision, "--auto_wrap_policy", wrap,
+        "--devices", ranks,
     ]
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     reference = AutoModelForCausalLM.from_pretrained(toys / model, dtype=dtype)

@@ -86,24 +86,11 @@ def test_training_masks_by_default_under_every_strategy(
     toys, tmp_path, packed_data, strategy, ranks
 ):
     flags = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        packed_data,
-        "--output_dir",
-        tmp_path,
-        "--max_step",
-        3,
+        "--model_name", toys / "llama", "--train_data_dir", packed_data, "--output_dir", tmp_path,
+        "--max_step", 3,
     )
     flags += (
-        "--strategy",
-        strategy,
-        "--precision",
-        "32-true",
-        "--global_batch_size",
-        4,
-        "--lr",
-        1e-3,
+        "--strategy", strategy, "--precision", "32-true", "--global_batch_size", 4, "--lr", 1e-3,
     )
     train_ranks(ranks, *flags, "--run_name", "masked", "--activation_checkpointing", "true")
     train_ranks(ranks, *flags, "--run_name", "plain", "--document_masking", "false")

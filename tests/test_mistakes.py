@@ -490,9 +490,7 @@ OTHERS = [
     ),
     ("fabric_llm.verify.__main__", "checkpoints/rnu --drill", 2, "No run at 'checkpoints/rnu'"),
     (
-        "fabric_llm.verify.__main__",
-        "--drill --launcher nothing_of_the_kind",
-        2,
+        "fabric_llm.verify.__main__", "--drill --launcher nothing_of_the_kind", 2,
         "there is no such program",
     ),
 ]
@@ -724,14 +722,7 @@ def test_none_of_a_tutorial_is_a_flag_that_isnt_given(tmp_path):
         "model_name: m\ntrain_data_dir: d\nkeep_last: 3\ncheckpoint: None\noutput_dir: null\n"
     )
     flags = [
-        "--model_name",
-        "m",
-        "--train_data_dir",
-        "d",
-        "--keep_last",
-        "None",
-        "--max_hours",
-        "None",
+        "--model_name", "m", "--train_data_dir", "d", "--keep_last", "None", "--max_hours", "None",
     ]
     for words in ([*flags, "--checkpoint", "None"], [*flags, "--config", str(config)]):
         found = parse_train(words).flat()

@@ -59,14 +59,8 @@ def test_twenty_steps_with_accumulation_four_equal_a_plain_loop(toys, tmp_path, 
         1,
         *toy_run(toys, tmp_path, model=model, data="ragged"),
         *(
-            "--run_name",
-            "run",
-            "--precision",
-            "32-true",
-            "--micro_batch_size",
-            2,
-            "--gradient_accumulation_steps",
-            4,
+            "--run_name", "run", "--precision", "32-true", "--micro_batch_size", 2,
+            "--gradient_accumulation_steps", 4,
         ),
         *("--max_step", 20, "--lr", 3e-3, "--seed", 1, "--eval_iters", 0),
     )
@@ -155,16 +149,8 @@ def test_the_part_of_weights_that_changes_is_the_same_on_any_ranks(toys, tmp_pat
             ranks,
             *toy_run(toys, tmp_path),
             *(
-                "--run_name",
-                strategy,
-                "--strategy",
-                strategy,
-                "--global_batch_size",
-                4,
-                "--max_step",
-                3,
-                "--lr",
-                1e-5,
+                "--run_name", strategy, "--strategy", strategy, "--global_batch_size", 4,
+                "--max_step", 3, "--lr", 1e-5,
             ),
             *("--bf16_updates", "nearest", "--eval_iters", 0),
         )
@@ -231,12 +217,8 @@ def test_a_batch_without_any_target_contributes_nothing(toys, tmp_path, strategy
     )
     DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "masked")
     flags = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        tmp_path / "masked",
-        "--output_dir",
-        tmp_path,
+        "--model_name", toys / "llama", "--train_data_dir", tmp_path / "masked",
+        "--output_dir", tmp_path,
     )
     flags += ("--strategy", strategy, "--number_epochs", 1, "--precision", "32-true")
     train_ranks(ranks, *flags, "--run_name", "run")

@@ -47,28 +47,10 @@ def test_a_place_does_not_depend_on_the_others():
 def test_the_order_is_fixed_for_ever():
     """No release of any library may change the data of a run that is under way."""
     assert permuted(np.arange(10), 10, seed=1234, epoch=0).tolist() == [
-        2,
-        4,
-        8,
-        5,
-        7,
-        0,
-        3,
-        1,
-        9,
-        6,
+        2, 4, 8, 5, 7, 0, 3, 1, 9, 6,
     ]
     assert permuted(np.arange(10), 10, seed=1234, epoch=1).tolist() == [
-        6,
-        0,
-        7,
-        4,
-        5,
-        3,
-        1,
-        9,
-        2,
-        8,
+        6, 0, 7, 4, 5, 3, 1, 9, 2, 8,
     ]
     far = permuted(np.array([0, 1, 2, BILLION - 1]), BILLION, seed=1234, epoch=0)
     assert far.tolist() == [111656419, 254237115, 792113187, 250832018]

@@ -15,17 +15,8 @@ from fabric_llm.weights.export import export
 
 GIVEN = ("theta:8e6", "yarn:4", "linear:4", "llama3:8")
 FAMILIES = (
-    "llama",
-    "qwen3",
-    "mistral",
-    "mixtral",
-    "gemma2",
-    "gemma3_text",
-    "phi",
-    "granite",
-    "olmo2",
-    "smollm3",
-    "falcon",
+    "llama", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "granite", "olmo2",
+    "smollm3", "falcon",
 )
 
 

@@ -19,16 +19,7 @@ from transformers import AutoModelForCausalLM
 
 # 96 tokens: 4 rows, of which the longest documents differ
 LENGTHS = [
-    4,
-    20,
-    3,
-    9,
-    12,
-    2,
-    22,
-    5,
-    3,
-    16,
+    4, 20, 3, 9, 12, 2, 22, 5, 3, 16,
 ]
 STEPS = 4
 
@@ -82,14 +73,8 @@ def made(tmp_path_factory):
 
 def flags(made, output, kind, data, *more):
     words = (
-        "--model_name",
-        made / kind,
-        "--train_data_dir",
-        made / data,
-        "--output_dir",
-        output,
-        "--precision",
-        "32-true",
+        "--model_name", made / kind, "--train_data_dir", made / data, "--output_dir", output,
+        "--precision", "32-true",
     )
     return (*words, "--max_step", STEPS, "--global_batch_size", 4, "--lr", 1e-2, *more)
 

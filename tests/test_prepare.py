@@ -43,9 +43,7 @@ def texts() -> list[str]:
         if 200 < path.stat().st_size < 6000:
             found.append(path.read_bytes().decode("utf-8"))
     awkward = [
-        "naïve Ünïcödé \U0001f600\r\n\tend ",
-        "x",
-        "  leading and trailing  \n\n",
+        "naïve Ünïcödé \U0001f600\r\n\tend ", "x", "  leading and trailing  \n\n",
         "\x00 control \x7f",
     ]
     return found[:20] + awkward
@@ -683,14 +681,7 @@ def test_several_inputs_are_read_in_the_order_given(make, tmp_path, texts):
 
 def test_pattern_and_exclude_choose_the_files_of_a_folder(make, tmp_path):
     names = [
-        "z/y.py",
-        "b.py",
-        "a.py",
-        "tests/c.py",
-        "k/x.py",
-        "deep/tests/d.py",
-        "deep/e.py",
-        "c/q.py",
+        "z/y.py", "b.py", "a.py", "tests/c.py", "k/x.py", "deep/tests/d.py", "deep/e.py", "c/q.py",
         "notes.txt",
     ]
     for name in names:

@@ -229,11 +229,8 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
 def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
     made(corpus, tmp_path / "padded")
     made(
-        corpus,
-        tmp_path / "plain",
-        train_tokenizer=None,
-        tokenizer=tmp_path / "padded" / "tokenizer",
-        packing="concat",
+        corpus, tmp_path / "plain", train_tokenizer=None,
+        tokenizer=tmp_path / "padded" / "tokenizer", packing="concat",
     )
     padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
     require_alike(padded, plain, masks_documents=True)

@@ -165,11 +165,8 @@ def assert_same(one, other):
 @pytest.mark.longer
 def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
     points = [
-        "prepare.documents:count=150",
-        "prepare.mark",
-        "prepare.marked:count=3",
-        "prepare.mark:count=4",
-        "prepare.rows",
+        "prepare.documents:count=150", "prepare.mark", "prepare.marked:count=3",
+        "prepare.mark:count=4", "prepare.rows",
     ]
     for point in points:
         done = call(tmp_path / "out", f"{point}:do=kill")

@@ -24,10 +24,7 @@ from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = [
-    "naïve Ünïcödé \U0001f600\r\n\tend",
-    'quoted "x", and a comma',
-    "x",
-    "two\nlines of text",
+    "naïve Ünïcödé \U0001f600\r\n\tend", 'quoted "x", and a comma', "x", "two\nlines of text",
     " spaces ",
 ] * 4
 
@@ -233,10 +230,7 @@ def test_a_separator_holds_whatever_ends_the_lines(tmp_path, given, end):
     )
     found, bad = read(path, separator=inputs.separator(given))
     assert [text.replace("\r", "") for text in found] == [
-        "one",
-        "two",
-        "three\nlines",
-        "four",
+        "one", "two", "three\nlines", "four",
     ] and not bad
 
 
@@ -496,13 +490,7 @@ def test_an_array_is_read_in_bounded_memory(tmp_path, monkeypatch):
 
 def test_rows_of_tsv_with_a_single_quote_stay_rows(tmp_path):
     lines = [
-        "id\ttext",
-        '1\t"hello',
-        "2\tplain",
-        '3\tbye"',
-        '4\t"quoted"',
-        "5\tplain",
-        '6\t"the last',
+        "id\ttext", '1\t"hello', "2\tplain", '3\tbye"', '4\t"quoted"', "5\tplain", '6\t"the last',
         "7\tplain",
     ]
     expected = ['"hello', "plain", 'bye"', "quoted", "plain", '"the last', "plain"]
@@ -846,8 +834,7 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
     [
         (
             [
-                "data/train-00000-of-00001.jsonl",
-                "data/test-00000-of-00001.jsonl",
+                "data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl",
                 "data/validation-00000-of-00001.jsonl",
             ],
             2,

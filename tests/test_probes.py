@@ -110,14 +110,7 @@ def test_it_says_what_plain_transformers_says(toys, packed_data, alone):
 )
 def test_any_ranks_and_paths_measure_the_same(toys, packed_data, tmp_path, alone, ranks, more):
     flags = run_of(
-        toys / "llama",
-        packed_data,
-        tmp_path,
-        "run",
-        "--probes",
-        "retrieval",
-        "--eval_iters",
-        9,
+        toys / "llama", packed_data, tmp_path, "run", "--probes", "retrieval", "--eval_iters", 9,
         *more,
     )
     train_ranks(ranks, *flags)
@@ -129,12 +122,8 @@ def test_any_ranks_and_paths_measure_the_same(toys, packed_data, tmp_path, alone
 
 def test_a_budget_of_it_stops_a_run(toys, packed_data, tmp_path):
     budget = (
-        "--forgetting_budget",
-        "retrieval:0",
-        "--forgetting_action",
-        "stop",
-        "--eval_step_interval",
-        1,
+        "--forgetting_budget", "retrieval:0", "--forgetting_action", "stop",
+        "--eval_step_interval", 1,
     )
     flags = run_of(
         toys / "llama", packed_data, tmp_path, "run", *budget, "--eval_iters", 9, "--lr", 3e-2

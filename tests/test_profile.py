@@ -8,16 +8,8 @@ import pytest
 from ranks import Job, metrics, toy_run
 
 STEPS = (
-    "--global_batch_size",
-    4,
-    "--max_step",
-    6,
-    "--eval_iters",
-    1,
-    "--eval_step_interval",
-    2,
-    "--run_name",
-    "run",
+    "--global_batch_size", 4, "--max_step", 6, "--eval_iters", 1, "--eval_step_interval", 2,
+    "--run_name", "run",
 )
 
 

@@ -104,16 +104,8 @@ def test_what_is_recomputed_is_not_counted_twice():
 
 def steps(toys, folder, *more, model="mixtral"):
     flags = (
-        "--run_name",
-        "run",
-        "--precision",
-        "32-true",
-        "--global_batch_size",
-        4,
-        "--max_step",
-        2,
-        "--lr",
-        1e-2,
+        "--run_name", "run", "--precision", "32-true", "--global_batch_size", 4, "--max_step", 2,
+        "--lr", 1e-2,
     )
     train_ranks(1, *toy_run(toys, folder, model=model), *flags, "--eval_iters", 2, *more)
     run = folder / "run"

@@ -22,16 +22,8 @@ from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
 
 FLAGS = (
-    "--global_batch_size",
-    4,
-    "--max_step",
-    4,
-    "--save_step_interval",
-    2,
-    "--eval_iters",
-    1,
-    "--lr",
-    1e-2,
+    "--global_batch_size", 4, "--max_step", 4, "--save_step_interval", 2, "--eval_iters", 1,
+    "--lr", 1e-2,
 )
 TOKENS = 5
 

@@ -61,9 +61,7 @@ class Scene:
     def __init__(self, folder):
         self.work, self.outside = folder / "work", folder / "outside"
         self.model, self.data, self.runs = (
-            self.work / "model",
-            self.work / "data",
-            self.work / "runs",
+            self.work / "model", self.work / "data", self.work / "runs",
         )
         self.run, self.sharded = self.runs / "run", self.runs / "sharded"
         self.canary = self.outside / "canary"
@@ -75,22 +73,10 @@ class Scene:
 
     def train(self, *flags, name="new"):
         base = (
-            "--model_name",
-            self.model,
-            "--train_data_dir",
-            self.data,
-            "--output_dir",
-            self.runs,
+            "--model_name", self.model, "--train_data_dir", self.data, "--output_dir", self.runs,
         )
         base += (
-            "--precision",
-            "32-true",
-            "--global_batch_size",
-            4,
-            "--max_step",
-            3,
-            "--eval_iters",
-            0,
+            "--precision", "32-true", "--global_batch_size", 4, "--max_step", 3, "--eval_iters", 0,
         )
         return ("train", *base, *(("--run_name", name) if name is not None else ()), *flags)
 
@@ -102,12 +88,8 @@ class Scene:
 
     def prepare(self, *flags, tokenizer=None):
         base = (
-            "--tokenizer",
-            tokenizer or self.model,
-            "--context_length",
-            8,
-            "--validation_fraction",
-            0.5,
+            "--tokenizer", tokenizer or self.model, "--context_length", 8,
+            "--validation_fraction", 0.5,
         )
         return ("prepare_data", *base, "--output", self.work / "prepared", *flags)
 
@@ -184,11 +166,7 @@ def zipped_pickle_as_the_only_weights(scene):
 def pickles_beside_safetensors(scene):
     scene.zipped(scene.model / "pytorch_model.bin")
     for name in (
-        "training_args.bin",
-        "rng_state.pth",
-        "optimizer.pt",
-        "scheduler.pt",
-        "adapter_model.bin",
+        "training_args.bin", "rng_state.pth", "optimizer.pt", "scheduler.pt", "adapter_model.bin",
         "vocab.pkl",
     ):
         (scene.model / name).write_bytes(scene.pickle)

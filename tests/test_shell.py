@@ -18,11 +18,7 @@ from test_house import PACKAGE, SOURCES
 import plan
 import prepare_data
 from arguments import (
-    ROOT,
-    Arguments,
-    PlanArguments,
-    parse_plan,
-    parse_train,
+    ROOT, Arguments, PlanArguments, parse_plan, parse_train,
 )
 from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing
@@ -151,14 +147,8 @@ def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monk
     text = "".join(f"The {n}th line of a text, and {n + 1} comes next.\n\n" for n in range(200))
     (tmp_path / "home" / "text.txt").write_text(text)
     flags = [
-        "--input",
-        "~/text.txt",
-        "--train_tokenizer",
-        "300",
-        "--context_length",
-        "16",
-        "--num_workers",
-        "1",
+        "--input", "~/text.txt", "--train_tokenizer", "300", "--context_length", "16",
+        "--num_workers", "1",
     ]
     prepare_data.main([*flags, "--output=~/größe - 1"])
     following = shlex.split(re.search("Next: (.*)", capsys.readouterr().out)[1])
@@ -175,20 +165,8 @@ def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monk
 # ------------------------------------------------------------------------------- quotes
 
 NAMES = [
-    "plain",
-    "two words",
-    "größe",
-    "it's",
-    'a "b"',
-    "-dash",
-    "--dash",
-    "$HOME",
-    "a;b",
-    "*",
-    "a=b",
-    "#1",
-    "a\\b",
-    "-1",
+    "plain", "two words", "größe", "it's", 'a "b"', "-dash", "--dash", "$HOME", "a;b", "*", "a=b",
+    "#1", "a\\b", "-1",
 ]
 
 

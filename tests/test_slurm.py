@@ -144,24 +144,12 @@ def submit(slurm, toys, name, *options, flags=()):
     )
     model, _, data = toy_run(toys, "")[1:4]
     words = [
-        "--model_name",
-        model,
-        "--train_data_dir",
-        data,
-        "--global_batch_size",
-        4,
-        "--max_step",
-        STEPS,
+        "--model_name", model, "--train_data_dir", data, "--global_batch_size", 4,
+        "--max_step", STEPS,
     ]
     words += [
-        "--save_step_interval",
-        20,
-        "--eval_iters",
-        0,
-        "--log_step_interval",
-        1,
-        "--hang_timeout",
-        60,
+        "--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1,
+        "--hang_timeout", 60,
     ]
     words += ["--precision", "32-true", *flags]
     script = script.replace(

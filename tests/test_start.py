@@ -58,14 +58,7 @@ def nothing(value):
 def run(toys, folder, strategy, ranks, precision, tensor, damage, *flags):
     words = [*toy_run(toys, folder), "--max_step", 1]
     words += [
-        "--strategy",
-        strategy,
-        "--devices",
-        ranks,
-        "--precision",
-        precision,
-        "--eval_iters",
-        0,
+        "--strategy", strategy, "--devices", ranks, "--precision", precision, "--eval_iters", 0,
         *flags,
     ]
     return run_ranks(ranks, train_with_damage, [str(word) for word in words], tensor, damage)

@@ -49,14 +49,8 @@ def train_and_do(argv, rank, step, action):
 def flags(toys, output, strategy, *more):
     words = [*toy_run(toys, output, model="gpt2"), "--lr", 1e-2]
     words += [
-        "--strategy",
-        strategy,
-        "--global_batch_size",
-        4,
-        "--micro_batch_size",
-        2,
-        "--max_step",
-        STEPS,
+        "--strategy", strategy, "--global_batch_size", 4, "--micro_batch_size", 2,
+        "--max_step", STEPS,
     ]
     return [str(word) for word in [*words, "--eval_iters", 0, "--log_step_interval", 1, *more]]
 

@@ -15,12 +15,7 @@ from conftest import TOY_CONFIGS
 from ranks import train_ranks
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    FalconConfig,
-    Gemma3Config,
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig, AutoModelForCausalLM, FalconConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM,
 )
 
 from fabric_llm.model.gate import plain_attention
@@ -154,36 +149,16 @@ def by_train_py(
 ) -> dict[str, torch.Tensor]:
     """The weights after STEPS steps of train.py, as transformers reads them."""
     flags = (
-        "--model_name",
-        model_folder,
-        "--train_data_dir",
-        data,
-        "--output_dir",
-        output,
-        "--run_name",
-        "run",
+        "--model_name", model_folder, "--train_data_dir", data, "--output_dir", output,
+        "--run_name", "run",
     )
     flags += (
-        "--max_step",
-        STEPS,
-        "--number_epochs",
-        STEPS,
-        "--global_batch_size",
-        ROWS,
-        "--micro_batch_size",
-        2,
+        "--max_step", STEPS, "--number_epochs", STEPS, "--global_batch_size", ROWS,
+        "--micro_batch_size", 2,
     )
     flags += (
-        "--lr",
-        LR,
-        "--lr_decay",
-        "false",
-        "--warmup_steps",
-        0,
-        "--weight_decay",
-        DECAY,
-        "--precision",
-        "32-true",
+        "--lr", LR, "--lr_decay", "false", "--warmup_steps", 0, "--weight_decay", DECAY,
+        "--precision", "32-true",
     )
     train_ranks(ranks, *flags, "--eval_iters", 0, *more)
     folder = output / "run" / f"step-{STEPS:08d}"
@@ -249,15 +224,8 @@ def test_parts_of_mlps_in_tiles_are_trained(made, tmp_path, ranks, strategy, mor
         more[-1], ()
     )
     found = by_train_py(
-        made / "llama",
-        made / "data",
-        tmp_path,
-        ranks,
-        "--strategy",
-        strategy,
-        "--tiled_mlp",
-        "true",
-        *more,
+        made / "llama", made / "data", tmp_path, ranks, "--strategy", strategy,
+        "--tiled_mlp", "true", *more,
     )
     assert_alike(found, plain(made / "llama", made / "data", frozen))
 

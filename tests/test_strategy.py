@@ -153,9 +153,7 @@ def test_size_wraps_from_below_and_never_splits_tied_weights():
     model = build_skeleton(TOY_CONFIGS["llama"], torch.float32)
     assert "lm_head" in wrapped_names(model, "size:4000")
     assert wrapped_names(model, "size:5000") == [
-        "model.layers.0.mlp",
-        "model.layers.1.mlp",
-        "model",
+        "model.layers.0.mlp", "model.layers.1.mlp", "model",
     ]
     tied = build_skeleton(TOY_CONFIGS["gpt2"], torch.float32)
     names = wrapped_names(tied, "size:4000")

@@ -369,12 +369,8 @@ def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_p
     other = train_byte_level_bpe([" ".join(reversed(WORDS)) * 9], vocab_size=280)
     other.save_pretrained(tmp_path / "other")
     flags = [
-        "--tasks",
-        world / "yaml" / "first.yaml",
-        "--tokenizer",
-        tmp_path / "other",
-        "--output",
-        tmp_path / "tasks",
+        "--tasks", world / "yaml" / "first.yaml", "--tokenizer", tmp_path / "other",
+        "--output", tmp_path / "tasks",
     ]
     prepare_data.main([str(flag) for flag in flags])
     job = Job(
@@ -447,14 +443,8 @@ def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
 
     def of(path):
         return refused(
-            capsys,
-            prepare_data,
-            "--tasks",
-            path,
-            "--tokenizer",
-            world / "model",
-            "--output",
-            tmp_path / "out",
+            capsys, prepare_data, "--tasks", path, "--tokenizer", world / "model",
+            "--output", tmp_path / "out",
         )
 
     assert "no task, but a group without tasks" in of(group_of(tmp_path, "empty"))

@@ -32,9 +32,7 @@ def warned(flags, **facts):
     config = Has(max_position_embeddings=known.positions, rope_parameters={})
     plan = Has(
         placement=Has(
-            strategy=known.strategy,
-            kind=known.kind,
-            devices=known.devices,
+            strategy=known.strategy, kind=known.kind, devices=known.devices,
             num_nodes=known.num_nodes,
         ),
         schedule=Has(

@@ -22,14 +22,8 @@ def whole(request, toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
     flags = (*toy_run(toys, folder), "--max_step", 1)
     flags += (
-        "--strategy",
-        "fsdp",
-        "--state_dict_type",
-        request.param,
-        "--eval_iters",
-        0,
-        "--run_name",
-        "run",
+        "--strategy", "fsdp", "--state_dict_type", request.param, "--eval_iters", 0,
+        "--run_name", "run",
     )
     train_ranks(2, *flags)
     return folder / "run" / "step-00000001"

@@ -22,22 +22,12 @@ def flags(toys, output, strategy, kind, *more):
     return (
         *(*toy_run(toys, output, model="gpt2", data="ragged"), "--lr", 1e-2),
         *(
-            "--strategy",
-            strategy,
-            "--state_dict_type",
-            kind,
-            "--precision",
-            "bf16-true",
-            "--warmup_steps",
-            5,
+            "--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true",
+            "--warmup_steps", 5,
         ),
         *(
-            "--micro_batch_size",
-            1,
-            "--global_batch_size",
-            5 if strategy == "auto" else 6,
-            "--max_step",
-            STEPS,
+            "--micro_batch_size", 1, "--global_batch_size", 5 if strategy == "auto" else 6,
+            "--max_step", STEPS,
         ),
         *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 7, *more),
     )
@@ -70,13 +60,7 @@ def samples(folder):
 def lines(run):
     """Every number of the log but times, floats in hexadecimal."""
     keys = (
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "eval_loss",
-        "updated_fraction",
+        "step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "updated_fraction",
         "update_ratio",
     )
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

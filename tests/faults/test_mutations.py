@@ -18,25 +18,12 @@ def flags(toys, output, *more):
     return (
         *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
         *(
-            "--strategy",
-            "fsdp",
-            "--micro_batch_size",
-            1,
-            "--global_batch_size",
-            4,
-            "--max_step",
-            STEPS,
+            "--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4,
+            "--max_step", STEPS,
         ),
         *(
-            "--save_step_interval",
-            HALF,
-            "--eval_iters",
-            0,
-            "--warmup_steps",
-            4,
-            "--spike_window",
-            20,
-            *more,
+            "--save_step_interval", HALF, "--eval_iters", 0, "--warmup_steps", 4,
+            "--spike_window", 20, *more,
         ),
     )
 

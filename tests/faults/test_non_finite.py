@@ -25,10 +25,7 @@ def inject(plan):
         from fabric_llm.training.guard import Guard
 
         forward, seed_step, accumulate, accept = (
-            LanguageModel.forward,
-            steps.seed_step,
-            steps.accumulate,
-            Guard.accept,
+            LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept,
         )
         now = {"step": -1, "rank": 0, "micro_batch": 0, "taken": True, "weights": []}
 
@@ -65,10 +62,7 @@ def inject(plan):
             return now["taken"]
 
         LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept = (
-            faulty,
-            seeded,
-            watched,
-            accepted,
+            faulty, seeded, watched, accepted,
         )
 
     return install
@@ -91,24 +85,12 @@ def test_none_of_them_gets_into_a_parameter_or_a_checkpoint(toys, tmp_path, stra
         )
     flags = toy_run(toys, tmp_path, model="gpt2")
     flags += (
-        "--strategy",
-        strategy,
-        "--precision",
-        precision,
-        "--micro_batch_size",
-        1,
-        "--global_batch_size",
-        4,
+        "--strategy", strategy, "--precision", precision, "--micro_batch_size", 1,
+        "--global_batch_size", 4,
     )
     flags += (
-        "--max_step",
-        STEPS,
-        "--eval_iters",
-        0,
-        "--save_step_interval",
-        20,
-        "--max_skipped_steps",
-        STEPS,
+        "--max_step", STEPS, "--eval_iters", 0, "--save_step_interval", 20,
+        "--max_skipped_steps", STEPS,
     )
     job = Job(2, *flags, "--run_name", "run", before=inject(plan))
     assert job.wait(120) == [0, 0], job.output
@@ -140,14 +122,8 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
 
     flags = toy_run(toys, tmp_path, model="gpt2")
     flags += (
-        "--strategy",
-        "fsdp",
-        "--state_dict_type",
-        "sharded",
-        "--save_step_interval",
-        1,
-        "--max_step",
-        6,
+        "--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1,
+        "--max_step", 6,
     )
     job = Job(2, *flags, "--eval_iters", 0, "--run_name", "run", before=spoil)
     assert job.wait() == [76, 76], job.output

@@ -37,24 +37,12 @@ def flags(toys, output, *more):
     return (
         *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
         *(
-            "--strategy",
-            "fsdp",
-            "--micro_batch_size",
-            1,
-            "--global_batch_size",
-            4,
-            "--max_step",
-            STEPS,
+            "--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4,
+            "--max_step", STEPS,
         ),
         *(
-            "--save_step_interval",
-            3,
-            "--eval_iters",
-            2,
-            "--eval_batch_size",
-            2,
-            "--hang_timeout",
-            30,
+            "--save_step_interval", 3, "--eval_iters", 2, "--eval_batch_size", 2,
+            "--hang_timeout", 30,
         ),
         *("--run_name", "run", *more),
     )
@@ -273,14 +261,7 @@ def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_
 
 UNITS = 5  # of the weights of the toy GPT-2: both embeddings, two layers, the last norm
 SPIKES = (
-    "--spike_threshold",
-    6,
-    "--spike_action",
-    "rewind",
-    "--lr",
-    1e-4,
-    "--save_step_interval",
-    12,
+    "--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4, "--save_step_interval", 12,
 )
 
 
@@ -1220,12 +1201,8 @@ def test_extending_shortening_and_rolling_back_say_the_new_schedule(toys, tmp_pa
         and all(rate > 0 for rate in rates[8:])
     )
     back = (
-        *on_purpose,
-        "max_step,lr",
-        "--checkpoint",
-        tmp_path / "run" / "step-00000003",
-        "--lr",
-        2e-2,
+        *on_purpose, "max_step,lr", "--checkpoint", tmp_path / "run" / "step-00000003",
+        "--lr", 2e-2,
     )
     rolled = Job(2, *flags(toys, tmp_path, *back), "--max_step", 6)
     assert rolled.wait() == [0, 0], rolled.output
@@ -1246,12 +1223,8 @@ def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     shutil.copytree(whole, tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     branch = (
-        "--resume",
-        "true",
-        "--checkpoint",
-        tmp_path / "run" / "step-00000003",
-        "--run_name",
-        "branch",
+        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000003",
+        "--run_name", "branch",
     )
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
     assert job.wait() == [0, 0], job.output
@@ -1309,16 +1282,8 @@ def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
 
 def test_retention(toys, tmp_path):
     more = (
-        "--save_step_interval",
-        1,
-        "--keep_last",
-        2,
-        "--keep_every",
-        4,
-        "--keep_best",
-        1,
-        "--eval_step_interval",
-        1,
+        "--save_step_interval", 1, "--keep_last", 2, "--keep_every", 4, "--keep_best", 1,
+        "--eval_step_interval", 1,
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-00000001.pinned").touch()
@@ -1328,12 +1293,7 @@ def test_retention(toys, tmp_path):
     best = losses.index(min(losses)) + 1
     assert saved(tmp_path / "run") == sorted({1, 4, 7, 8, best})
     from_4 = (
-        "--resume",
-        "true",
-        "--checkpoint",
-        tmp_path / "run" / "step-00000004",
-        "--keep_every",
-        100,
+        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000004", "--keep_every", 100,
     )
     job = Job(1, *flags(toys, tmp_path, *more, *from_4))
     assert job.wait() == [0], job.output

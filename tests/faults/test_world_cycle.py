@@ -12,9 +12,7 @@ from ranks import Job, toy_run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
 )
 
 from fabric_llm.checkpoint import reading, state_dicts
@@ -31,14 +29,8 @@ def flags(toys, output, kind, strategy, *more):
     return (
         *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
         *(
-            "--strategy",
-            strategy,
-            "--state_dict_type",
-            kind,
-            "--precision",
-            "bf16-true",
-            "--run_name",
-            "run",
+            "--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true",
+            "--run_name", "run",
         ),
         *("--micro_batch_size", 1, "--global_batch_size", GLOBAL_BATCH, "--number_epochs", EPOCHS),
         *("--eval_iters", 0, "--resume", "auto", *more),
