@@ -18,7 +18,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from arguments import (
-    DEMO_CONFIG, ROOT, PlanArguments, TrainingArguments, not_here, parse_train,
+    DEMO_CONFIG,
+    ROOT,
+    PlanArguments,
+    TrainingArguments,
+    not_here,
+    parse_train,
 )
 from export_hf import ExportArguments, parse_export
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml

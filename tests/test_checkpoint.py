@@ -25,7 +25,14 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest, step_of
 from fabric_llm.checkpoint import whole, writing
 from fabric_llm.checkpoint.keep import (
-    Kept, Progress, is_evaluated, move_aside, prune, read_progress, sweep, verified,
+    Kept,
+    Progress,
+    is_evaluated,
+    move_aside,
+    prune,
+    read_progress,
+    sweep,
+    verified,
 )
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.model.tensor_files import Tensors

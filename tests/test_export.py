@@ -13,7 +13,11 @@ from ranks import train_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MixtralConfig, PreTrainedTokenizerFast,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
 )
 
 import export_hf

@@ -16,7 +16,11 @@ from conftest import TOY_CONFIGS
 from ranks import Job, refuse_imports, train_ranks
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
 )
 
 from arguments import ROOT

@@ -7,7 +7,15 @@ import pytest
 import torch
 import transformers
 from families import (
-    COMMON, FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model,
+    COMMON,
+    FAMILIES,
+    Tried,
+    table,
+    toy_config,
+    train,
+    try_family,
+    write_data,
+    write_model,
 )
 from packaging.version import Version
 from ranks import Job, metrics, run_ranks

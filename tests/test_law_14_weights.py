@@ -21,7 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.loading import (
-    build_skeleton, has_weights, load_config, open_weights, unread_weights,
+    build_skeleton,
+    has_weights,
+    load_config,
+    open_weights,
+    unread_weights,
 )
 from fabric_llm.model.weights import units
 

@@ -18,7 +18,11 @@ from test_house import PACKAGE, SOURCES
 import plan
 import prepare_data
 from arguments import (
-    ROOT, Arguments, PlanArguments, parse_plan, parse_train,
+    ROOT,
+    Arguments,
+    PlanArguments,
+    parse_plan,
+    parse_train,
 )
 from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing

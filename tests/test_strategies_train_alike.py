@@ -15,7 +15,12 @@ from conftest import TOY_CONFIGS
 from ranks import train_ranks
 from torch import nn
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, FalconConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from fabric_llm.model.gate import plain_attention

@@ -12,7 +12,9 @@ from ranks import Job, toy_run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
 )
 
 from fabric_llm.checkpoint import reading, state_dicts
