@@ -92,6 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
     take it."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Asked otherwise, a GPU can't be used in processes that are forked later.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

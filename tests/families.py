@@ -399,20 +399,18 @@ class Tried:
     kept: str = ""  # tensors of other dtypes than a cast of the whole model would give them
 
 
-def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] = (1, 2)) -> Tried:
+def try_family(
+    family: str, folder: Path, data: Path, devices: tuple[int, ...] = (1, 2), more: Iterable[Any] = ()
+) -> Tried:
     """Train two steps with default flags, resume at the first, train to the second again, export;
-    on so many devices."""
+    on so many devices. more: other flags."""
     tried = Tried(family)
     model = write_model(family, folder / family)
     for count in devices:
         run = folder / f"{family}-{count}"
-        flags = (
-            "--model_name", model, "--train_data_dir", data, "--output_dir", folder,
-            "--run_name", run.name,
-        )
-        flags += (
-            "--global_batch_size", 4, "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 1,
-        )
+        flags = ("--model_name", model, "--train_data_dir", data, "--output_dir", folder)
+        flags += ("--run_name", run.name, "--global_batch_size", 4, "--max_step", 2)
+        flags += ("--save_step_interval", 1, "--eval_iters", 1, *more)
         said = train(count, *flags)
         if said is None:
             describe(tried, run)
