@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -97,6 +98,7 @@ def main() -> int:
     parser = turns.parser(__doc__, rounds=3)
     parser.set_defaults(dtypes=["bfloat16"], warm_up=3)
     parser.add_argument("--minutes", type=float, default=7.5, help="nothing starts after these")
+    parser.add_argument("--trace", type=Path, help="folder for a profile of two steps of each case")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     options = turns.resolve(parser)
     if options.kind == "cpu" and not options.smoke:
@@ -144,6 +146,10 @@ def try_case(
         count = max(options.steps, min(10, int(TIMED_SECONDS / options.rounds / probe["seconds"])))
         report = contender.ask("time", count, ends - time.monotonic())
         row["seconds"] += [report["seconds"]] if report else []
+    if options.trace is not None and row["seconds"]:
+        options.trace.mkdir(parents=True, exist_ok=True)
+        name = re.sub("[^A-Za-z0-9]+", "-", case)
+        contender.ask(options.trace.resolve() / f"{name}.json", 2, ends - time.monotonic())
     report = contender.ask("memory", 1, ends - time.monotonic())
     if report:
         contender.close()

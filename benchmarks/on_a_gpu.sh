@@ -37,18 +37,23 @@ train() {  # NAME OPTIONS...
 library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 on="--accelerator cuda" model="--model_name configs/models/llama3.2-1b --micro_batch_size 4"
 context=4096 sizes="135M 1B" shapes="1B 8B" more="1B 3B 8B" tests="-m gpu -v -n 16 --dist worksteal -p no:benchmark"
+# each process that compiles would start a compiler on every core
+export TORCHINDUCTOR_COMPILE_THREADS=2
 if [ "$rehearses" ]; then
     on="--accelerator cpu --smoke" model="--model_name configs/demo_llama --micro_batch_size 1 --accelerator cpu --devices 1"
     context=64 sizes=toy shapes=toy more=toy tests="-m gpu --collect-only -q"
 fi
 on_optimizer=${on% --smoke}
-part tests python -m pytest $tests tests/test_gpu.py
-page speed gpu.py $on --shapes $shapes --minutes 2
+part families python -m pytest $tests tests/test_gpu_families.py
+part kernels python -m pytest $tests tests/test_gpu.py -k "not killed and not verified"
+part kills_16 python -m pytest $tests tests/test_gpu.py -k "killed and 16-mixed and not bf16-mixed"
+part kills_bf16 python -m pytest $tests tests/test_gpu.py -k "killed and bf16 or verified"
+part kills_32 python -m pytest $tests tests/test_gpu.py -k "killed and 32-true"
+page speed gpu.py $on --shapes $shapes --minutes 2.5 --trace "$out/trace"
 page throughput throughput.py $on --dtypes bfloat16 --packed --compile --rounds 5
 page optimizer optimizer.py $on_optimizer --sizes $sizes
 part data python prepare_data.py --input "$library"/{asyncio,email,json,unittest} --pattern '*.py' --train_tokenizer 8192 \
     --context_length $context --output "$out/data"
-train profile --max_step 12 --profile 5:8
 page speed_more gpu.py $on --shapes $more --minutes 8.5
 page context context.py $on --sharing 1
 page loss_head steps.py loss $on --dtypes bfloat16

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional, TypeVar, Union
 
 from benchmarks import page
 from benchmarks.page import Row, positive, progress
@@ -110,7 +110,8 @@ class Turns:
     def __init__(self, pipe: Connection, kind: str) -> None:
         self.pipe, self.kind, self.peak = pipe, kind, Peak(kind)
         self.extra: dict[str, Any] = {}  # what the contender adds to each report
-        self.what, self.steps, self.began = "time", 0, 0.0
+        self.what: Any = "time"
+        self.steps, self.began, self.profiler = 0, 0.0, None
         self.losses: list[Any] = []  # of the steps of this turn
 
     def go_on(self, loss: Any = None) -> bool:
@@ -134,6 +135,11 @@ class Turns:
         if self.what == "memory":
             self.peak.begin()
         synchronize(self.kind)
+        if isinstance(self.what, Path):
+            import torch
+
+            self.profiler = torch.profiler.profile(acc_events=True)
+            self.profiler.start()
         self.began = time.perf_counter()
         return True
 
@@ -142,6 +148,9 @@ class Turns:
         report = {"seconds": (time.perf_counter() - self.began) / self.steps}
         if self.what == "memory":
             report["peak_bytes"], report["additional_bytes"] = self.peak.end()
+        elif isinstance(self.what, Path):
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.what))
         losses = [float(loss) for loss in self.losses if loss is not None]
         return {**report, "losses": losses, **self.extra}
 
@@ -272,9 +281,9 @@ class Contender:
             self.processes[ours].start()
             theirs.close()  # so that a process that dies closes the pipe
 
-    def ask(self, what: str, steps: int, within_seconds: float = 10**6) -> Optional[Row]:
+    def ask(self, what: Union[str, Path], steps: int, within_seconds: float = 10**6) -> Optional[Row]:
         """The report on `steps` steps, of all ranks the largest numbers; None, and the row has an
-        error, without one."""
+        error, without one. what: "time", "memory", or the file of a profiler's trace."""
         if self.row["error"]:
             return None
         deadline = time.monotonic() + within_seconds
@@ -303,7 +312,7 @@ class Contender:
             largest[key] = max(numbers, default=None)
         return largest
 
-    def _send(self, request: Optional[tuple[str, int]]) -> None:
+    def _send(self, request: Optional[tuple[Any, int]]) -> None:
         """A process that has ended has said why, or is found at its end of the pipe."""
         for pipe in self.processes:
             with suppress(OSError):
