@@ -181,6 +181,10 @@ class ModelArguments:
     compile: Union[bool, Literal["auto"]] = setting("auto", aliases="torch_compile use_compile")
     """compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to
     pay for it"""
+    fast_paths: Literal["fall_back", "strict"] = setting("fall_back")
+    """where a fast path (compiled layers, packed attention, the chunked loss, --float8, inputs of
+    layers in the host's memory) fails before the first step is done: start again without it, or end
+    the run"""
     verify_start: bool = setting(True)
     """before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on
     the CPU)"""

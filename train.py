@@ -38,6 +38,7 @@ def main(argv: Optional[list[str]] = None) -> None:
                     flush=True,
                 )
             rank = start(arguments)
+            rank.is_program = argv is None
             with without_collection():
                 from fabric_llm.run.supervision import supervise
             supervise(

@@ -2,6 +2,7 @@
 
 import errno
 import sys
+from collections.abc import Sequence
 from typing import Optional
 
 DONE = 0
@@ -50,12 +51,17 @@ _MEMORY_WORDS = (
 
 class Fault(ValueError):
     """What ends a run: one sentence for the user, an exit code, and whether the same command may
-    succeed later."""
+    succeed later. again: flags with which the run starts once more by itself."""
 
     def __init__(
-        self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None
+        self,
+        sentence: str,
+        code: int = BAD_INPUT,
+        retryable: Optional[bool] = None,
+        again: Sequence[str] = (),
     ) -> None:
         super().__init__(printable(sentence))
+        self.again = list(again)
         self.code = code
         self.retryable = code in RETRYABLE if retryable is None else retryable
 

@@ -263,7 +263,7 @@ def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) ->
     Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for
     readers: no code uses them.
 
-    event: started, resumed, saved, stage, left_out or ended. step: finished steps, None if unknown.
+    event: started, resumed, saved, stage, left_out, fell_back or ended. step: finished steps, None if unknown.
     """
     line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
     # A disk that is full or gone doesn't end a run here: a save will.

@@ -37,6 +37,7 @@ class ThisRank:
     # The run directory, which rank 0 has locked. Other ranks know it once they have joined.
     directory: Optional[Path]
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
+    is_program: bool = True  # False in a process that isn't train.py's own, as in tests
     rank: int = 0
     fabric: Any = None  # a Fabric, which needs torch, like what follows
     watch: Any = None  # a Watch

@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
@@ -23,6 +24,9 @@ from fabric_llm.processes.stop import SIGNALS
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 # The environment variable of a started rank with the id of the process that it must not outlive.
 PARENT = "FABRIC_LLM_PARENT"
+# Of a run that starts again by itself: torchrun's own attempts are fewer, and the keys that they
+# leave in its store are others.
+OWN_ATTEMPT = 10**6
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
 
@@ -64,9 +68,13 @@ class Children:
                 process.wait()
 
 
+_given: dict[str, str] = {}  # the environment of this process before it changed it
+
+
 def adopt_launcher() -> None:
     """Make the environment of a rank that srun or nobody started look as torchrun's. Raises
     ValueError for a wrong number."""
+    _given.update(os.environ)
     # The watch reports broken connections, without C++ stacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # If the package kernels is installed, transformers would download kernels, which are code, from
@@ -227,5 +235,17 @@ def port_in_use() -> Fault:
 def for_launcher(code: int) -> int:
     """`code`, but 0 for a requested stop under a torchrun with restarts left, which would restart
     after any other code."""
-    restarts_left = code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0)
+    restarts = number_of(RESTARTS[0], 0) % OWN_ATTEMPT
+    restarts_left = code == STOPPED and restarts < number_of(RESTARTS[1], 0)
     return DONE if restarts_left else code
+
+
+def start_again(flags: Sequence[str]) -> NoReturn:
+    """Replace this process by its own command with more flags. Ranks that it has started have
+    ended."""
+    if RESTARTS[0] in _given:
+        _given[RESTARTS[0]] = str(number_of(RESTARTS[0], 0) + OWN_ATTEMPT)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # sockets, locks and GPUs
+    os.execve(sys.executable, [*sys.orig_argv, *flags], _given)

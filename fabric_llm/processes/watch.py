@@ -225,12 +225,14 @@ class Watch:
                 "sentence": str(own),
                 "code": own.code,
                 "retryable": own.retryable,
+                "again": own.again,
             }
             store.compare_set("first", "", json.dumps(told))
         # It is remembered, since the store may end with rank 0.
         if self.first is None and store.check(["first"]):
             there = json.loads(store.get("first"))
-            self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
+            rank = there.pop("rank")
+            self.first = rank, Fault(**there)
         store.set(f"beat/{self.rank}", json.dumps(self._beat()))
         for rank in self._listened():
             key = f"beat/{rank}"

@@ -299,7 +299,7 @@ def timeline(run: Run) -> list[Event]:
     return sorted(events, key=lambda event: (event.position, event.step * (not has_positions)))
 
 
-ENDS = ("stopped", "failed", "done")  # kinds of events
+ENDS = ("stopped", "failed", "done", "fell_back")  # kinds of events
 
 
 def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
@@ -314,6 +314,8 @@ def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
         words = "; ".join(filter(None, [devices(record), record.get("strategy"), source]))
     elif kind in ("saved", "stage"):
         words = _shares(record)
+    elif kind == "fell_back":
+        words = record.get("reason") or ""
     elif kind == "ended":
         words = record.get("reason") or ""
         kind = {DONE: "done", STOPPED: "stopped"}.get(record.get("code"), "failed")

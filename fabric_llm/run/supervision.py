@@ -27,6 +27,7 @@ from fabric_llm.plan.warnings import warnings_of
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal, interrupt
 from fabric_llm.processes.watch import Watch
+from fabric_llm.run.fallback import without_fast_path
 from fabric_llm.run.speed import peak_memory_gib
 
 # rank 0, which holds the store, waits until the others have read its fault, or children end
@@ -71,6 +72,9 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         fault = as_fault(error)
         if fault.code == faults.OUT_OF_MEMORY and this.plan is not None:
             fault = _out_of_memory(this, fault)
+        is_first_step = this.plan is not None and this.watch.step <= this.plan.start.step
+        if is_first_step and this.is_program and flags.model.fast_paths == "fall_back":
+            fault = without_fast_path(error, fault, this.plan.model, this.rank)
         if fault.code == faults.UNEXPECTED:
             traceback.print_exc()
         code = _end(this, flags, fault)
@@ -168,6 +172,8 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     or been told.
     """
     first_rank, first = this.watch.report(own)
+    if first.again:
+        return _start_again(this, flags, first)
     # A main thread that is stuck has no error of its own to tell.
     if is_stuck:
         own = first
@@ -185,6 +191,25 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     if first.code == faults.STOPPED or this.children.processes:
         return first.code
     return faults.PEER_LOST
+
+
+def _start_again(this: ThisRank, flags: Flags, first: Fault) -> int:
+    """Start this rank's command once more with the flags of `first`, unless rank 0 of its machine
+    has started it and starts it again. Returns the exit code of such a rank."""
+    if this.rank == 0:
+        print(f"Warning: {first}", file=sys.stderr, flush=True)
+        run_directory.record_event(
+            this.directory, "fell_back", this.watch.step, reason=str(first), flags=first.again
+        )
+        this.watch.wait_for(list(this.watch.beats), SECONDS_FOR_OTHERS)
+    if launch.has_parent():
+        return first.code
+    this.children.end(SECONDS_FOR_OTHERS)
+    more = list(first.again)
+    # The next attempt writes into the same directory.
+    if not flags.checkpoint.resume and flags.checkpoint.run_name is None:
+        more += ["--run_name", this.directory.name]
+    launch.start_again(more)
 
 
 def _print_end(rank: int, own: Fault, first: Fault) -> None:

@@ -1,0 +1,115 @@
+"""A fast path that fails on one of two ranks before the first step is done: all start again without
+it, and train what they would have trained without it from the start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import metrics
+
+ROOT = Path(__file__).parent.parent
+# What breaks on rank 1, as on a machine where it doesn't work. Rank 0 and the reference are whole.
+BREAK = """
+import os
+from contextlib import suppress
+
+def fails(*args, **more):
+    raise RuntimeError("it doesn't work on this machine")
+
+if os.environ.get("RANK") == "1":
+    {}
+"""
+PATHS = {  # the flags of the path, what breaks, and the flag of the run that goes on
+    "packed": (
+        ["--attention", "packed"],
+        "from fabric_llm.model import packed_attention; packed_attention._one_by_one = fails",
+        "--attention sdpa",
+    ),
+    "chunked": (
+        ["--loss", "chunked"],
+        "from fabric_llm.model import chunked_loss; chunked_loss.Head.__call__ = fails",
+        "--loss full",
+    ),
+    "compiled": (
+        ["--compile", "true"],
+        "os.environ['CXX'] = '/bin/false'; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {folder!r}",
+        "--compile false",
+    ),
+    "offload": (
+        ["--activation_checkpointing", "offload"],
+        "from fabric_llm.model import offload; offload.Inputs.put = fails",
+        "--activation_checkpointing full",
+    ),
+    "float8": (
+        ["--float8", "tensorwise"],
+        "import torchao.float8.float8_linear as f8; f8.hp_tensor_to_float8_dynamic = fails",
+        "--float8 none",
+    ),
+}
+LONGER = pytest.mark.longer
+
+
+@pytest.fixture
+def data(toys, packed_data):
+    return toys / "llama", packed_data
+
+
+def run(data, folder, path, *more, launcher=()):
+    """(exit code, what was said) of two ranks on which `path` fails."""
+    flags, broken, _ = PATHS[path]
+    code = folder / "broken.py"
+    code.write_text(BREAK.format(broken.format(folder=str(folder / "inductor"))))
+    command = [*launcher, "train.py", *shared(data, folder), *flags, "--code", code, *more]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def shared(data, folder):
+    return [
+        "--model_name", data[0], "--train_data_dir", data[1],
+        "--output_dir", folder, "--run_name", "run", "--devices", 2, "--accelerator", "cpu",
+        "--global_batch_size", 4, "--max_step", 3, "--lr", "1e-3", "--eval_iters", 1,
+        "--log_step_interval", 1, "--strategy", "fsdp2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path", [*(pytest.param(path, marks=LONGER) for path in PATHS if path != "packed"), "packed"]
+)
+def test_the_run_goes_on_without_it_on_all_ranks(data, tmp_path, path):
+    code, said = run(data, tmp_path, path)
+    flag = PATHS[path][2]
+    assert code == 0, said
+    [warning] = [line for line in said.splitlines() if "starts again" in line]
+    assert "failed on rank 1 before the first step was done" in warning and flag in warning
+    assert said.count("Start verified") == 1
+    events = list(map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()))
+    [fell_back] = [event for event in events if event["event"] == "fell_back"]
+    assert " ".join(fell_back["flags"]) == flag
+    # The same as without the path from the start.
+    name, value = flag.split()
+    plain = tmp_path / "plain"
+    subprocess.run(
+        [sys.executable, "train.py", *map(str, shared(data, plain)), name, value],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    assert metrics(tmp_path / "run") == metrics(plain / "run")
+
+
+@LONGER
+def test_under_torchrun_as_well(data, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    code, said = run(data, tmp_path, "packed", launcher=launcher)
+    assert code == 0, said
+    assert said.count("starts again") == 1 and len(metrics(tmp_path / "run")) == 3
+
+
+def test_strict_ends_the_run(data, tmp_path):
+    code, said = run(data, tmp_path, "packed", "--fast_paths", "strict")
+    assert code == 1 and "it doesn't work on this machine" in said and "again" not in said
