@@ -9,12 +9,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Optional
 
-from arguments import PlanArguments, parse_plan
+from arguments import PlanArguments
 from fabric_llm.base import files, names
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
+from parse_arguments import parse_plan
 
 OWN = [field.name for field in fields(PlanArguments)]
 GIB = 2**30

@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Optional
 
-from arguments import Arguments, parse_train
+from arguments import Arguments
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.program import outlast_readers, plain_output, without_collection
 from fabric_llm.plan import checks
@@ -16,6 +16,7 @@ from fabric_llm.plan.start import leave_at_once, report_errors, start
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.training.schedule import arguments_of, lr_at
+from parse_arguments import parse_train
 
 # what needs torch is imported when it is used: --help and mistakes are answered at once
 if TYPE_CHECKING:

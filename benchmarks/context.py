@@ -105,8 +105,8 @@ def train(contender: Any, flags: list[str], kind: str) -> None:
 
 def planned(flags: list[str], context: int) -> int:
     """By plan.py's prediction, without what is assumed of a GPU."""
-    from arguments import parse_plan
     from fabric_llm.forecast.prediction import predict
+    from parse_arguments import parse_plan
 
     parts = predict(*parse_plan([*flags, "--context_length", str(context)])).memory.parts
     return sum(size for name, size in parts.items() if not name.endswith("(assumed)"))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from arguments import parse_train
 from fabric_llm.model import loading, weights
 from fabric_llm.model.language_model import trained_loss
 from fabric_llm.model.strategy import make_fabric
@@ -23,6 +22,7 @@ from fabric_llm.plan.start import place
 from fabric_llm.run import build, reference
 from fabric_llm.run.run import Run
 from fabric_llm.training import step
+from parse_arguments import parse_train
 
 SMALL_LLAMA = {
     "num_hidden_layers": 1,

@@ -24,11 +24,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from arguments import parse_plan
 from benchmarks import gpu, inputs, page
 from fabric_llm.forecast.memory import Memory
 from fabric_llm.forecast.prediction import predict
 from fabric_llm.model import gate, layers
+from parse_arguments import parse_plan
 
 PAGE = ROOT / "docs/results/plan.md"
 CONTEXT, SLACK = "CUDA context (assumed)", "allocator's slack (assumed)"

@@ -19,10 +19,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from arguments import parse_plan
 from benchmarks import gpu, inputs, page
 from benchmarks.inputs import llama
 from fabric_llm.forecast import sweep
+from parse_arguments import parse_plan
 
 PAGE = ROOT / "docs/results/sweep.md"
 MANY, ONE = "## From few GPUs to many", "## At one number of GPUs"

@@ -245,9 +245,9 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
 
 def planned(argv: Any) -> tuple[Any, Any]:
     """(arguments, plan) of `train.py ARGV`, on this rank alone."""
-    from arguments import parse_train
     from fabric_llm.plan import run_directory, start
     from fabric_llm.plan.make_plan import make_plan
+    from parse_arguments import parse_train
 
     arguments = parse_train([str(word) for word in argv])
     directory = run_directory.directory(arguments)

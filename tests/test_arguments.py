@@ -17,14 +17,7 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import (
-    DEMO_CONFIG,
-    ROOT,
-    PlanArguments,
-    TrainingArguments,
-    not_here,
-    parse_train,
-)
+from arguments import DEMO_CONFIG, ROOT, PlanArguments, TrainingArguments
 from export_hf import ExportArguments, parse_export
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml
 from fabric_llm.plan.make_plan import make_plan
@@ -33,6 +26,7 @@ from fabric_llm.run.metrics import TRACKERS
 from fabric_llm.training.adamw import AdamW, decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
 from fabric_llm.training.step import clip_gradients
+from parse_arguments import not_here, parse_train
 from prepare_arguments import PrepareArguments, parse_prepare
 
 FLAGS = {  # the contract: design, section 4

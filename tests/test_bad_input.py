@@ -18,12 +18,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import train
-from arguments import parse_train
 from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.run_directory import directory
 from fabric_llm.plan.start import place
+from parse_arguments import parse_train
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import export_hf
 import prepare_data
-from arguments import parse_train
 from export_hf import parse_export
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.weights.card import rename
+from parse_arguments import parse_train
 from prepare_arguments import parse_prepare
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -19,7 +19,6 @@ from test_order import claimed_rows
 from transformers import AutoModelForCausalLM
 
 import train
-from arguments import parse_train
 from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest, step_of
@@ -38,6 +37,7 @@ from fabric_llm.checkpoint.writing import publish
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import export
+from parse_arguments import parse_train
 
 FLAGS = (
     "--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true",

@@ -167,7 +167,7 @@ def test_a_mistake_gets_one_sentence_in_all_processes(toys, tmp_path):
 def test_an_end_with_words_prints_them_and_is_no_success(tmp_path):
     """SystemExit("text") of code of one's own."""
     code = (
-        "import arguments, runpy, sys; arguments.parse_train = lambda argv: sys.exit('not "
+        "import parse_arguments, runpy, sys; parse_arguments.parse_train = lambda argv: sys.exit('not "
         "here'); runpy.run_path(sys.argv[1], run_name='__main__')"
     )
     words = [sys.executable, "-c", code, ROOT / "train.py"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from arguments import parse_plan, parse_train
 from export_hf import parse_export
 from fabric_llm.training.forgetting import parse_budgets
+from parse_arguments import parse_plan, parse_train
 from prepare_arguments import parse_prepare
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,6 @@ import torch
 from conftest import VOCABULARY
 from safetensors.torch import load_file
 
-from arguments import parse_plan, parse_train
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
@@ -23,6 +22,7 @@ from fabric_llm.data import own
 from fabric_llm.data.own import HEAD, Stream
 from fabric_llm.plan import same_run
 from fabric_llm.training.schedule import arguments_of, lr_at
+from parse_arguments import parse_plan, parse_train
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text()

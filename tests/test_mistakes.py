@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from ranks import instead
 
-from arguments import ROOT, parse_train
+from arguments import ROOT
 from fabric_llm.plan import start
+from parse_arguments import parse_train
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
 LIGHT = """

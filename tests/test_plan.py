@@ -13,12 +13,12 @@ from ranks import run_ranks
 from transformers import LlamaConfig
 
 import plan
-from arguments import parse_plan
 from benchmarks import plan as published
 from fabric_llm.forecast import changes, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
 from fabric_llm.forecast.prediction import ROW
 from fabric_llm.model.strategy_rules import Placement
+from parse_arguments import parse_plan
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--context_length", "128", "--max_step", "10")

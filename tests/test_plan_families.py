@@ -40,9 +40,9 @@ OF_TOYS = dict(
 def looked(folder, *words, whole=False):
     """The prediction for the model in `folder`, or the sentence that refuses it. whole: all layers
     are traced."""
-    from arguments import parse_plan
     from fabric_llm.forecast import trace
     from fabric_llm.forecast.prediction import predict
+    from parse_arguments import parse_plan
 
     given = ["--model_name", str(folder), "--context_length", "24", *map(str, words)]
     with patch.object(trace, "longest_cut", lambda kinds: None) if whole else nullcontext():

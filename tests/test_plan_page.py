@@ -10,7 +10,7 @@ from ranks import metrics, run_ranks, toy_run, train_ranks
 from test_report import Page, browser, opened
 
 import plan
-from arguments import parse_plan
+from parse_arguments import parse_plan
 
 pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from ranks import metrics, train_ranks
 from test_plan import said
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from arguments import parse_train
+from parse_arguments import parse_train
 
 ROOT = Path(__file__).parent.parent
 # In billions, as they are published.

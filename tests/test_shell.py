@@ -17,13 +17,7 @@ from test_house import PACKAGE, SOURCES
 
 import plan
 import prepare_data
-from arguments import (
-    ROOT,
-    Arguments,
-    PlanArguments,
-    parse_plan,
-    parse_train,
-)
+from arguments import ROOT, Arguments, PlanArguments
 from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing
 from fabric_llm.average import AverageArguments
@@ -34,6 +28,7 @@ from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.extend_vocab import ExtendArguments
 from fabric_llm.generate import GenerateArguments
 from fabric_llm.verify.__main__ import parse as parse_verify
+from parse_arguments import parse_plan, parse_train
 from prepare_arguments import PrepareArguments, parse_prepare
 
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")

@@ -10,11 +10,11 @@ import pytest
 from ranks import Job, toy_run
 from transformers import AutoConfig, LlamaConfig
 
-from arguments import parse_train
 from fabric_llm.data.columns import shifts_labels
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model.positions import length
 from fabric_llm.plan.warnings import warnings_of
+from parse_arguments import parse_train
 
 FACTS = {
     **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},

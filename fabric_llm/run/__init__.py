@@ -13,6 +13,7 @@ samples        `Samples`: what the model in training makes of --sample_prompts
 save           `due_after`, `save`, `publish`: what follows a step; when a checkpoint is written,
                and when it is published
 verdicts       `report`, `rewind`: what follows a step that wasn't taken, or too much forgotten
+fallback       `without_fast_path`: a fast path that fails before the first step is done
 supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code,
                STATUS.json
 """

@@ -1,0 +1,287 @@
+"""The command lines of train.py and plan.py: words to `Arguments`, with the file of --config, the
+flags of --code, and one sentence for a mistake. Nothing here imports torch."""
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import fields
+from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+from arguments import DEMO_CONFIG, ROOT, Arguments, PlanArguments, groups_of_run
+from fabric_llm.base import register
+from fabric_llm.base.command_line import (
+    declared,
+    fail,
+    groups,
+    load_yaml,
+    parse,
+    read_yaml,
+    yaml_text,
+)
+from fabric_llm.base.faults import BAD_INPUT
+from fabric_llm.base.names import at_home
+from fabric_llm.data.mixture_text import text_of, with_replay
+from fabric_llm.data.sources import SOURCES
+from fabric_llm.run import metrics
+from fabric_llm.training.schedule import SCHEDULES
+from prepare_arguments import PrepareArguments
+
+# In GiB, of --device_memory.
+UNITS = {
+    "mib": 2**-10,
+    "gib": 1.0,
+    "tib": 2.0**10,
+    "mb": 1e6 / 2**30,
+    "gb": 1e9 / 2**30,
+    "tb": 1e12 / 2**30,
+}
+# What people paste from other trainers and train.py has no flag for: names -> what is said of them.
+NOT_A_FLAG = {
+    "optim optimizer optimizer_name optim_type": (
+        "the optimizer is AdamW; --code registers another (docs/make_it_yours.md)"
+    ),
+    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft "
+    "adapter load_in_4bit load_in_8bit quantize": (
+        "all parameters train, or those of --train_only: there are no adapters"
+    ),
+    "do_train do_eval do_predict": (
+        "leave it out: a run trains, and evaluates where --eval_iters isn't 0"
+    ),
+    "trust_remote_code": "leave it out: code that comes with a model is never run",
+    "token hf_token use_auth_token hub_token": "set HF_TOKEN, or log in with hf auth login",
+    "chat_template prompt_style train_on_inputs": (
+        "rows are plain text: a chat template is applied before prepare_data.py"
+    ),
+    # Not derived from export_hf.py, which a run doesn't import; a test compares the names.
+    "push_to_hub hub_model_id push_to_hub_model_id": "it is --push_to_hub of export_hf.py",
+    "private hub_private_repo": "it is --private of export_hf.py",
+    "dtype": "it is --dtype of export_hf.py",
+    "ema": "it is --ema of export_hf.py",
+    "max_shard_size": "it is --max_shard_size of export_hf.py",
+    "compare_plan": "it was removed: plan.py --like RUN takes the speed of a run",
+    "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
+}
+
+
+# ignored in the arguments.yaml of a run that an earlier version has begun
+REMOVED = ("compare_plan",)
+
+
+def not_here() -> dict[str, str]:
+    """{name: what is said of it} of names that are no flags of train.py, also those of other
+    scripts."""
+    found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
+    scripts = {
+        "plan.py": PlanArguments,
+        "prepare_data.py": PrepareArguments,
+    }
+    for script, group in scripts.items():
+        for name, one in declared(group).items():
+            found |= dict.fromkeys((name, *one.aliases.split()), f"it is --{name} of {script}")
+    return found
+
+
+TRAIN = """usage: python train.py --devices 4 --model_name MODEL --train_data_dir FOLDER
+Train a Hugging Face causal language model. Without flags: a demo."""
+PLAN = """usage: python plan.py --devices 4 --model_name MODEL --train_data_dir FOLDER
+What train.py would need with these flags: memory, time, disk and money."""
+
+
+def parse_train(argv: Optional[list[str]] = None) -> Arguments:
+    """Arguments of train.py from `argv` (default: sys.argv). The command line wins over `--config`.
+
+    With neither --config nor --model_name nor --train_data_dir, a resumed run goes on with its own
+    arguments.yaml, and otherwise configs/demo.yaml applies. Exits with code 2 and one sentence on
+    anything unknown.
+    """
+    return _parse_run("train.py", TRAIN, [], argv)[0]
+
+
+def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
+    """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as
+    that does."""
+    argv = _in_gib(_with_true(list(sys.argv[1:] if argv is None else argv)))
+    arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
+    return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
+
+
+def _with_true(argv: list[str]) -> list[str]:
+    """With `true` behind a flag of plan.py that is true or false and given alone, such as
+    --json."""
+    alone = {f"--{name}" for name, one in declared(PlanArguments).items() if one.kinds == [bool]}
+    found = []
+    for word, after in zip(argv, [*argv[1:], "--"]):
+        found += [word, "true"] if word in alone and after.startswith("--") else [word]
+    return found
+
+
+def _in_gib(argv: list[str]) -> list[str]:
+    """With the number of GiB for a --device_memory that has a unit."""
+    text = "\n".join(argv)
+
+    def number(given: re.Match[str]) -> str:
+        return f"{given[1]}{float(given[2]) * UNITS[given[3].lower()]:.6g}"
+
+    return (
+        re.sub(
+            r"^(--device_memory[=\n])([\d.]+) ?([GMT]i?B)$", number, text, flags=re.M | re.I
+        ).split("\n")
+        if argv
+        else []
+    )
+
+
+def _parse_run(
+    program: str, about: str, more: list[type], argv: Optional[list[str]]
+) -> tuple[Arguments, dict[str, Any]]:
+    """(arguments of a run, all flags by name). more: groups of flags that the program has besides
+    those of train.py."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    named = any(
+        re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv
+    )
+    on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
+    resumed = None if named else _arguments_of_resumed_run(argv)
+    demo = not named and resumed is None and "data_mix" not in on_command_line
+    if demo or resumed is not None:
+        # A run stays in its directory, also if it was moved since its file was written.
+        place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
+        argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
+    try:
+        _load_code(argv, more)
+    except ValueError as error:
+        fail(program, str(error), getattr(error, "code", BAD_INPUT))
+    flag_groups = [*more, *groups_of_run().values()]
+    removed = {*REMOVED, *_flags_of_other_code(resumed, argv, flag_groups)}
+    flat = parse(
+        program,
+        about,
+        flag_groups,
+        argv,
+        of_run=resumed is not None,
+        elsewhere=not_here(),
+        removed=removed,
+    )
+    try:
+        metrics.named(flat["logger"])
+        # arguments.yaml keeps the mixture itself, since its file may change.
+        if flat["replay"] is not None or flat["replay_fraction"] is not None:
+            mix = with_replay(
+                flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"]
+            )
+            flat |= {
+                "data_mix": mix,
+                "train_data_dir": None,
+                "replay": None,
+                "replay_fraction": None,
+            }
+        elif flat["data_mix"]:
+            flat["data_mix"] = text_of(flat["data_mix"])
+    except ValueError as error:
+        fail(program, str(error), getattr(error, "code", BAD_INPUT))
+    if demo:  # the preset's paths are relative to this repository, not to the current directory
+        for name in ("model_name", "train_data_dir"):
+            flat[name] = str(ROOT / flat[name])
+    by_group = {
+        name: group(**{f.name: flat[f.name] for f in fields(group)})
+        for name, group in groups(Arguments).items()
+    }
+    own = {name: flat[name] for group in register.FLAGS.values() for name in declared(group)}
+    arguments = Arguments(
+        **by_group, own=SimpleNamespace(**own), demo=demo, on_command_line=on_command_line
+    )
+    if register.LOADED:
+        register.LOADED["flags"] = arguments
+    return arguments, flat
+
+
+def _load_code(argv: list[str], more: list[type]) -> None:
+    """Load the module of --code, whose flags are parsed next. Raises ValueError.
+
+    more: as of `_parse_run`.
+    """
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names.add_argument("--code", nargs="?")
+    names.add_argument("--config", nargs="?")
+    # what comes behind --help are names of flags
+    before_help = takewhile(lambda word: word.partition("=")[0] not in ("--help", "-h"), argv)
+    given = names.parse_known_args(list(before_help))[0]
+    code, runs = given.code, set()
+    if code is None and given.config is not None:
+        config = Path(at_home(given.config))
+        try:
+            text = yaml_text(config)
+            # parse() reads the file again, which takes seconds for a hostile one.
+            values = load_yaml(text) if "code" in text else {}
+        except (OSError, ValueError):
+            return  # parse() says what is wrong with it
+        code = values.get("code") if isinstance(values, dict) else None
+        if config.name == "arguments.yaml":
+            runs = register.folders_of_run(config)
+    if not isinstance(code, str) or code.lower() in ("none", "null"):
+        code = None
+    register.load(code and at_home(code), runs)
+    if code is not None:
+        _refuse_taken_names([*more, *groups_of_run().values()])
+
+
+def _flags_of_other_code(
+    resumed: Optional[Path], argv: list[str], flag_groups: list[type]
+) -> set[str]:
+    """Names in the arguments.yaml of a resumed run that are no flags any more, because
+    --resume_override code takes another module, or none."""
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names.add_argument("--resume_override", nargs="?")
+    overridden = names.parse_known_args(argv)[0].resume_override or ""
+    if resumed is None or "code" not in overridden.split(","):
+        return set()
+    try:
+        values = read_yaml(resumed)
+    except (OSError, ValueError):
+        return set()  # parse() says what is wrong with it
+    known = {name for group in flag_groups for name in declared(group)}
+    return {str(name) for name in values} - known if isinstance(values, dict) else set()
+
+
+def _refuse_taken_names(flag_groups: list[type]) -> None:
+    """Raises ValueError where --code registers a name that there is already."""
+    tables: dict[str, tuple[Collection[str], Collection[str]]] = {
+        "schedule": (register.SCHEDULES, SCHEDULES),
+        "source": (register.SOURCES, SOURCES),
+        "metric": (register.METRICS, metrics.STEP_NUMBERS),
+        "number of the log": (register.added_by_loss(), {*metrics.STEP_NUMBERS, *register.METRICS}),
+        "tracker": (register.TRACKERS, metrics.TRACKERS),
+    }
+    for what, (own, ours) in tables.items():
+        for name in own:
+            if name in ours:
+                raise ValueError(f"--code: there is a {what} {name!r} already; take another name.")
+    count = Counter(["config", "help", *(name for one in flag_groups for name in declared(one))])
+    for name in count:
+        if count[name] > 1:
+            raise ValueError(f"--code: there is a flag --{name} already; take another name.")
+
+
+def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
+    """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is
+    none."""
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("resume", "run_name", "checkpoint", "output_dir"):
+        names.add_argument(f"--{name}", nargs="?")
+    words = vars(names.parse_known_args(argv)[0])
+    given = SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})
+    if str(given.resume).lower() not in ("true", "auto") or not (
+        given.run_name or given.checkpoint
+    ):
+        return None
+    folder = Path(given.output_dir or "checkpoints", given.run_name or "")
+    file = (
+        Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
+    ) / "arguments.yaml"
+    return file if file.is_file() else None
