@@ -29,6 +29,7 @@ def check(freeze: Optional[str], train_only: Optional[str]) -> None:
             "--freeze and --train_only are both given: each says which parameters train, so take "
             "one."
         )
+    # A flag such as "," names nothing, which would silently train everything or nothing.
     for flag, given in zip(FLAGS, (freeze, train_only)):
         if given is not None and not words(given):
             raise ValueError(
@@ -47,6 +48,7 @@ def frozen_names(
     """
     frozen = _frozen(causal_lm, freeze, train_only)
     trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
+    # Only what the flags freeze is their fault: without them there is nothing to complain about.
     if frozen and not trained - frozen:
         flag = f"--freeze {freeze}" if freeze is not None else f"--train_only {train_only}"
         raise ValueError(f"{flag} leaves nothing to train in {type(causal_lm).__name__}.")
@@ -56,14 +58,18 @@ def frozen_names(
 def _frozen(
     causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
 ) -> frozenset[str]:
+    # `check` has refused both flags at once, so at most one is given.
     flag, given = ("freeze", freeze) if freeze is not None else ("train_only", train_only)
     if given is None:
         return frozenset()
     chosen: set[str] = set()
     for word in words(given):
+        # A pattern without a match is a typing error, after which too much or too little would
+        # train.
         if not (matching := _chosen(causal_lm, word)):
             names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
             close = nearest(word, [EMBEDDINGS, *names])
+            # Where nothing is similar, real names show how parameters of this model are called.
             hint = (
                 f"did you mean {close[0]}?"
                 if close
@@ -74,6 +80,7 @@ def _frozen(
                 f"{hint}"
             )
         chosen |= matching.keys()
+    # What --train_only doesn't name is frozen.
     parameters = dict(causal_lm.named_parameters())
     return frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
 
@@ -81,6 +88,7 @@ def _frozen(
 def freeze(causal_lm: PreTrainedModel, names: Iterable[str]) -> None:
     """Give the parameters of these names no gradients."""
     for name in names:
+        # A tied weight is one parameter, so either of its names freezes it.
         causal_lm.get_parameter(name).requires_grad_(False)
 
 
@@ -88,6 +96,8 @@ def tied_both_ways(
     causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
 ) -> list[str]:
     """A sentence for each weight that is chosen by only some of its names."""
+    # The pattern names one of a tied weight's names. The user should hear that the other one
+    # follows.
     what = "is frozen" if freeze is not None else "trains"
     return [
         f"{name} {what} as well: it is tied, the same weight under another name."
@@ -106,6 +116,8 @@ def thawed(
 
     causal_lm: frozen as it is now, maybe all of what trained then.
     """
+    # `_frozen` looks at names only, so it doesn't matter that the model is frozen by other flags
+    # now.
     return _frozen(causal_lm, *(schedule.get(flag) for flag in FLAGS)) - frozen
 
 
@@ -114,8 +126,11 @@ def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:
     flags means."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        # A tied weight is one object, under which all of its names are collected.
         names.setdefault(parameter, []).append(name)
     if word == EMBEDDINGS:
+        # A model may have no output head. A head that is tied has the same parameter as the
+        # embeddings.
         modules = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
         wanted = {
             parameter

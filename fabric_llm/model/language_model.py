@@ -19,8 +19,10 @@ from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model import chunked_loss, packed_attention
 
-PLACES = 12  # of a document, by whose positions a loss is told apart, see training/evaluation.py
-# Of the routers' loss, as causal LMs call it.
+# Ranges of positions in a document, of each of which evaluations sum the loss, see
+# training/evaluation.py.
+PLACES = 12
+# Names that causal LMs have for the coefficient of their routers' loss.
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
@@ -38,6 +40,7 @@ def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
     with register.of_user("loss"):
         result = loss(logits, targets, register.LOADED["flags"])
         trained, *added = result if adds else (result,)
+    # Without this check, a wrong shape would only fail later, where nothing names --code.
     if trained.shape != () or len(added) != len(adds):
         numbers = f"{1 + len(adds)} scalars" if adds else "a scalar"
         raise Fault(f"--code: the loss must return {numbers}, summed over targets.")
@@ -60,8 +63,10 @@ def _by_place(
     """float32 [1 + PLACES]: the cross-entropy, and its parts by the places in the second column of
     `targets`."""
     targets, places = targets.unbind(dim=1)
+    # Tokens without a target have a loss of 0 here, so their places don't matter.
     each = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
     by_place = torch.zeros(PLACES, device=logits.device).index_add_(0, places, each)
+    # The total is computed as it is without places, so that they don't change its last bits.
     return torch.cat([cross_entropy(logits, targets)[None], by_place])
 
 
@@ -73,9 +78,11 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
     the largest one of other tokens.
     """
     is_target = targets[:, 0] != IGNORED
+    # Each copy of logits below has the size of the vocabulary for each token: others go first.
     logits, (targets, numbers) = logits[is_target].float(), targets[is_target].unbind(1)
     each = F.cross_entropy(logits, targets, reduction="none")
     own = logits.gather(1, targets[:, None])
+    # With the target's own logit at -inf, the largest one is that of another token.
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
     return torch.cat(
@@ -98,7 +105,7 @@ class LanguageModel(nn.Module):
         see chunked_loss.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
-        # names of the numbers behind the loss in the vector of `forward`
+        # Names of the numbers that follow the loss in the vector that `forward` returns.
         self.other_losses = [*adds, *["aux_loss"] * with_router_loss]
         self.with_added = bool(adds)
         self.head = chunked_loss.Head(causal_lm) if chunked else None
@@ -109,11 +116,12 @@ class LanguageModel(nn.Module):
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
+        # A cache of keys and values would only take memory. Some classes know no such argument.
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == packed_attention.PACKED
-        # Ranks that share the rows of a batch, see data/batches.part_of.
+        # Ranks that share the rows of a batch, see data/batches.part_of. None: each has whole rows.
         self.context_group: Optional[ProcessGroup] = None
 
     def forward(
@@ -143,25 +151,30 @@ class LanguageModel(nn.Module):
         that ask something: what `by_row` says.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        # Some classes don't take all of these arguments, even as None.
         given = {name: value for name, value in given.items() if value is not None}
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        # The number of label columns that belong to another rank's part of the rows.
+        # How many columns labels have beyond input_ids: 1 where ranks hold parts of rows, else 0.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
+            # Batches of data/batches.py bring the ends along. Probes have positions alone.
             if document_ends is None:
                 document_ends = batches.document_ends(position_ids.cpu())
             group, longest = None, input_ids.shape[1]
             if after and self.context_group is not None:
                 group = self.context_group
+                # A document may go through the parts of all these ranks.
                 longest *= group.size()
             given |= packed_attention.of_documents(document_ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        # Position t is predicted from those before it.
+        # Each position predicts the next label. The last one of a row has none to predict, unless
+        # another rank holds the rest of the row: then `labels` has that rank's first label as well.
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
+        # Evaluations measure the cross-entropy whatever is trained, so that runs can be compared.
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         if self.with_added and self.training and torch.is_grad_enabled():
             loss_of = losses_to_log
@@ -174,6 +187,7 @@ class LanguageModel(nn.Module):
             loss_of = partial(by_row, len(targets))
             numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
             targets_of = torch.stack([targets_of, numbers.flatten()], dim=1)
+        # Without `head`, the logits of the whole batch are in memory at once.
         if self.head is None:
             outputs = self.causal_lm(**inputs)
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
@@ -189,6 +203,7 @@ class LanguageModel(nn.Module):
             of_rows = load_balancing_loss(
                 outputs.router_logits, len(targets), top_k, attention_mask, group
             )
+        # The caller divides by the targets of the global batch, as it does with the loss itself.
         aux_loss = (of_rows * (targets != IGNORED).sum(dim=1)).sum()
         return torch.cat([loss.flatten(), aux_loss[None]])
 
@@ -240,6 +255,7 @@ def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
 def has_router_loss(causal_lm: PreTrainedModel) -> bool:
     """True for models whose own loss would hold that of the Switch Transformer, which
     `load_balancing_loss` is."""
+    # Other models have a function of this name that computes something else, from other arguments.
     function = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
     if function is None or not isinstance(getattr(causal_lm, "num_experts_per_tok", None), int):
         return False
@@ -277,25 +293,31 @@ def load_balancing_loss(
     chosen, probable = (
         torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2)
     )
+    # Layers may return [tokens, experts] without the dimension of rows.
     context = router_logits[0].numel() // (rows * experts)
+    # Padding goes to experts as well, but isn't to be spread evenly.
     if attention_mask is None:
         is_token = torch.ones(rows, context, device=chosen.device)
     else:
         is_token = attention_mask.float()
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1).view(rows, context, experts)
+        # 1 where a token chooses an expert. It has no gradient.
         places = torch.zeros_like(probabilities).scatter_(
             -1, probabilities.topk(top_k, dim=-1).indices, 1.0
         )
         chosen = chosen + (places * is_token[..., None]).sum(dim=1)
         probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
+    # Each layer has counted each token once.
     tokens = len(router_logits) * is_token.sum(dim=1, keepdim=True)
     if group is not None:
-        # A feature that is off isn't imported.
+        # The means are of whole rows, and each rank has counted its part of them. A feature that is
+        # off isn't imported.
         from fabric_llm.model.context_parallel import Summed
 
         chosen = Summed.apply(chosen, group)
         probable = Summed.apply(probable, group)
         tokens = Summed.apply(tokens, group)
+    # A row of padding alone has no tokens to divide by.
     tokens = tokens.clamp(min=1)
     return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -10,10 +10,10 @@ from copy import deepcopy
 from typing import Any, Optional
 
 THETA = "theta"
-# What transformers calls them -> its other parameters, as Llama 3.1 has them.
+# Name of a scaling in transformers -> the parameters that it needs besides, as Llama 3.1 has them.
 SCALED = {"yarn": {}, "linear": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 WHOLE_ROWS = "full_attention"  # of families whose layers differ: those that see whole rows
-LARGEST = 1e12
+LARGEST = 1e12  # of the numbers of --rope: larger ones are typing errors
 BY_LONGEST = {"dynamic", "longrope"}  # kinds that depend on the longest row that a rank sees
 
 
@@ -23,6 +23,7 @@ def parse(given: str) -> tuple[str, float]:
     try:
         value = float(number)
     except ValueError:
+        # Refused by the check below.
         value = 0.0
     if kind not in (THETA, *SCALED) or not 1 < value <= LARGEST:
         raise ValueError(
@@ -40,6 +41,7 @@ def length(config: Any) -> Optional[int]:
         return None
     for scaling in scalings:
         if scaling.get("rope_type") in ("dynamic", "yarn", "longrope"):
+            # max_position_embeddings may be the length before the scaling or the one after it.
             before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
             if before and isinstance(factor, (int, float)):
                 longest = max(longest, int(before * factor))
@@ -75,11 +77,14 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
         getattr(text, "rope_parameters", None),
         getattr(text, "max_position_embeddings", None),
     )
+    # Falcon has rotary positions in its configuration that it doesn't use with ALiBi.
     if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
         raise ValueError(
             f"--rope {given}: a model of {name} has no rotary positions that its configuration "
             "sets."
         )
+    # Setting values in `own` changes `changed`. Layers with a window keep their positions, since a
+    # window doesn't grow with the row.
     own = rope.get(WHOLE_ROWS, rope)
     before = _in_words(own)
     if kind == THETA:
@@ -97,9 +102,11 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
             "original_max_position_embeddings": trained,
             **SCALED[kind],
         }
-        if kind == "linear":  # knows no length
+        # Linear scaling has no such parameter, and transformers warns of those it doesn't know.
+        if kind == "linear":
             del own["original_max_position_embeddings"]
     text.max_position_embeddings = made_for
+    # Some families don't read these parameters. So what counts is what they compute.
     if _frequencies(changed) == _frequencies(config):
         raise ValueError(
             f"--rope {given}: a model of {name} has the same positions with it as before."
@@ -138,29 +145,35 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
     scaling. Only where transformers 5 reads the same with both.
     """
     document = dict(document)
+    # A model of text and images has a configuration for each, with its own positions.
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if isinstance(document.get(name), dict) and hasattr(part, "sub_configs"):
             document[name] = with_older_names(part, document[name])
+    # Where the class stores it under another name, programs that know num_experts find none.
     if (experts := config.attribute_map.get("num_experts")) in document:
         document["num_experts"] = document[experts]
     rope = getattr(config, "rope_parameters", None) or {}
-    full = rope.get(WHOLE_ROWS, rope)  # each kind of layer may have its own
+    # Each kind of layer may have positions of its own. The older names are those of whole rows.
+    full = rope.get(WHOLE_ROWS, rope)
     if "rope_theta" not in full:
         return document
     base, part = "rope_theta", "partial_rotary_factor"
     if config.model_type.startswith("gpt_neox"):
         base, part = "rotary_emb_base", "rotary_pct"
     older: dict[str, Any] = {"rope_parameters": rope, base: full["rope_theta"]}
+    # Only positions that are scaled have rope_scaling. Base and rotary fraction are apart from it.
     names = full.keys() - {"rope_theta", "partial_rotary_factor"}
     if names != {"rope_type"} or full["rope_type"] != "default":
         older["rope_scaling"] = {name: full[name] for name in sorted(names)}
     if "partial_rotary_factor" in full:
         older[part] = full["partial_rotary_factor"]
+    # Gemma 3 calls the base of its layers with a window so.
     if "sliding_attention" in rope:
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     read = None
     # A family that no older version has may warn of these names, or raise whatever its class does.
     with suppress(Exception), warnings.catch_warnings(category=FutureWarning, action="ignore"):
         read = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters
+    # Otherwise the older names would change what transformers 5 reads.
     return {**document, **older} if read == rope else document

@@ -44,7 +44,8 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
     sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
     if name == "xla":
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
-    # The watch ends a run that hangs, and says why. The process group is the last resort.
+    # The watch ends a run that hangs, and says why. The process group ends it only where the watch
+    # doesn't, hence more than twice as late.
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
     plugin = lightning.Precision()
@@ -96,6 +97,7 @@ class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
 
     def forward_context(self) -> AbstractContextManager:
         if not self.precision.endswith("-mixed"):
+            # FSDP's MixedPrecision, or the dtype of the parameters, says in what is computed.
             return nullcontext()
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         return torch.autocast(self.kind, dtype=dtype)
@@ -144,9 +146,11 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
                 f"{' and '.join(sorted(map(str, held)))} itself, which can't be "
                 "sharded together: take --strategy ddp, or another --precision."
             )
+        # A module without parameters of its own goes with the unit that it is in.
         dtype = next(iter(held), main if module in units else outside)
         for child in module.children():
             visit(child, dtype)
+        # Added after its children, since units are sharded in this order.
         if module in units or dtype != outside or module is model:
             dtype_of[module] = dtype
 
@@ -163,6 +167,7 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
             id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
         )
 
+    # How often the whole model holds each parameter: a tied one several times.
     of_model = holders(model)
     chosen: list[nn.Module] = []
 
@@ -176,6 +181,7 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
         if count < minimum or module is model or not has_forward or not whole:
             return count
         chosen.append(module)
+        # What is gathered here doesn't count for the modules around it.
         return 0
 
     visit(model)
@@ -190,6 +196,7 @@ def wrap(
 
     fill: gives the ranks their parts of the weights, see weights.py.
     """
+    # Buffers aren't sharded: each rank has them whole.
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -201,7 +208,7 @@ def wrap(
         if name == "fsdp":
             units |= _unlike_the_outermost(model, units) - model.keep_in_root
         for module in model.tiled:
-            # Its gradients are made at once, for which all of it must be there.
+            # A tiled module makes all of its gradients at once, so it has to be gathered as one.
             if inside := units.intersection(module.modules()):
                 units = units - inside | {module}
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
@@ -209,8 +216,10 @@ def wrap(
     else:
         for module in model.modules():
             give_memory(module)
-    if name == "ddp" and model.idle:  # else DDP waits for their gradients, and raises
+    # DDP would wait for gradients that never come, and raise.
+    if name == "ddp" and model.idle:
         fabric.strategy._ddp_kwargs["find_unused_parameters"] = True
+    # Weights are read only now: each rank has memory for its own part of them and no more.
     fill(model)
     return fabric.setup_module(model, move_to_device=False)
 
@@ -223,7 +232,7 @@ def _wrap_fsdp(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    # A unit of another dtype than the model's computes in its own.
+    # A unit whose dtype isn't the model's, such as a float32 router, computes in its own.
     kept = {"mixed_precision": None}
     policy: dict[nn.Module, Any] = {}
     for module, dtype in dtypes.items():
@@ -277,9 +286,11 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     held: dict[nn.Module, list[nn.Parameter]] = {}
     for module in model.modules():
         own = list(module.parameters(recurse=False))
+        # Parameters inside of a unit are gathered with that unit.
         if own and module not in inside:
             held[module] = own
-    # What most of the outermost unit's elements do, of those that must stay there if any must.
+    # Whether most elements of the outermost unit train: a positive balance. Where some modules have
+    # to stay in it, these decide.
     must_stay = [own for module, own in held.items() if module in model.keep_in_root]
     balance = 0
     for own in must_stay or held.values():
@@ -290,7 +301,8 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     for module, own in held.items():
         differs = all(parameter.requires_grad != (balance >= 0) for parameter in own)
         is_tied = any(holders[id(parameter)] > 1 for parameter in own)
-        if differs and not is_tied:  # tied weights stay together
+        # Tied weights have to stay in one unit.
+        if differs and not is_tied:
             unlike.add(module)
     return unlike
 
@@ -308,8 +320,10 @@ def _wrap_fsdp2(
     if how.sharding_strategy == "SHARD_GRAD_OP":
         settings["reshard_after_forward"] = False
     if how.cpu_offload:
+        # Only pinned memory is copied to a GPU while it computes.
         pinned = fabric.device.type == "cuda"
         settings["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=pinned)
+    # Inputs keep their dtypes: positions and masks aren't to be rounded.
     own = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = own
     if precision != "32-true":
@@ -317,6 +331,7 @@ def _wrap_fsdp2(
             own, param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype)
         )
     for unit, dtype in dtypes.items():
+        # Just before it is sharded, so that only one unit at a time is whole.
         for module in unit.modules():
             give_memory(module)
         fsdp.fully_shard(unit, mp_policy=mixed if dtype == dtypes[model] else own, **settings)
@@ -324,7 +339,8 @@ def _wrap_fsdp2(
 
 
 def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
-    if how.sharding_strategy == "HYBRID_SHARD":  # shard inside a node, replicate over nodes
+    # A hybrid shards inside of a node, where links are fast, and replicates over nodes.
+    if how.sharding_strategy == "HYBRID_SHARD":
         inside = fabric.strategy.num_processes
         shape = {"replicate": fabric.world_size // inside, "shard": inside}
     else:
