@@ -63,8 +63,8 @@ def accelerator(name: str) -> Accelerator:
 BEGIN, INSIDE, BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 
 
-# Seconds in which the host tells a device to do one operation, the least that it takes however
-# small the tensors: measured, the fastest of 200 forward and backward passes of a Llama of 8 layers
+# Seconds that the host takes to launch one operation on a device, however small the tensors are:
+# measured, the fastest of 200 forward and backward passes of a Llama of 8 layers
 # of 64 elements, 1,765 operations in 13.8 ms, on one core of a Xeon. And to update a tensor: 11.2
 # ms for 272 of them, with an H100 (docs/results/gpu.md, "The optimizer").
 DISPATCH, UPDATE = 7.8e-6, 41e-6

@@ -40,7 +40,7 @@ class CompiledLayers:
     """Called in the place of each layer."""
 
     def __init__(self, ledger: Ledger, offloads: bool) -> None:
-        """offloads: the inputs of layers are on no device."""
+        """offloads: the inputs of layers wait in the host's memory."""
         self.ledger, self.offloads = ledger, offloads
         self.keeps: dict[Any, Keeps] = {}  # of each kind of layer
 
@@ -53,6 +53,7 @@ class CompiledLayers:
         parameters: Sequence[Tensor],
     ) -> Any:
         """What the layer returns. forward: the layer, with what it is given."""
+        # Layers of a kind keep the same, so the first one of them is measured.
         if kind not in self.keeps:
             self.keeps[kind] = self._measured(layer, forward, hidden)
         keeps = self.keeps[kind]
@@ -62,6 +63,7 @@ class CompiledLayers:
     def _measured(self, layer: nn.Module, forward: Callable[[], Any], hidden: Tensor) -> Keeps:
         ledger = self.ledger
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
+        # Only selective checkpointing gives torch's checkpoint a `context_fn`.
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
 
@@ -133,6 +135,7 @@ class _CompiledLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keeps: Keeps, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        # Allocated for the ledger to count, until the backward pass lets it go.
         ctx.kept = torch.empty(keeps.bytes, dtype=torch.uint8), hidden if keeps.its_input else None
         ctx.works_with_bytes = keeps.backward_bytes
         ctx.needs = []
@@ -147,6 +150,7 @@ class _CompiledLayer(torch.autograd.Function):
 
         of_hidden, *of_parameters = ctx.needs
         made = [zeros(needed) for needed in of_parameters]
+        # Freed at once, but the ledger has seen it at the peak.
         torch.zeros(ctx.works_with_bytes, dtype=torch.uint8)
         ctx.kept = None
         return None, zeros(of_hidden), *made

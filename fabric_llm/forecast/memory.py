@@ -52,12 +52,14 @@ from fabric_llm.training import adamw, ema, step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 CONTEXT_BYTES = 2**30  # assumed: a CUDA context with NCCL's and cuBLAS's buffers
-SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of its blocks
-LONG = 2**16  # tokens of a row: from here on each one more adds the same
-MAX_MASKED = 2**20  # where that isn't so
-OPERATIONS = "operations"  # in place of bytes: how many a micro-batch takes
+SLACK = 0.03  # assumed: fraction of the peak that the caching allocator loses in its blocks
+LONG = 2**16  # tokens of a row, above which each further token adds the same bytes
+MAX_MASKED = 2**20  # the longest row of a model whose attention makes a mask of the row
+# Keys beside the moments of a step: ELSEWHERE has the most that the host holds at any of them, and
+# in there OPERATIONS has the number of operations of a micro-batch.
+OPERATIONS = "operations"
 UPDATE = "the update"  # the last moment of a step
-ELSEWHERE = "elsewhere"  # beside the moments of a step: the most that the host has in any of them
+ELSEWHERE = "elsewhere"
 # SDPA of causal rows without a mask, which transformers would make wherever it sees fake tensors.
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
@@ -100,6 +102,7 @@ def predict_memory(work: Work) -> Memory:
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
     """
     moments = _moments(work)
+    # Both are no moments of a step, so they mustn't count in the search for the peak.
     most = moments.pop(ELSEWHERE)
     operations = most.pop(OPERATIONS)
     here: dict[str, dict[str, int]] = {}
@@ -110,6 +113,7 @@ def predict_memory(work: Work) -> Memory:
                 here[moment][label] = size
     peak = max(here, key=lambda name: sum(here[name].values()))
     if work.placement.kind == "cuda":
+        # A dictionary, so that the slack is added once where the update is the peak.
         for parts in {peak: here[peak], UPDATE: here[UPDATE]}.values():
             parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
             parts["CUDA context (assumed)"] = CONTEXT_BYTES
@@ -128,6 +132,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
                 "attention here makes a mask of each row, which is planned up to "
                 f"{MAX_MASKED:,} tokens."
             )
+        # Two shorter rows give what each token adds.
         half = _moments(replace(work, context_length=shortest // 2))
         whole = _moments(replace(work, context_length=shortest))
         return _extrapolated(half, whole, (context - shortest // 2) / (shortest - shortest // 2))
@@ -142,6 +147,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     cut = trace.longest_cut(kinds)
     if cut is None:
         return _traced_step(work)
+    # Both steps are cheap, since most layers are left out. Their difference is what a group adds.
     fewest = _traced_step(work, cut.numbers())
     one_group_more = _traced_step(work, cut.numbers()[cut.period :])
     return _extrapolated(fewest, one_group_more, cut.times)
@@ -163,6 +169,7 @@ def _traced_step(work: Work, without: Collection[int] = ()) -> dict[str, Counter
     """{moment of a step: what is held at its peak, by label}, and the most that is elsewhere.
     without: numbers of layers."""
     placement = work.placement
+    # What `strategy.wrap` asks of Fabric, without its process group and devices.
     fabric = SimpleNamespace(
         device=torch.device("cpu"),
         world_size=placement.world_size,
@@ -221,6 +228,7 @@ def _step(
 
     # The model, wrapped.
     model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
+    # Only a GPU's loss is compiled, see run/build.py.
     if model_plan.compiles and is_cuda and model_plan.loss == "chunked":
         model.token_loss = _CompiledLoss.apply
     else:
@@ -230,6 +238,7 @@ def _step(
         tiles.tile(skeleton, tiled_modules(skeleton, without))
     offloads = is_cuda and model_plan.activation_checkpointing == "offload"
     compiled = CompiledLayers(ledger, offloads) if model_plan.compiles else None
+    # Before the model is wrapped, which gives layers other classes and other parameters.
     followed = trace.Layers(skeleton, ledger, without, compiled)
     wrapped = strategy.wrap(
         fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding
@@ -259,7 +268,8 @@ def _step(
         _keep_in_buckets(trained, lambda: syncs or len(done) == count - 1)
 
     # Forward and backward, and the update.
-    ledger.peaks.clear()  # nothing is there only while the model is built
+    # Building the model isn't a moment of the step.
+    ledger.peaks.clear()
     forward: Any = nullcontext()
     if model_plan.precision in AUTOCAST:
         forward = torch.autocast("cpu", AUTOCAST[model_plan.precision])
@@ -293,6 +303,7 @@ def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
 def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
     """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random
     numbers isn't known. without: layers that `skeleton` doesn't have any more."""
+    # A model of its own: `skeleton` has to stay on the meta device until it is wrapped.
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     trace.remove_layers(probe, without)
     for module in probe.modules():
@@ -316,6 +327,7 @@ def _traced(config: Any, context_length: int) -> Any:
     the output, a number a query.
     """
     seen = (window for window in windows(config.get_text_config()) if window is not None)
+    # The plan's own configuration still says which attention the run has.
     config = deepcopy(config)
     is_packed = config._attn_implementation in (packed_attention.PACKED, "flash_attention_2")
     if (
@@ -377,6 +389,7 @@ def _sharing(ranks: int) -> Iterator[None]:
             *tensors[:3],
         ), None
 
+    # Imitates packed attention, whose layers share rows in a run.
     if group is not None:
         AttentionInterface.register(UNMASKED, attention)
     try:
@@ -392,6 +405,7 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
     is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
     mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
     with ExitStack() as patches, warnings.catch_warnings():
+        # The mesh was made above, outside of fake tensors, since its rank numbers have to be real.
         patches.enter_context(patch.object(strategy, "_mesh", lambda *_: mesh))
         # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has
         # moved it.

@@ -21,13 +21,16 @@ from fabric_llm.training.schedule import arguments_of, lr_at
 def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
     """As rank 0 of the run makes it, with train.py's checks and sentences; None where the flags
     name no data."""
+    # Without data the page has memory, time and costs, and no curves.
     if flags.data.train_data_dir is None and flags.data.data_mix is None:
         return None
+    # A number of tokens changes nothing in the steps that train.py would make.
     if own.tokens is not None:
         raise Fault(
             "--html with a dataset draws the steps of --max_step, or of --number_epochs, and "
             "takes no --tokens."
         )
+    # In the order of train.py, so that a plan and a run say the same of wrong flags.
     checks.check_training(flags)
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
@@ -39,6 +42,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 
 def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Prediction) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
+    # What the page has where no steps are drawn.
     plain: dict[str, Any] = {
         "title": prediction.model,
         "lead": prediction.on,
@@ -47,6 +51,7 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     }
     drawn = plain if plan is None else _drawing(flags, plan, prediction.on)
     peak = prediction.memory.peak
+    # Where the memory of the device isn't known, there is no fraction of it.
     below = (
         f"{100 * prediction.used:.0f} % of the device, in {prediction.memory.moment}"
         if prediction.used
@@ -54,6 +59,7 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     )
     costs = "" if prediction.price is None else f"{prediction.price:,.2f} for them"
     time = "A step", f"{prediction.seconds.step:.3g} s", "--max_step or --tokens says how many"
+    # Without a number of steps, the time of one step is all that is known.
     if prediction.hours is not None:
         time = (
             "Time",
@@ -69,10 +75,12 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
             costs,
         ),
     ]
+    # The last row of the table is the sum.
     parts = {**prediction.memory.parts, "together": peak}
     rows = [
         [name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()
     ]
+    # `pop`, because what is left in `drawn` is passed on as keywords.
     page.write_page(
         output,
         "Plan of a run",
@@ -99,15 +107,19 @@ def course(
     own functions."""
     lines, happens, progress, shares = [], [], plan.start, None
     has_sets = flags.evaluation.eval_iters > 0
+    # Evaluations need sets, even where their interval is due.
     if has_sets and save.evaluates_first(plan, flags):
         happens.append((progress.step, "evaluated"))
     schedule, shape = plan.schedule, arguments_of(flags.flat())
+    # As the loop in train.py goes, without training.
     while not schedule.is_over(progress):
         before, progress = progress, schedule.after(progress)
+        # The learning rate of a step follows from the steps that are finished before it.
         lr = lr_at(before.step, max_step=schedule.max_step, **shape)
         line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
         lines.append(line)
         last_shares, shares = shares, schedule.mixture.shares_at(before.position)
+        # Where a stage of the mixture begins. The first one begins with the run.
         if last_shares not in (None, shares):
             happens.append((before.step, "stage"))
         if read := schedule.mixture.read_before(progress.position):
@@ -125,6 +137,7 @@ def course(
 def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     """What `page.write_page` takes of the steps of a run."""
     lines, happens, last = course(plan, flags)
+    # The lines go the same way as those of a finished run's metrics.jsonl.
     run = reading.Run(plan.run_directory.name, plan.run_directory)
     reading.fill(run, lines)
     lr, start = run.number("lr").values, plan.start
@@ -138,6 +151,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
         "sections": {"curves": "Curves"},
         "charts": figures.charts(figures.FIGURES, [run]),
+        # Stages alone: evaluations and saves are too many for upright lines.
         "marks": figures.marks(
             [run], [[reading.Event(step, kind) for step, kind in happens if kind == "stage"]]
         ),
@@ -147,5 +161,6 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
             ("Checkpoints", f"{due['saved']:,}", f"and {due['evaluated']:,} evaluations"),
             ("Peak learning rate", f"{lr.max():.3g}", f"{lr[-1]:.3g} at the last step"),
         ],
+        # What the run would warn of when it starts.
         "problems": list(warnings_of(flags, plan)),
     }

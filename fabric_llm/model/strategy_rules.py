@@ -68,7 +68,6 @@ def strategy(
     # DDP of one rank would only copy gradients into its buckets.
     elif name == "ddp" and world_size == 1:
         name = "single"
-    # What follows would be refused by torch, or would train something else without a message.
     if precision == "16-mixed" and kind == "cpu":
         raise ValueError("--precision 16-mixed needs a GPU; on a CPU take bf16-mixed or 32-true.")
     if name == "fsdp2" and precision == "16-mixed":

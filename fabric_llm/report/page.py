@@ -27,13 +27,16 @@ NOT_COMPARED = ("run_name", "output_dir")  # flags
 SECTIONS = ("curves", "events", "samples", "flags")
 # Sections of several runs: each has a page of its own for its samples.
 COMPARED = ("curves", "events", "flags")
-Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # head, rows
+Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # (head, rows)
 
 
 def write(folders: Sequence[str], output: Path) -> None:
     """Write the report of the runs in `folders`. Raises Fault (2)."""
+    # A run that is given twice is shown once.
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     runs = [reading.read_run(path) for path in paths]
+    # Runs in different directories may have the same name, so the path below their common one tells
+    # them apart.
     above = os.path.commonpath(path.parent for path in paths)
     for run in runs:
         run.name = os.path.relpath(run.folder, above)
@@ -77,7 +80,9 @@ def write_page(
 ) -> None:
     """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs
     besides. Raises Fault (2)."""
+    # page.html asks for all of these, and a name that is missing is an error there.
     inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
+    # The bar of memory is one more figure for the script of page.html.
     bars = [inside["bars"]] if "bars" in inside else []
     page, now = environment().get_template("page.html"), datetime.now(timezone.utc)
     content = page.render(
@@ -95,6 +100,7 @@ def write_page(
         **inside,
     )
     whole = content.encode("utf-8", "replace")  # half a surrogate isn't text
+    # As a whole, so that a browser never shows half a page.
     try:
         write_atomically(output, whole)
     except OSError as error:
@@ -109,6 +115,7 @@ def number(value: Optional[float]) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(value) >= size:
             return f"{value / size:,.2f} {letter}"
+    # Counts have no decimals, and large numbers don't need them.
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.2e}"
@@ -116,6 +123,7 @@ def number(value: Optional[float]) -> str:
 
 def duration(seconds: float) -> str:
     """3725 -> 1:02:05"""
+    # timedelta holds little more than this.
     return str(timedelta(seconds=round(min(seconds, 1e13))))
 
 
@@ -126,14 +134,16 @@ def shown(value: Any) -> str:
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
     """(label, figure, what is said below it) of the five figures that decide."""
-    # Of all sets together, or of the first.
+    # The first loss is that of all sets together, if there are several.
     loss = next(iter(run.numbers["eval_loss"].values()), None)
     tokens, rates = run.number("tokens"), run.number("tokens_per_second")
     times = [datetime.fromisoformat(event["time"]) for event in run.events if "time" in event]
+    # The last step of any number, since not every step has all of them.
     last = 0
     for named in run.numbers.values():
         for series in named.values():
             last = max(last, int(series.steps[-1]))
+    # What the last start recorded counts more than the flag, which may be missing.
     planned = run.begun.get("max_step") or run.flags.get("max_step")
     reached = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
     kind, ended, why = run.ending()
@@ -145,7 +155,9 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         validation, best = last_and_best(run, loss)
     if times:
         lasted = duration((times[-1] - times[0]).total_seconds())
+    # The median, so that pauses and the first steps don't count.
     rate = number(rates and np.round(np.nanmedian(rates.values)))
+    # Escapes what is filled in, and marks the rest as HTML.
     ending = Markup('<span class="{}">{}</span>').format(kind, ended)
     return [
         ("Validation loss", validation, best),
@@ -159,6 +171,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
     """The last loss, and the best in words; of a mean, since the shares of its sets last changed:
     others are other means."""
+    # A loss of NaN or infinity is neither the last nor the best one.
     steps, values = (part[np.isfinite(loss.values)] for part in loss)
     if not len(values):
         return NONE, ""
@@ -183,6 +196,7 @@ def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
     begun = run.begun
     on = ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
+    # Words that are missing are False or None here, and are left out below.
     parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
     words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
     return "; ".join(
@@ -204,6 +218,7 @@ def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Tabl
 def differing(runs: Sequence[Run], flags: Sequence[dict[str, str]]) -> Table:
     """The flags that aren't the same in all runs."""
     found = []
+    # All names of all runs in the order of the first that has them.
     for name in dict.fromkeys(name for of_run in flags for name in of_run):
         values = [of_run.get(name, NONE) for of_run in flags]
         if name not in NOT_COMPARED and len(set(values)) > 1:

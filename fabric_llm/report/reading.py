@@ -23,7 +23,7 @@ from fabric_llm.data.sources import PROBES
 from fabric_llm.plan import run_directory
 from fabric_llm.run.metrics import METRICS_UNDONE
 
-# Sets of an evaluation: the only one, all together, the same with other weights, the copying probe.
+# Names of an evaluation's curves: the only set, all sets together, and these with averaged weights.
 ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"
 
 
@@ -44,9 +44,9 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     # name -> set or source, "" of neither -> Series
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
-    # numbers of steps that rewinds have undone, one of each time
+    # Numbers of the steps that rewinds have undone: one `Run` for each rewind.
     undone: list["Run"] = field(default_factory=list)
-    # in the mean: (step, new shares)
+    # (step, new shares) where the shares of the sets in the mean loss change.
     shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
@@ -69,6 +69,7 @@ class Run:
         many."""
         known = self.number("tokens") or Series(np.array([0]), np.array([0.0]))
         xs, ys = np.append(0, known.steps), np.append(0.0, known.values)
+        # Interpolation needs steps that rise. A run begins with 0 tokens at step 0.
         keep = np.append(True, np.diff(xs) > 0)
         return np.interp(steps, xs[keep], ys[keep]).astype(np.int64).tolist()
 
@@ -78,6 +79,7 @@ class Run:
         code, reason = self.status.get("code"), self.status.get("reason") or ""
         if not self.status:
             return "going", "Not known: no STATUS.json", ""
+        # A run writes its code when it ends, which a kill prevents.
         if code is None:
             return "going", "Running, or killed", ""
         if code == DONE:
@@ -94,9 +96,11 @@ def read_run(folder: Path) -> Run:
     """What the run directory `folder` says. Raises Fault (2) if it isn't one."""
     if not folder.is_dir():
         raise Fault(f"No run at {str(folder)!r}.{nearest_of(folder)}")
+    # A common mistake: the checkpoint inside of the run is given instead.
     if (folder / "trainer").is_dir():
         raise Fault(f"{str(folder)!r} is a checkpoint; its run is {str(folder.parent)!r}.")
     if not any((folder / name).is_file() for name in ("metrics.jsonl", "arguments.yaml")):
+        # The directory above runs is given easily, so the message names those in it.
         inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))[:5])
         there = f" It holds the runs {inside}." if inside else ""
         raise Fault(
@@ -104,12 +108,14 @@ def read_run(folder: Path) -> Run:
         )
     run = Run(folder.resolve().name, folder, status=run_directory.read_status(folder))
     with suppress(OSError, ValueError):
+        # A damaged file leaves the flags out, and the rest is shown.
         flags = command_line.read_yaml(folder / "arguments.yaml")
         run.flags = flags if isinstance(flags, dict) else {}
     run.events = run_directory.read_events(folder)
     run.checkpoints = [files.step_of(path) for path in files.checkpoints(folder)]
     fill(run, _lines(run))
     _fill_undone(run)
+    # The last evaluation decides, as in the run itself.
     forgotten = run.numbers["eval_forgotten"]
     for name, budget in run.numbers["eval_budget"].items():
         if name in forgotten and (rise := forgotten[name].values[-1]) > (most := budget.values[-1]):
@@ -120,9 +126,8 @@ def read_run(folder: Path) -> Run:
     samples = {}
     for _, record in files.json_lines(folder / "samples.jsonl"):
         if {"step", "prompt", "text"} <= record.keys():
-            samples[record["step"], record["prompt"]] = (
-                record  # of a step that was made twice the later ones
-            )
+            # Of a step that was made twice, after a rewind, the later sample counts.
+            samples[record["step"], record["prompt"]] = record
     run.samples = sorted(samples.values(), key=lambda record: record["step"])
     return run
 
@@ -133,6 +138,7 @@ def read_run(folder: Path) -> Run:
 def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
     """The lines of a log. A note of the run names the first that can't be read."""
     for number, (_, record) in enumerate(files.json_lines(run.folder / name), 1):
+        # True and False are ints as well for isinstance, and no step.
         if type(record.get("step")) is type(record.get("tokens", 0)) is int:
             yield record
         elif not run.notes:
@@ -161,6 +167,7 @@ Columns = dict[tuple[str, str], tuple[array, array]]
 
 def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     """Add the numbers of the lines to the run; sort its sets, and name what is of all of them."""
+    # array holds plain numbers: a long run has millions, which lists would make objects of.
     columns: Columns = defaultdict(lambda: (array("q"), array("d")))
     for record in lines:
         if "verdict" in record:
@@ -177,6 +184,7 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
     losses = dict(sorted(numbers["eval_loss"].items()))
+    # Probes aren't text, so their losses have a figure of their own.
     numbers["copy"] = {name: losses.pop(name) for name in PROBES if name in losses}
     numbers["eval_loss"] = _named_losses(losses, numbers)
     numbers["forgetting"] = _forgetting(numbers)
@@ -205,6 +213,7 @@ def _of_names(
         if match is None:
             continue
         inside: Any = match[1]
+        # So that the words have separators of thousands.
         if inside.isdecimal():
             inside = int(inside)
         for of_what, one in of_sets.items():
@@ -258,6 +267,7 @@ def _collect(
             steps.append(step)
             values.append(math.nan if value is None else value)
         elif name in ("eval", "sources") and type(value) is dict and not prefix:
+            # A dictionary of sets or sources: their names tell the series of a number apart.
             for one, of_one in value.items():
                 if isinstance(of_one, dict):
                     _collect(columns, step, of_one, f"{name}_", one)
@@ -266,7 +276,7 @@ def _collect(
 # ------------------------------------------------------------------------------- events
 
 
-# kinds of events; the others have an upright line in all figures
+# Kinds of events without an upright line in the figures, since all runs have them.
 UNMARKED = ("started", "saved", "done")
 VERDICTS = {"skip": "skipped", "warn": "spike", "rewind": "rewound", "forgetting": "forgetting"}
 
@@ -291,6 +301,7 @@ def timeline(run: Run) -> list[Event]:
         event = _of_record(record, last)
         if event is None:
             continue
+        # A run that was killed can't record it.
         if event.kind in ("started", "resumed") and last.kind not in ("", *ENDS):
             words = "no end was recorded before the next start; this is the last step that was"
             events.append(Event(last.step, "killed", words, position=last.position))
@@ -331,6 +342,7 @@ def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
 def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
     """The event of a line of metrics.jsonl about a step that wasn't taken, or about forgetting."""
     verdict, tokens = record.get("verdict") or "", record.get("discarded_tokens")
+    # A verdict on a step names the first sequence of its batch.
     begins = record.get("from_position", record.get("position"))
     words = [record.get("reason") or verdict]
     if begins is not None:

@@ -28,7 +28,7 @@ class AfterWarmup(NamedTuple):
     step: int  # finished steps since the warm-up
     done: float  # the part of the steps after the warm-up that is done, 0 to 1
     last_decay: float  # the factor of --decay_steps: 1 before them, falling to 0
-    # the factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate
+    # The factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate.
     cooldown: float
     warmup_steps: int
     max_step: int  # of the run
