@@ -17,7 +17,7 @@ class Accelerator:
     memory_gib: Optional[float]  # that PyTorch sees; None: as much as the machine has
     # GB/s to others of its node, in one direction: NVLink, Infinity Fabric, PCIe, or memory of CPUs
     link_gb: float
-    mfu: float  # part of the peak that the operations of a model reach where nothing else limits
+    mfu: float  # fraction of the peak that a model's operations reach where nothing else limits
 
     @property
     def tflops(self) -> float:
@@ -25,9 +25,8 @@ class Accelerator:
         return peak_tflops(self.name) or CPU_TFLOPS
 
 
-CPU_TFLOPS = (
-    0.25  # of two cores with AVX2, in float32, which reach 0.1 in docs/results/speed.md: a guess
-)
+# A guess, for two cores with AVX2 in float32, which reach 0.1 in docs/results/speed.md.
+CPU_TFLOPS = 0.25
 KNOWN = [
     Accelerator("A100-40GB", 39.4, 300, 0.45),
     Accelerator("A100-80GB", 79.2, 300, 0.45),
@@ -43,8 +42,8 @@ KNOWN = [
 
 
 def accelerator(name: str) -> Accelerator:
-    """Of a name as people write it, such as h100 or rtx4090. Raises ValueError with those that are
-    known."""
+    """The accelerator of a name as people write it, such as h100 or rtx4090. Raises ValueError,
+    with the names that are known."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower()).removeprefix("nvidia").removeprefix("amd")
@@ -56,33 +55,33 @@ def accelerator(name: str) -> Accelerator:
     return found[0]
 
 
-# Seconds by which NCCL chooses among its algorithms, of its protocol for large messages: to begin,
-# and to pass a message on over NVLink, and to another node: baseLatencies and hwLatencies (Ring,
-# Simple) of
+# Seconds that a message takes to begin, to be passed on over NVLink, and to be passed on to another
+# node. NCCL chooses among its algorithms by these numbers: baseLatencies and hwLatencies of its
+# protocol for large messages (Ring, Simple) in
 # https://github.com/NVIDIA/nccl/blob/5067397c2676d5aed50042fc39e5c8ee96eb0027/src/graph/tuning.cc
 BEGIN, INSIDE, BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 
 
-# Seconds that the host takes to launch one operation on a device, however small the tensors are:
-# measured, the fastest of 200 forward and backward passes of a Llama of 8 layers
-# of 64 elements, 1,765 operations in 13.8 ms, on one core of a Xeon. And to update a tensor: 11.2
-# ms for 272 of them, with an H100 (docs/results/gpu.md, "The optimizer").
+# DISPATCH: seconds that the host takes to launch one operation, however small its tensors are.
+# Measured: 1,765 operations in 13.8 ms, in the fastest of 200 forward and backward passes of a
+# Llama of 8 layers of 64 elements, on one core of a Xeon. UPDATE: seconds that it takes to update
+# one tensor. Measured: 272 tensors in 11.2 ms, with an H100 (docs/results/gpu.md, "The optimizer").
 DISPATCH, UPDATE = 7.8e-6, 41e-6
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step."""
+    """The seconds of one step."""
 
     compute: float
     messages: float
-    hidden: bool  # that messages are sent while devices compute
-    exchange: float = 0.0  # of heads, among ranks that share rows: layers wait for it
-    launch: float = 0.0  # to tell the device what to do, while it computes what it was told before
+    hidden: bool  # whether messages are sent while devices compute
+    exchange: float = 0.0  # of heads, between ranks that share rows: layers wait for it
+    launch: float = 0.0  # that the host takes to launch operations, while the device computes
 
     @property
     def busy(self) -> float:
-        """Without messages."""
+        """Seconds without messages: the slower one of device and host counts."""
         return max(self.compute, self.launch)
 
     @property

@@ -67,8 +67,8 @@ class CompiledLayers:
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
 
-        # Run it once as if it weren't compiled. What a whole checkpoint would free is looked at,
-        # since the backward pass makes it again.
+        # Run the layer once as if it weren't compiled, and without a checkpoint around all of it:
+        # what that would free is there again in the backward pass.
         peaks, ledger.label = ledger.peaks.copy(), MEASURED
         layer.gradient_checkpointing = is_selective
         with Products(None if is_selective else hidden.shape) as products:
@@ -125,7 +125,7 @@ class Products(TorchDispatchMode):
             self.sums.append(result)
         for key in storages.keys() - self.storages:
             self.storages.add(key)
-            # Another storage may have its address afterwards.
+            # The address may belong to another storage afterwards.
             weakref.finalize(storages[key], self.storages.discard, key)
         return result
 

@@ -85,11 +85,11 @@ class Memory:
 
     parts: dict[str, int]  # at the peak
     moment: str  # of the peak
-    # at the update, when no activation is there: whatever is recomputed, a step takes that much
+    # Bytes at the update, when no activation is there: no way of recomputing makes a step smaller.
     least: int
-    # the most that is in the host's memory instead
+    # {label: the most bytes that are in the host's memory instead}.
     elsewhere: dict[str, int] = field(default_factory=dict)
-    operations: int = 0  # of tensors, of a micro-batch: what a device is told one by one
+    operations: int = 0  # operations that the host launches for a micro-batch
 
     @property
     def peak(self) -> int:
@@ -97,7 +97,8 @@ class Memory:
 
 
 def predict_memory(work: Work) -> Memory:
-    """The memory of the rank that needs most, without any: in a process that is no rank of a run.
+    """The memory of the rank that needs most. It is computed without taking that memory, in a
+    process that isn't a rank of a run.
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
     """
@@ -121,7 +122,8 @@ def predict_memory(work: Work) -> Memory:
 
 
 def _moments(work: Work) -> dict[str, Counter[str]]:
-    """As `_traced_step`, of all layers and rows of any length, from steps with a few of these."""
+    """What `_traced_step` would give for all layers and the whole row, extrapolated from steps with
+    few layers and shorter rows."""
     shortest = LONG * work.placement.context_parallel
     if (context := work.context_length) > shortest:
         # Each token more takes as much as the one before, unless rows have masks.
@@ -156,7 +158,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
 def _extrapolated(
     moments: dict[str, Counter[str]], more: dict[str, Counter[str]], times: float
 ) -> dict[str, Counter[str]]:
-    """What is held where what `more` has beyond `moments` is there so many times."""
+    """`moments`, with the difference between `more` and them added `times` times."""
     result = {}
     for moment, held in moments.items():
         result[moment] = Counter(held)
@@ -301,8 +303,8 @@ def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
 
 
 def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
-    """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random
-    numbers isn't known. without: layers that `skeleton` doesn't have any more."""
+    """The names of the modules that --tiled_mlp tiles. On fake tensors nothing tells whether they
+    have dropout, so it is assumed that they don't. without: layers that `skeleton` lacks."""
     # A model of its own: `skeleton` has to stay on the meta device until it is wrapped.
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     trace.remove_layers(probe, without)
@@ -340,8 +342,8 @@ def _traced(config: Any, context_length: int) -> Any:
 
 
 def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> None:
-    """DistributedDataParallel holds buckets from its first step on, and moves gradients there in a
-    backward pass that syncs."""
+    """Imitate DistributedDataParallel, which has buckets for all gradients from its first step on,
+    and moves gradients into them in a backward pass that syncs."""
     buckets = {parameter: torch.empty_like(parameter) for parameter in trained}
 
     def move(parameter: nn.Parameter) -> None:
@@ -353,8 +355,8 @@ def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> 
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """The loss of a chunk, compiled: its logits are read where they are, and their gradient is the
-    only other tensor."""
+    """Stands for a compiled loss of a chunk, which makes no tensor of the logits' size but their
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -400,15 +402,14 @@ def _sharing(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
-    """In the body the mesh of the ranks, which has numbers and isn't to be traced, is there; and
-    chunks are those of the devices."""
+    """In the body, what a step asks of its device is as on the run's devices: the mesh of the
+    ranks, the size of chunks, and whether tensors have memory."""
     is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
     mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
     with ExitStack() as patches, warnings.catch_warnings():
         # The mesh was made above, outside of fake tensors, since its rank numbers have to be real.
         patches.enter_context(patch.object(strategy, "_mesh", lambda *_: mesh))
-        # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has
-        # moved it.
+        # FSDP1 sees by a tensor's address whether it has memory, and that of a fake tensor is 0.
         has_data = patch.object(
             _flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0
         )

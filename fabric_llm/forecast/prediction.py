@@ -55,7 +55,7 @@ class Prediction:
     model: str
     parameters: int
     trained: int
-    on: str
+    on: str  # strategy and devices, in words
     activation_checkpointing: str
     memory: Memory
     device_bytes: Optional[int]  # that a device has, None where that isn't known

@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Cut(NamedTuple):
-    """Equal groups of layers that a step can do without."""
+    """Equal groups of consecutive layers, which a step can be traced without."""
 
     first: int  # number of the first layer that is left out
     period: int  # layers of a group
@@ -135,8 +135,8 @@ class Cut(NamedTuple):
 
 
 def longest_cut(kinds: Sequence[Any]) -> Optional[Cut]:
-    """The most layers that can be left out of layers of these kinds; None where nothing repeats
-    often enough for two short steps to have fewer layers than a whole one."""
+    """The cut that leaves out most layers, given the kinds of all layers in their order. None where
+    two steps with the layers that stay would have as many layers as one whole step."""
     best = None
     # A shorter period is found first, and wins where both leave out equally many layers.
     for period in range(1, len(kinds) // 3 + 1):
@@ -185,7 +185,7 @@ def kind(layer: nn.Module) -> Any:
 
 
 class Layers:
-    """The layers of a model; labels and moments follow them."""
+    """The layers of a model, which set the ledger's label and moment when they run."""
 
     def __init__(
         self,
@@ -194,9 +194,9 @@ class Layers:
         without: Collection[int] = (),
         compiled: Optional[Any] = None,
     ) -> None:
-        """Call it before the model is wrapped. without: numbers of layers that were removed.
-        compiled: a compiled.CompiledLayers, which stands for what a compiler makes of each layer;
-        None where they run as they are."""
+        """To be made before the model is wrapped. without: numbers of layers that were removed.
+        compiled: a compiled.CompiledLayers, which imitates compiled layers; None for layers that
+        run as they are."""
         self.ledger, self.layers = ledger, [*repeated_layers(model).values()]
         # Moments have the numbers of the whole model, so that steps without these and those can be
         # compared.

@@ -80,8 +80,9 @@ def peak_tflops(device_name: str) -> Optional[float]:
 class Flops:
     """Operations of forward and backward pass."""
 
-    of_token: float  # of matrices that a token is multiplied with
-    # of two tokens, one of which sees the other, by the layers' window in tokens
+    of_token: float  # for a token, of all matrices that it is multiplied with
+    # Window of layers in tokens, None without one -> operations, in all layers with such a window,
+    # for a pair of tokens of which one sees the other.
     of_pair: dict[Optional[int], float]
 
     def of(self, tokens_at: np.ndarray) -> float:
@@ -179,9 +180,11 @@ def windows(config: Any) -> list[Optional[int]]:
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Of all heads together: what a pair is compared by, and what is taken from a token that is
-    seen; 0, 0, so that the pairs aren't counted, where the configuration has no such numbers, or
-    others for each layer."""
+    """(elements of a token's query, elements of its value), of all heads together.
+
+    (0, 0), so that pairs aren't counted, where the configuration doesn't have these numbers, or has
+    others for each layer.
+    """
     # Some families have a list with a number for each layer, which isn't an int.
     heads, width, size = (
         getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "head_dim")

@@ -46,7 +46,7 @@ MAX_MEMORY_BYTES = 2 * 2**30
 
 
 class TooMuch(ValueError):
-    """What a model's files declare too much of, and the bound."""
+    """A model's files declare too much of something. The message says of what, and the bound."""
 
 
 def check_model_folder(name: str, flag: str = "--model_name") -> None:
@@ -182,11 +182,11 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """In the body, which builds what a model's files declare, little time and memory, for whatever
-    nobody has thought of.
+    """Limit the time and memory of the body, which builds what a model's files declare: there may
+    be numbers that `read_json` doesn't know.
 
-    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other
-    threads have as little memory: for what is read for the first time, before anything runs.
+    Raises TooMuch where the body takes more, even if it catches the exception that interrupts it.
+    The limits hold for the whole process, so it is used before other work begins.
     """
     problems: list[str] = []
 

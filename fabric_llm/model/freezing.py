@@ -122,8 +122,8 @@ def thawed(
 
 
 def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:
-    """First name, as `named_parameters` gives it -> all names, of each parameter that a word of the
-    flags means."""
+    """{first name: all names} of each parameter that a pattern, or EMBEDDINGS, chooses. The first
+    name is the one that `named_parameters` gives."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         # A tied weight is one object, under which all of its names are collected.

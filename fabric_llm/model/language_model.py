@@ -34,8 +34,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
-    """float32 [1 + k] of the loss of --code: what is trained, and the sums that it adds to the log.
-    Only the first has a gradient."""
+    """float32 [1 + k]: what the loss of --code trains, and the k sums that it adds to the log. Only
+    the first has a gradient."""
     loss, adds = register.ONLY["loss"]
     with register.of_user("loss"):
         result = loss(logits, targets, register.LOADED["flags"])
@@ -48,11 +48,11 @@ def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of all targets, float32 scalar, in nats. What is evaluated,
+    """Sum of the cross-entropies of all targets, float32 scalar, in nats. Evaluations report it,
     whatever is trained.
 
-    logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a
-    part of a batch.
+    logits: [tokens, vocabulary], of a batch or a part of it. targets: int64 [tokens], -100 where
+    there is none.
     """
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
@@ -134,21 +134,29 @@ class LanguageModel(nn.Module):
         places: Optional[Tensor] = None,
         questions: Optional[Tensor] = None,
     ) -> Tensor:
-        """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the
-        logits.
+        """The loss: `token_loss`, or `cross_entropy` where no gradient is wanted. Without `labels`,
+        the logits [rows, context, vocabulary].
 
-        In training, with `adds` or with_router_loss, a vector: what is trained, what a loss of
-        --code adds to the log, and the rows' auxiliary losses, each times the row's targets.
+        In training, with `adds` or with_router_loss, the result is a vector: what is trained, what
+        a loss of --code adds to the log, and the sum of the rows' auxiliary losses, each times the
+        row's targets.
 
-        input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are
-        unshifted: position t is predicted from the positions before it, -100 is no target. Labels
-        of parts of rows have one column more: the ranks of `context_group` have the other parts.
-        Logits: [rows, context, vocabulary]. position_ids that restart keep documents apart:
-        transformers reads the attention mask from them if no other is given and nothing is cached.
+        input_ids, attention_mask, position_ids: int64 [rows, context].
+
+        position_ids that restart keep documents apart: transformers reads the attention mask from
+        them if no other mask is given and nothing is cached.
+
+        labels: int64 [rows, context], unshifted: position t is predicted from the positions before
+        it, and -100 is no target. Where the ranks of `context_group` have the other parts of these
+        rows, labels have one column more.
+
         document_ends: what packed attention takes in place of a mask, see batches.document_ends.
-        places: int64 [rows, context], numbers below PLACES, in an evaluation: float32 [1 + PLACES],
-        the loss, and that of the targets of each place. questions: int64 [rows], likewise, of rows
-        that ask something: what `by_row` says.
+
+        places: in an evaluation, int64 [rows, context], numbers below PLACES. The result is float32
+        [1 + PLACES]: the loss, and the loss of the targets of each place.
+
+        questions: in an evaluation, int64 [rows], of rows that ask something. The result is that of
+        `by_row`.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         # Some classes don't take all of these arguments, even as None.
@@ -179,7 +187,7 @@ class LanguageModel(nn.Module):
         if self.with_added and self.training and torch.is_grad_enabled():
             loss_of = losses_to_log
         targets_of = targets.flatten()
-        # What evaluations tell apart stands in a second column of the targets.
+        # By what evaluations sum the loss, a place or a row, is a second column of the targets.
         if places is not None:
             loss_of = partial(_by_place, loss_of)
             targets_of = torch.stack([targets_of, places.flatten()], dim=1)
@@ -209,8 +217,8 @@ class LanguageModel(nn.Module):
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
-    """What is trained, scalar: the first of a vector, and of a model with `with_router_loss` its
-    weighted sum with the last."""
+    """What is trained, scalar: the first number of a vector, to which a model with
+    `with_router_loss` adds the last one times its coefficient."""
     if losses.ndim == 0:
         return losses
     if not router_aux_loss_coef:
@@ -219,7 +227,7 @@ def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
 
 
 def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> float:
-    """What the auxiliary loss of a mixture of experts is multiplied by in what is trained; 0 where
+    """The coefficient of the auxiliary loss of a mixture of experts in what is trained; 0 where
     there is none.
 
     given: --router_aux_loss_coef; None: as the model's configuration says, where that asks for the
@@ -242,7 +250,8 @@ def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> fl
 
 
 def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
-    """What to say where the configuration asks for what the model can't give."""
+    """A warning where the configuration asks for a loss of the routers that transformers doesn't
+    have, else None."""
     asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
     if not asked or has_router_loss(causal_lm):
         return None
@@ -253,8 +262,8 @@ def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
 
 
 def has_router_loss(causal_lm: PreTrainedModel) -> bool:
-    """True for models whose own loss would hold that of the Switch Transformer, which
-    `load_balancing_loss` is."""
+    """True for models to whose loss transformers would add that of the Switch Transformer, which
+    `load_balancing_loss` computes."""
     # Other models have a function of this name that computes something else, from other arguments.
     function = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
     if function is None or not isinstance(getattr(causal_lm, "num_experts_per_tok", None), int):
@@ -274,12 +283,12 @@ def load_balancing_loss(
     attention_mask: Optional[Tensor] = None,
     group: Optional[ProcessGroup] = None,
 ) -> Tensor:
-    """The loss that asks that tokens are spread evenly over the experts, float32 [rows], of each
-    row by itself.
+    """The auxiliary loss of each row, float32 [rows], which is small where the row's tokens are
+    spread evenly over the experts.
 
-    transformers adds it only where it computes the cross-entropy itself, and over whatever happens
-    to be in one forward pass: a product of means over tokens, of which the mean over micro-batches
-    isn't that of the whole batch. That of each row, averaged by the rows' targets as the
+    transformers adds it only where it computes the cross-entropy itself, and for all tokens of a
+    forward pass together. It is a product of means over tokens, so its average over micro-batches
+    isn't that of the whole batch. The loss of each row, weighted by the row's targets as the
     cross-entropy is, is the same however rows are spread over micro-batches and ranks.
 
     router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows,

@@ -156,8 +156,8 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text to go on from, without the EOS that some tokenizers append: behind it
-    another text would begin."""
+    """The tokens of a text that a model is to continue, without the EOS that some tokenizers
+    append: after it a model would begin another text."""
     encoded = tokenizer(text, return_special_tokens_mask=True)
     tokens, added = encoded["input_ids"], encoded["special_tokens_mask"]
     end = len(tokens)

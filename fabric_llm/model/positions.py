@@ -68,8 +68,8 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     """(a configuration with the positions of --rope, what has changed in a sentence). Raises
     ValueError.
 
-    context_length: tokens of the longest row, for which `theta` makes the model. Scaling multiplies
-    what it was made for.
+    context_length: tokens of the longest row. With `theta`, the model is meant for rows of at least
+    that length afterwards; with a scaling, for its former length times the factor.
     """
     (kind, value), changed = parse(given), deepcopy(config)
     text, name = changed.get_text_config(), type(config).__name__
@@ -141,8 +141,8 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
     """`document`, config.json of `config`, with rotary positions also by the names that
     transformers 4 and other programs read, and the number of experts.
 
-    They pass over what they don't know without a word, and compute with a base of 10000 and no
-    scaling. Only where transformers 5 reads the same with both.
+    Without these names, such programs silently compute with a base of 10000 and no scaling. The
+    names are added only where transformers 5 reads the same positions with them.
     """
     document = dict(document)
     # A model of text and images has a configuration for each, with its own positions.

@@ -47,7 +47,7 @@ def load_reference(
     held: list[str] = []  # the layer that has its weights
 
     def hold(unit: str) -> None:
-        """Give a layer its weights, which the one before it loses."""
+        """Give a layer its weights, and take those of the layer that had them before."""
         if held != [unit]:
             # Freed before the next is read, so that two layers are never in memory at once.
             for before in held:

@@ -41,8 +41,8 @@ def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """What puts parameters with the tensors that `make` makes in the place of those on the meta
-    device that a module itself holds."""
+    """A function that replaces the parameters on the meta device that a module itself holds, by
+    parameters with the tensors that `make` makes of them."""
     # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
     # strategy has sharded isn't kept whole.
     there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()

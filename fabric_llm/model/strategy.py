@@ -37,15 +37,14 @@ Fill = Callable[[nn.Module], None]
 def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1800.0) -> Fabric:
     """Fabric for the strategy and devices of a run. Starts nothing: that is `fabric.launch()`.
 
-    timeout_seconds: of the process group's own patience; a little more than that of watch.py, which
-    can say more.
+    timeout_seconds: the patience of processes/watch.py. That of the process group is longer.
     """
     name, kind = placement.strategy, placement.kind
     sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
     if name == "xla":
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
-    # The watch ends a run that hangs, and says why. The process group ends it only where the watch
-    # doesn't, hence more than twice as late.
+    # The watch ends a run that hangs, and can say why. The process group only aborts it, so it has
+    # more time.
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
     plugin = lightning.Precision()
@@ -125,8 +124,8 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
 
 
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
-    """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype;
-    children before parents.
+    """{module: dtype} of the modules to gather, each of which has parameters of one dtype: `units`,
+    `model` itself and what else is needed for that. Children come before parents.
 
     A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must
     have one dtype. Raises ValueError for a module that holds parameters of several itself.
@@ -159,8 +158,8 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
 
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
-    """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with
-    all its holders."""
+    """Modules with at least `minimum` parameters, without those of wrapped modules inside of them.
+    A tied parameter is in one of them only together with all modules that hold it."""
 
     def holders(module: nn.Module) -> Counter[int]:
         return Counter(
@@ -349,6 +348,9 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
 
 
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:
-    """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and
-    stay where they are."""
+    """Whether gradients are reduced over ranks after each micro-batch, instead of after the last.
+
+    With ddp and single they can wait, since each rank holds them whole anyway, unless float32 sums
+    take them out of the parameters.
+    """
     return name not in ("ddp", "single") or sums_in_float32

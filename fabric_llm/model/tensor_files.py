@@ -125,8 +125,8 @@ class Tensors(Mapping[str, Tensor]):
 
 @contextmanager
 def readable(of: str, code: int = NO_CHECKPOINT) -> Iterator[None]:
-    """Raise what is wrong with the content `of` files, which hashes don't tell where somebody made
-    them so, as Fault (`code`)."""
+    """Raise any error of the body as Fault (`code`): `of` can't be read. Files may have the right
+    hashes and still be wrong, because they were made so."""
     try:
         yield
     except Exception as error:

@@ -25,10 +25,10 @@ LIMIT = 1e-3
 
 @torch.no_grad()
 def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
-    """{name of a module, directly inside of a layer: whether it takes each token by itself, and
-    always alike: without dropout}.
+    """{name: whether tiles give the same as the whole} of modules directly inside of layers that
+    take one tensor of hidden states and return one, unlike attention.
 
-    Of modules that take and give one tensor of hidden states, which attention doesn't.
+    It is false for a module that mixes tokens, or that has dropout.
 
     model: its weights are on the CPU, and each is given the same tokens at once and in two tiles.
     measures: false where there are no weights but fake ones; then it counts what modules are called
@@ -73,8 +73,8 @@ def _is_alike(forward: Callable[[Tensor], Tensor], inputs: Tensor, output: Tenso
 
 
 def tile(model: PreTrainedModel, names: list[str]) -> None:
-    """Have the modules `names` take at most as many tokens at once as a hidden state has elements,
-    and a half of a shorter row, so that a probe has tiles as well."""
+    """Make the modules `names` take their tokens in tiles. A tile has at most as many tokens as a
+    hidden state has elements, and at most half of all tokens, so that a probe has tiles as well."""
     tokens = model.config.get_text_config().hidden_size
     for name in names:
         module = model.get_submodule(name)

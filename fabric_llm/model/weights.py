@@ -61,9 +61,9 @@ class Stored:
         """skeleton: the model on the meta device, for the source alone. model_name: whose weights
         they are, for what is said.
 
-        Raises ValueError where the files don't hold all weights of the model, in its shapes, as
-        numbers, or hold others that transformers doesn't leave out by their names, before a tensor
-        is read.
+        Raises ValueError, before a tensor is read, where a weight of the model is missing, has
+        another shape or isn't stored as numbers, and where the files have tensors that belong
+        nowhere, unless transformers ignores them by their names.
         """
         self.skeleton, self.slices, self.first = skeleton, slices, first_names(skeleton)
         self.model_name = model_name
@@ -147,7 +147,8 @@ class Stored:
             )
 
     def _try_without_memory(self, named: dict[str, list[str]]) -> list[str]:
-        """What is in the files and not in the model, which transformers leaves out by its name.
+        """The names of tensors in the files that the model doesn't have, and that transformers
+        ignores by their names.
 
         Raises ValueError for what transformers would say of the files, if it read them.
         """
@@ -327,7 +328,7 @@ def units(model: nn.Module) -> dict[str, list[str]]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter -> the first of its names, which has the others where it is tied."""
+    """{name of a parameter: the first of its names}. A tied parameter has several names."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(p), name)

@@ -43,7 +43,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if given.output is not None:
             files.require_name(Path(given.output), "--output")
         output = Path(given.output or Path(given.runs[0]) / REPORT)
-        # Imported only now, because plotly takes a second that --help shouldn't cost.
+        # Imported only now, so that --help and wrong arguments don't need plotly.
         page_module().write(given.runs, output)
     return DONE
 

@@ -159,8 +159,8 @@ Chart = dict[str, Any]
 
 
 def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
-    """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of
-    a single run one colour."""
+    """The figures that have a line, drawn. A set or source has the same dash in all of them, and
+    the same colour if there is only one run."""
     # All sets are found before anything is drawn, so that a set looks the same in each figure.
     lines: dict[str, list[tuple[int, str, str, Series]]] = {}  # figure -> run, set, style, series
     sets: list[str] = []

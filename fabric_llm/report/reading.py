@@ -148,8 +148,8 @@ def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
 
 
 def _fill_undone(run: Run) -> None:
-    """Add what was undone, in whose log a line with `undone` comes before the others of its
-    time."""
+    """Add the numbers of undone steps. In their log, each rewind begins with a line that has
+    `undone`."""
     parts: list[list[dict[str, Any]]] = []
     for record in _lines(run, METRICS_UNDONE):
         if "undone" in record:
@@ -224,8 +224,8 @@ def _of_names(
 def _named_losses(
     losses: dict[str, Series], numbers: Mapping[str, dict[str, Series]]
 ) -> dict[str, Series]:
-    """The losses of sets, the mean of all sets first, and that of the moving average last. Of a
-    single set the mean is the same number, and is left out."""
+    """The losses of sets: first the mean of all sets, last that of the averaged weights. Without
+    the mean where there is a single set, whose loss is the same number."""
     mean = losses.pop("", None)
     named = dict(losses)
     if mean is not None and list(losses) != [ONE_SET]:
@@ -292,8 +292,8 @@ class Event(NamedTuple):
 
 
 def timeline(run: Run) -> list[Event]:
-    """All events in the order of the sequences that were read by then, which a rewind doesn't take
-    back; those of older runs, whose events have no positions, by step."""
+    """All events, ordered by how many sequences had been read, since a rewind takes steps back but
+    not these. Events of older runs have no positions, and are ordered by step."""
     events: list[Event] = []
     has_positions = any(type(record.get("position")) is int for record in run.events)
     for record in run.events:
@@ -314,8 +314,8 @@ ENDS = ("stopped", "failed", "done")  # kinds of events
 
 
 def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
-    """The event of a line of events.jsonl. What it leaves out is as in the `last` event. None: the
-    timeline doesn't show this kind."""
+    """The event of a line of events.jsonl, with step and position of the `last` event where it has
+    none. None for kinds that the timeline doesn't show."""
     kind, words = record["event"], ""
     if kind in ("started", "resumed"):
         source = ""
