@@ -99,10 +99,12 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the page in their order; a number that they don't know has one of its own
     behind them."""
     known = NOT_DRAWN.union(figure.name for figure in FIGURES)
-    others = sorted(
-        {name for run in runs for name, named in run.numbers.items() if "" in named} - known
-    )
-    return [*FIGURES, *(Figure(name, name.replace("_", " ")) for name in others)]
+    others: set[str] = set()
+    for run in runs:
+        for name, named in run.numbers.items():
+            if "" in named and name not in known:
+                others.add(name)
+    return [*FIGURES, *(Figure(name, name.replace("_", " ")) for name in sorted(others))]
 
 
 # ------------------------------------------------------------------------------- as plotly has them
@@ -171,15 +173,19 @@ def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
                 lines[figure.name].append((i, name, style, series))
                 if name and name not in sets:
                     sets.append(name)
+    over = "Tokens" if len(runs) > 1 else "Step"
     drawn = []
     for figure in figures:
         traces, undone = [], []
         for i, name, style, series in lines[figure.name]:
             number = sets.index(name) if name else 0
             trace = _trace(runs, i, number, name, style, series)
-            (undone if style == "undone" else traces).append(trace)
+            if style == "undone":
+                undone.append(trace)
+            else:
+                traces.append(trace)
         if traces:
-            drawn.append(_chart(figure, traces, undone, "Tokens" if len(runs) > 1 else "Step"))
+            drawn.append(_chart(figure, traces, undone, over))
     return drawn
 
 
@@ -198,6 +204,7 @@ def _trace(
     y = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
     # A point alone has no line, and few points are shown each.
     has_markers = len(steps) <= (1 if is_undone else FEW_POINTS)
+    color = number if is_one else i
     trace = go.Scatter(
         STYLES[style],
         x=_places(runs, i, steps),
@@ -205,7 +212,7 @@ def _trace(
         mode="lines+markers" if has_markers else "lines",
         name=label,
         legendgroup=label,
-        line_color=COLORS[(number if is_one else i) % len(COLORS)],
+        line_color=COLORS[color % len(COLORS)],
         line_dash="dot" if is_undone else DASHES[number % len(DASHES)],
     )
     return trace.to_plotly_json()
@@ -277,7 +284,9 @@ def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[s
     for i, of_run in enumerate(events):
         # Events have the colour of their run. Colours of a single run are those of its sets, hence
         # grey.
-        color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
+        color = COLORS[GREY]
+        if len(runs) > 1:
+            color = COLORS[i % len(COLORS)]
         steps = [event.step for event in of_run if event.kind not in UNMARKED][:MAX_MARKED]
         for place in _places(runs, i, np.array(steps, dtype=np.int64)):
             shapes.append(upright(place, color))

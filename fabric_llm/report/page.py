@@ -40,21 +40,25 @@ def write(folders: Sequence[str], output: Path) -> None:
     above = os.path.commonpath(path.parent for path in paths)
     for run in runs:
         run.name = os.path.relpath(run.folder, above)
-    is_one, events = len(runs) == 1, [reading.timeline(run) for run in runs]
-    flags = [{name: shown(value) for name, value in run.flags.items()} for run in runs]
+    events = [reading.timeline(run) for run in runs]
+    title, lead, differences = runs[0].name, in_a_sentence(runs[0]), None
+    sections: Sequence[str] = SECTIONS
+    if len(runs) > 1:
+        title, lead = f"{len(runs)} runs compared", ", ".join(run.name for run in runs)
+        sections, differences = COMPARED, differing(runs)
     write_page(
         output,
         "Training report",
-        runs[0].name if is_one else f"{len(runs)} runs compared",
-        in_a_sentence(runs[0]) if is_one else ", ".join(run.name for run in runs),
-        {name: name.capitalize() for name in (SECTIONS if is_one else COMPARED)},
+        title,
+        lead,
+        {name: name.capitalize() for name in sections},
         made_of=f"from {', '.join(folders)}",
         charts=figures.charts(figures.figures(runs), runs),
         marks=figures.marks(runs, events),
         runs=[{**vars(run), "flags": known(run), "headline": headline(run)} for run in runs],
         problems=[f"{run.name}: {note}" for run in runs for note in run.notes],
         events=events_table(runs, events),
-        differing=None if is_one else differing(runs, flags),
+        differing=differences,
     )
 
 
@@ -206,21 +210,24 @@ def in_a_sentence(run: Run) -> str:
 
 def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:
     """The events of all runs."""
-    several, found = len(runs) > 1, []
+    several, rows = len(runs) > 1, []
     for run, of_run in zip(runs, events):
         for event in of_run:
             time = event.time.replace("T", " ").removesuffix("+00:00")
             row = [f"{event.step:,}", time, event.kind.capitalize(), event.words]
-            found.append([run.name, *row] if several else row)
-    return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], found
+            rows.append([run.name, *row] if several else row)
+    return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], rows
 
 
-def differing(runs: Sequence[Run], flags: Sequence[dict[str, str]]) -> Table:
+def differing(runs: Sequence[Run]) -> Table:
     """The flags that aren't the same in all runs."""
-    found = []
     # All names of all runs in the order of the first that has them.
-    for name in dict.fromkeys(name for of_run in flags for name in of_run):
-        values = [of_run.get(name, NONE) for of_run in flags]
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.flags)
+    rows = []
+    for name in names:
+        values = [shown(run.flags[name]) if name in run.flags else NONE for run in runs]
         if name not in NOT_COMPARED and len(set(values)) > 1:
-            found.append([name, *values])
-    return ["Flag", *(run.name for run in runs)], found
+            rows.append([name, *values])
+    return ["Flag", *(run.name for run in runs)], rows

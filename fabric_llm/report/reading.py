@@ -82,14 +82,14 @@ class Run:
         # A run writes its code when it ends, which a kill prevents.
         if code is None:
             return "going", "Running, or killed", ""
+        if code == DONE and self.wrong:
+            return "stopped", "Done, with warnings", " ".join(self.wrong)
         if code == DONE:
-            return (
-                ("stopped", "Done, with warnings", " ".join(self.wrong))
-                if self.wrong
-                else ("good", "Done", "")
-            )
+            return "good", "Done", ""
         sentence = f"{reason[:1].upper()}{reason[1:]} (exit code {code})"
-        return ("stopped", "Stopped", sentence) if code == STOPPED else ("bad", "Failed", sentence)
+        if code == STOPPED:
+            return "stopped", "Stopped", sentence
+        return "bad", "Failed", sentence
 
 
 def read_run(folder: Path) -> Run:
@@ -101,8 +101,10 @@ def read_run(folder: Path) -> Run:
         raise Fault(f"{str(folder)!r} is a checkpoint; its run is {str(folder.parent)!r}.")
     if not any((folder / name).is_file() for name in ("metrics.jsonl", "arguments.yaml")):
         # The directory above runs is given easily, so the message names those in it.
-        inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))[:5])
-        there = f" It holds the runs {inside}." if inside else ""
+        inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+        there = ""
+        if inside:
+            there = f" It holds the runs {', '.join(inside[:5])}."
         raise Fault(
             f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{there}"
         )
@@ -118,7 +120,10 @@ def read_run(folder: Path) -> Run:
     # The last evaluation decides, as in the run itself.
     forgotten = run.numbers["eval_forgotten"]
     for name, budget in run.numbers["eval_budget"].items():
-        if name in forgotten and (rise := forgotten[name].values[-1]) > (most := budget.values[-1]):
+        if name not in forgotten:
+            continue
+        rise, most = forgotten[name].values[-1], budget.values[-1]
+        if rise > most:
             run.wrong.append(
                 f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is "
                 f"{most:g}."
@@ -250,10 +255,12 @@ def parts_read(run: Run) -> list[str]:
     """Of each set that an evaluation doesn't read to its end, how many rows of how many it reads,
     in words."""
     rows, of_rows = run.numbers.get("eval_rows", {}), run.numbers.get("eval_of_rows", {})
-    both = (
-        (name, rows[name].values[-1], of_rows[name].values[-1]) for name in rows if name in of_rows
-    )
-    return [f"{name} on {read:,.0f} of {count:,.0f} rows" for name, read, count in both]
+    words = []
+    for name in rows:
+        if name in of_rows:
+            read, count = rows[name].values[-1], of_rows[name].values[-1]
+            words.append(f"{name} on {read:,.0f} of {count:,.0f} rows")
+    return words
 
 
 def _collect(
@@ -358,8 +365,10 @@ def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
 def _shares(record: dict[str, Any]) -> str:
     """The shares of the sources from there on, in words, "" where the record has none."""
     known = record.get("shares") or {}
-    words = (f"{name} {100 * share:.3g} %" for name, share in known.items() if type(share) is float)
-    return f"from here on {', '.join(words)}" if known else ""
+    if not known:
+        return ""
+    words = [f"{name} {100 * share:.3g} %" for name, share in known.items() if type(share) is float]
+    return f"from here on {', '.join(words)}"
 
 
 def devices(beginning: dict[str, Any]) -> str:
@@ -367,5 +376,7 @@ def devices(beginning: dict[str, Any]) -> str:
     count, nodes = beginning.get("devices"), beginning.get("nodes")
     if count is None:
         return ""
-    on = f"{count} {beginning.get('kind')} device{'s' * (count != 1)}"
-    return f"{on} of {nodes} machines" if nodes is not None and nodes > 1 else on
+    words = f"{count} {beginning.get('kind')} device{'s' * (count != 1)}"
+    if nodes is not None and nodes > 1:
+        words += f" of {nodes} machines"
+    return words

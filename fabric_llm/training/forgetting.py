@@ -66,7 +66,9 @@ class Forgetting:
 def parse_budgets(given: Optional[str]) -> dict[str, float]:
     """--forgetting_budget as {name of a validation set: nats}. Raises ValueError."""
     budgets: dict[str, float] = {}
-    for part in [] if given is None else given.split(","):
+    if given is None:
+        return budgets
+    for part in given.split(","):
         name, _, number = part.strip().rpartition(":")
         if not name or not re.fullmatch(NUMBER, number):
             raise ValueError(
