@@ -11,6 +11,7 @@ its matrices.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -66,14 +67,15 @@ def peak_tflops(device_name: str) -> Optional[float]:
             is not None
         )
 
-    known = {
-        words: float(peak)
-        for peak, devices in PEAK_TFLOPS.items()
-        for words in devices
-        if has(words)
-    }
+    known = {}
+    for peak, devices in PEAK_TFLOPS.items():
+        for words in devices:
+            if has(words):
+                known[words] = float(peak)
+    if not known or any(map(has, PARTS)):
+        return None
     # The longest name is the most exact: "H100 PCIe" also contains "H100".
-    return known[max(known, key=len)] if known and not any(map(has, PARTS)) else None
+    return known[max(known, key=len)]
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ class Flops:
         # A token sees those before it and itself, and at most as many as the window has.
         sees = np.arange(1, len(tokens_at) + 1)
         for window, flops in self.of_pair.items():
-            total += (
-                float(tokens_at @ (sees if window is None else np.minimum(sees, window))) * flops
-            )
+            seen = sees if window is None else np.minimum(sees, window)
+            total += float(tokens_at @ seen) * flops
         return total
 
     def of_row(self, context: int) -> float:
@@ -146,28 +147,32 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
 def experts_of(config: Any) -> tuple[int, int]:
     """(experts of a layer, those that each token goes through); 1, 1 where the configuration
     doesn't say."""
-    numbers = []
-    for names in (EXPERTS, CHOSEN):
-        # DBRX has its experts in a configuration of its own, ffn_config.
-        values = (
-            getattr(part, name, None)
-            for part in (config, getattr(config, "ffn_config", None))
-            for name in names
-        )
-        numbers.append(
-            next((value for value in values if isinstance(value, int) and value > 0), None)
-        )
-    return (1, 1) if None in numbers else (numbers[0], numbers[1])
+
+    # DBRX has its experts in a configuration of its own, ffn_config.
+    def first_of(names: Sequence[str]) -> Optional[int]:
+        for part in (config, getattr(config, "ffn_config", None)):
+            for name in names:
+                value = getattr(part, name, None)
+                if isinstance(value, int) and value > 0:
+                    return value
+        return None
+
+    experts, chosen = first_of(EXPERTS), first_of(CHOSEN)
+    if experts is None or chosen is None:
+        return 1, 1
+    return experts, chosen
 
 
 def windows(config: Any) -> list[Optional[int]]:
     """For each layer with attention, how many tokens see each other in it: None for all."""
     count = getattr(config, "num_hidden_layers", 0)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    window, chunk = (
-        size if isinstance(size := getattr(config, name, None), int) and size > 0 else None
-        for name in ("sliding_window", "attention_chunk_size")
-    )
+
+    def size_of(name: str) -> Optional[int]:
+        size = getattr(config, name, None)
+        return size if isinstance(size, int) and size > 0 else None
+
+    window = size_of("sliding_window")
     # Without kinds all layers are alike: with attention, or, in Mamba, without.
     if kinds is None:
         return [window] * count if getattr(config, "num_attention_heads", None) else []
@@ -175,7 +180,7 @@ def windows(config: Any) -> list[Optional[int]]:
     attention = [
         kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"
     ]
-    local = {"sliding_attention": window, "chunked_attention": chunk}
+    local = {"sliding_attention": window, "chunked_attention": size_of("attention_chunk_size")}
     return [local.get(kind) for kind in attention]
 
 

@@ -151,9 +151,11 @@ def read_json(path: Path) -> Any:
                     f"it declares {len(value)} entries ({where}); at most {MAX_ENTRIES} are read"
                 )
             # A number in a list goes by the name of the list.
-            parts = value.items() if isinstance(value, dict) else (("", part) for part in value)
-            left += [(".".join(filter(None, (where, key))), part) for key, part in parts]
-            if isinstance(value, dict):
+            if isinstance(value, list):
+                left += [(where, part) for part in value]
+            else:
+                for key, part in value.items():
+                    left.append((".".join(filter(None, (where, key))), part))
                 # Experts and layers of one object are multiplied below, once all are known.
                 largest = {"layer": 0, "expert": 0}
                 for key, number in value.items():
@@ -164,11 +166,9 @@ def read_json(path: Path) -> Any:
             # Infinity itself is allowed: Mamba 2 has it as a limit.
             if LARGEST_NUMBER < abs(value) < math.inf:
                 raise TooMuch(f"it holds a number that float32 can't ({where}: {str(value)[:20]})")
-            most = (
-                MAX_LAYERS
-                if (counted := COUNTS.search(where)) and counted[2] == "layer"
-                else MAX_ENTRIES
-            )
+            counted, most = COUNTS.search(where), MAX_ENTRIES
+            if counted and counted[2] == "layer":
+                most = MAX_LAYERS
             if counted and value > most:
                 raise TooMuch(
                     f"it declares {value} {counted[1]} ({where}); at most {most} are read"

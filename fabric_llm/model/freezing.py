@@ -70,11 +70,9 @@ def _frozen(
             names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
             close = nearest(word, [EMBEDDINGS, *names])
             # Where nothing is similar, real names show how parameters of this model are called.
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else f"its last parameters are {', '.join(names[-2:])}."
-            )
+            hint = f"its last parameters are {', '.join(names[-2:])}."
+            if close:
+                hint = f"did you mean {close[0]}?"
             raise ValueError(
                 f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; "
                 f"{hint}"
@@ -99,13 +97,17 @@ def tied_both_ways(
     # The pattern names one of a tied weight's names. The user should hear that the other one
     # follows.
     what = "is frozen" if freeze is not None else "trains"
-    return [
-        f"{name} {what} as well: it is tied, the same weight under another name."
-        for word in words(freeze or train_only)
-        for names in _chosen(causal_lm, word).values()
-        for name in names
-        if word != EMBEDDINGS and not fnmatchcase(name, word)
-    ]
+    sentences = []
+    for pattern in words(freeze or train_only):
+        if pattern == EMBEDDINGS:
+            continue
+        for names in _chosen(causal_lm, pattern).values():
+            for name in names:
+                if not fnmatchcase(name, pattern):
+                    sentences.append(
+                        f"{name} {what} as well: it is tied, the same weight under another name."
+                    )
+    return sentences
 
 
 def thawed(
@@ -128,22 +130,17 @@ def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         # A tied weight is one object, under which all of its names are collected.
         names.setdefault(parameter, []).append(name)
+    wanted: set[nn.Parameter] = set()
     if word == EMBEDDINGS:
         # A model may have no output head. A head that is tied has the same parameter as the
         # embeddings.
-        modules = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-        wanted = {
-            parameter
-            for module in modules
-            if module is not None
-            for parameter in module.parameters()
-        }
+        for module in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()):
+            if module is not None:
+                wanted.update(module.parameters())
     else:
-        wanted = {
-            p
-            for p, all_names in names.items()
-            if any(fnmatchcase(name, word) for name in all_names)
-        }
+        for parameter, all_names in names.items():
+            if any(fnmatchcase(name, word) for name in all_names):
+                wanted.add(parameter)
     return {
         all_names[0]: all_names for parameter, all_names in names.items() if parameter in wanted
     }

@@ -241,12 +241,12 @@ def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> fl
     if given is not None:
         return float(given)
     asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
-    own = (
-        getattr(causal_lm, name, None)
-        for name in COEFFICIENTS
-        if asked and has_router_loss(causal_lm)
-    )
-    return float(next((value for value in own if value is not None), 0.0))
+    if asked and has_router_loss(causal_lm):
+        for name in COEFFICIENTS:
+            value = getattr(causal_lm, name, None)
+            if value is not None:
+                return float(value)
+    return 0.0
 
 
 def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
@@ -299,9 +299,8 @@ def load_balancing_loss(
     gradient.
     """
     experts = router_logits[0].shape[-1]
-    chosen, probable = (
-        torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2)
-    )
+    chosen = torch.zeros(rows, experts, device=router_logits[0].device)
+    probable = torch.zeros_like(chosen)
     # Layers may return [tokens, experts] without the dimension of rows.
     context = router_logits[0].numel() // (rows * experts)
     # Padding goes to experts as well, but isn't to be spread evenly.

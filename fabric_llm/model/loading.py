@@ -123,18 +123,16 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
     # A Path is a folder of this machine, so it mustn't be looked up on the hub.
     if isinstance(place, Path) and not folder.is_dir():
         return None
-    if folder.is_dir() and not any(
-        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    has_file = (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    if folder.is_dir() and not has_file:
         return None
     try:
         # transformers reads config.json as well, to find the tokenizer's class.
         if (folder / CONFIG_NAME).is_file():
             folders.read_json(folder / CONFIG_NAME)
         with suppress(OSError):  # where there is none
-            document = json.loads(
-                Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()
-            )
+            file = cached_file(model_name, "tokenizer_config.json")
+            document = json.loads(Path(file).read_bytes())
             # T5 and Pegasus make as many tokens as these numbers say, which no list bounds.
             for name in ("extra_ids", "offset"):
                 count, most = document.get(name), folders.MAX_ENTRIES
@@ -219,12 +217,12 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    # Some classes list the kinds of flash attention that they take. None means all of them.
+    kinds = model_class._compatible_flash_implementations or ["flash_attention_2"]
     has = {
         "packed": takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
-        "flash_attention_2": model_class._supports_flash_attn
-        and "flash_attention_2"
-        in (model_class._compatible_flash_implementations or ["flash_attention_2"]),
+        "flash_attention_2": model_class._supports_flash_attn and "flash_attention_2" in kinds,
         "flex_attention": model_class._supports_flex_attn,
         "eager": True,
     }
@@ -332,11 +330,9 @@ def quantized(config: PretrainedConfig) -> Optional[str]:
     # The configuration has a dictionary as read, or the object that transformers makes of it.
     if (quantization := getattr(config, "quantization_config", None)) is None:
         return None
-    method = (
-        quantization.get("quant_method")
-        if isinstance(quantization, dict)
-        else type(quantization).__name__
-    )
+    method = type(quantization).__name__
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method")
     return f"quantized ({method}), and only weights in 16 or 32 bits are trained"
 
 
@@ -384,9 +380,9 @@ def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
     there = (*folder.glob("*.safetensors"), *(folder / name for name in folders.WEIGHT_FILES[1:]))
     unread = {path.name for path in there if path.is_file()} - set(read)
     # Where an index was read, it isn't among `read` itself, but it isn't a second copy either.
-    return sorted(
-        unread if read == [folders.WEIGHT_FILES[0]] else unread - set(folders.WEIGHT_FILES)
-    )
+    if read != [folders.WEIGHT_FILES[0]]:
+        unread -= set(folders.WEIGHT_FILES)
+    return sorted(unread)
 
 
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
@@ -416,12 +412,10 @@ def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
     named = getattr(config, "transformers_weights", None)
     names = folders.WEIGHT_FILES if named is None else (named,)
     # The first that is there counts, as in transformers: a single file before an index.
-    there = (
-        cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names
-    )
-    if (first := next(filter(None, there), None)) is None:
-        raise FileNotFoundError(f"it has no {' and no '.join(names)}")
-    paths = [first]
-    if first.endswith(".index.json"):
-        paths = get_checkpoint_shard_files(model_name, first)[0]
-    return [Path(path) for path in paths]
+    for name in names:
+        path = cached_file(model_name, name, _raise_exceptions_for_missing_entries=False)
+        if path and path.endswith(".index.json"):
+            return [Path(shard) for shard in get_checkpoint_shard_files(model_name, path)[0]]
+        if path:
+            return [Path(path)]
+    raise FileNotFoundError(f"it has no {' and no '.join(names)}")

@@ -57,11 +57,9 @@ def _scalings(config: Any) -> list[dict[str, Any]]:
     """The rotary positions of a model, or of each kind of layer; [] where the configuration has
     none."""
     rope = getattr(config, "rope_parameters", None)
-    return (
-        [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-        if isinstance(rope, dict)
-        else []
-    )
+    if not isinstance(rope, dict):
+        return []
+    return [one for one in (rope, *rope.values()) if isinstance(one, dict)]
 
 
 def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
@@ -73,10 +71,8 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     """
     (kind, value), changed = parse(given), deepcopy(config)
     text, name = changed.get_text_config(), type(config).__name__
-    rope, trained = (
-        getattr(text, "rope_parameters", None),
-        getattr(text, "max_position_embeddings", None),
-    )
+    rope = getattr(text, "rope_parameters", None)
+    trained = getattr(text, "max_position_embeddings", None)
     # Falcon has rotary positions in its configuration that it doesn't use with ALiBi.
     if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
         raise ValueError(
@@ -111,14 +107,13 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
         raise ValueError(
             f"--rope {given}: a model of {name} has the same positions with it as before."
         )
-    never = f"; positions from {trained:,} on were never trained" if made_for > trained else ""
-    return (
-        changed,
-        (
-            f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for "
-            f"{made_for:,}{never}."
-        ),
+    never = ""
+    if made_for > trained:
+        never = f"; positions from {trained:,} on were never trained"
+    sentence = (
+        f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for {made_for:,}{never}."
     )
+    return changed, sentence
 
 
 def _in_words(rope: dict[str, Any]) -> str:

@@ -78,14 +78,17 @@ def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
     if model.config.model_type in WRITE_INTO_WEIGHTS:
         return set()
     layers = repeated_layers(model)
-    # Name of a parameter -> the layer that holds it, "" for one outside of layers.
-    holders = {
-        name: next((layer for layer in layers if name.startswith(f"{layer}.")), "")
-        for name in first_names(model)
-    }
+
+    def holder_of(name: str) -> str:
+        """The layer that holds a parameter, "" for one outside of layers."""
+        return next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+
     # A weight that two modules share has to stay: one of them would lose it while it computes.
-    tied = [(holders[name], holders[first]) for name, first in first_names(model).items()]
-    return layers.keys() - {layer for pair in tied if pair[0] != pair[1] for layer in pair}
+    sharing: set[str] = set()
+    for name, first in first_names(model).items():
+        if holder_of(name) != holder_of(first):
+            sharing |= {holder_of(name), holder_of(first)}
+    return layers.keys() - sharing
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,9 @@ class Tensors(Mapping[str, Tensor]):
                     shape, self.dtypes[name] = tuple(there.get_shape()), there.get_dtype()
                     # A file without offsets, as of Hugging Face, holds whole tensors: they begin at
                     # 0.
-                    offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
+                    offsets: Shape = (0,) * len(shape)
+                    if places:
+                        offsets = tuple(places[name][SAVED_OFFSETS_KEY])
                     end = tuple(
                         first + length for first, length in zip(offsets, shape, strict=True)
                     )
@@ -118,9 +120,8 @@ class Tensors(Mapping[str, Tensor]):
 
     def missing(self, name: str) -> int:
         """How many elements of the tensor are in no file: 0 unless a part of it is missing."""
-        return math.prod(self.shapes[name]) - sum(
-            math.prod(shape) for _, shape in self.parts[name].values()
-        )
+        held = sum(math.prod(shape) for _, shape in self.parts[name].values())
+        return math.prod(self.shapes[name]) - held
 
 
 @contextmanager

@@ -37,11 +37,9 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
     # Modules directly inside of a layer, so that what is tiled is as large as it can be.
     names, tiled = {}, {}
     for of_layer, layer in repeated_layers(model).items():
-        names |= {
-            child: f"{of_layer}.{name}"
-            for name, child in layer.named_children()
-            if next(child.parameters(), None) is not None
-        }
+        for name, child in layer.named_children():
+            if next(child.parameters(), None) is not None:
+                names[child] = f"{of_layer}.{name}"
 
     def see(module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> None:
         # Attention takes more arguments, such as positions, or returns several values.
@@ -78,12 +76,11 @@ def tile(model: PreTrainedModel, names: list[str]) -> None:
     tokens = model.config.get_text_config().hidden_size
     for name in names:
         module = model.get_submodule(name)
-        places = [
-            (one, key)
-            for one in module.modules()
-            for key, p in one._parameters.items()
-            if p is not None
-        ]
+        places = []
+        for inside in module.modules():
+            for key, parameter in inside._parameters.items():
+                if parameter is not None:
+                    places.append((inside, key))
         # An attribute of the module, so that its class and the names of its parameters stay.
         module.forward = partial(_in_tiles, module.forward, tokens, places)
 
@@ -102,7 +99,8 @@ def _in_tiles(
 
 
 def _tensors(places: Places) -> list[Tensor]:
-    return [tensor for module, key in places if (tensor := getattr(module, key)).requires_grad]
+    tensors = [getattr(module, key) for module, key in places]
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _split(hidden: Tensor, tokens: int) -> tuple[Tensor, ...]:
@@ -157,12 +155,15 @@ class _Tiled(torch.autograd.Function):
             )
             of_hidden.append(of_input)
             # In float32, whatever the weights: bfloat16 would round at each tile.
-            for place, found_here in enumerate(gradients):
+            for place, of_parameter in enumerate(gradients):
                 # None for a parameter that a tile doesn't use, such as an expert without tokens.
-                if found_here is not None:
-                    sums[place] = (
-                        found_here.float() if sums[place] is None else sums[place].add_(found_here)
-                    )
+                if of_parameter is None:
+                    continue
+                total = sums[place]
+                if total is None:
+                    sums[place] = of_parameter.float()
+                else:
+                    total.add_(of_parameter)
         of_tensors = [
             None if total is None else total.to(dtype) for total, dtype in zip(sums, ctx.dtypes)
         ]

@@ -133,12 +133,10 @@ class Stored:
         scales."""
         expected = self.skeleton.state_dict()
         # Only what the model keeps as floating point: files may also hold integer buffers.
-        taken = [
-            key
-            for name, keys in named.items()
-            if name in expected and expected[name].is_floating_point()
-            for key in keys
-        ]
+        taken = []
+        for name, keys in named.items():
+            if name in expected and expected[name].is_floating_point():
+                taken += keys
         if scaled := [key for key in taken if self.slices[key].get_dtype() not in NUMBERS]:
             raise ValueError(
                 f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as "
@@ -170,8 +168,12 @@ class Stored:
         wrong = [*info.missing_keys, *map(str, info.mismatched_keys), *info.conversion_errors]
         # Of what has no place, transformers ignores some by name, such as older buffers. Other
         # tensors mean that config.json describes another model.
-        unused = {key: name for name in named.keys() - expected.keys() for key in named[name]}
-        foreign = sorted(key for key, name in unused.items() if name in info.unexpected_keys)
+        unused: set[str] = set()
+        foreign = []
+        for name in named.keys() - expected.keys():
+            unused.update(named[name])
+            if name in info.unexpected_keys:
+                foreign += named[name]
         problems = []
         if wrong:
             missing = f"{len(wrong)} of the model's weights are missing or have another shape"
@@ -185,7 +187,7 @@ class Stored:
             )
         if problems:
             raise ValueError("; ".join(problems))
-        return sorted(unused.keys() - foreign)
+        return sorted(unused.difference(foreign))
 
     def read(self, unit: str) -> dict[str, Tensor]:
         """Raises Fault (76) where they hold NaN or infinity."""
@@ -227,14 +229,12 @@ class Drawn:
         model = next(one for one in reversed(above) if isinstance(one, PreTrainedModel))
         for _, place, name in tensors_of(above[-1]):
             unknown = math.nan if place[name].is_floating_point() else 0
-            place[name] = _in_place_of(
-                place[name], torch.full_like(place[name], unknown, device="cpu")
-            )
+            filled = torch.full_like(place[name], unknown, device="cpu")
+            place[name] = _in_place_of(place[name], filled)
         # The seed and the unit's name alone decide, whichever units were drawn before.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(
-                int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:8])
-            )
+            digest = hashlib.sha256(f"{self.seed} {unit}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8]))
             above[-1].apply(model._init_weights)
         drawn, names = _taken(self.skeleton), self.names[unit]
         if any(drawn[name].isnan().any() for name in names):
