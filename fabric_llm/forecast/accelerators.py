@@ -48,11 +48,11 @@ def accelerator(name: str) -> Accelerator:
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower()).removeprefix("nvidia").removeprefix("amd")
 
-    found = [one for one in KNOWN if plain(one.name) == plain(name)]
-    if not found:
-        known = ", ".join(one.name for one in KNOWN)
-        raise ValueError(f"--accelerator_name {name!r} isn't known; known are {known}.")
-    return found[0]
+    for one in KNOWN:
+        if plain(one.name) == plain(name):
+            return one
+    known = ", ".join(one.name for one in KNOWN)
+    raise ValueError(f"--accelerator_name {name!r} isn't known; known are {known}.")
 
 
 # Seconds that a message takes to begin, to be passed on over NVLink, and to be passed on to another
@@ -99,7 +99,9 @@ def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> fl
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_values = getattr(config, "num_key_value_heads", None) or heads
-    key_values = heads if key_values % sharing else key_values
+    # Heads that can't be divided are copied first, see share_rows.
+    if key_values % sharing:
+        key_values = heads
     elements = 2 * (heads + key_values) * size * config.num_hidden_layers
     return passes * tokens * elements * 2 * (sharing - 1) / sharing
 
@@ -131,15 +133,15 @@ def latency(placement: Any, units: int, syncs: int, micro_batches: int) -> float
     n devices gather, or reduce and scatter, in a ring of n - 1 turns, and reduce for all in a tree
     of nodes. units: layers and the rest, of which one after the other is sent.
     """
-    how, devices, nodes = (
-        placement.sharding.sharding_strategy,
-        placement.devices,
-        placement.num_nodes,
-    )
+    how = placement.sharding.sharding_strategy
+    devices, nodes = placement.devices, placement.num_nodes
     tree = BEGIN + 2 * ceil(log2(nodes)) * BETWEEN if nodes > 1 else 0.0
     if placement.strategy in ("single", "ddp") or how == "NO_SHARD":
         return units * syncs * (tree + 2 * (devices - 1) * INSIDE)
-    in_ring = 1 if how == "HYBRID_SHARD" else nodes
-    ring = BEGIN + in_ring * (devices - 1) * INSIDE + (in_ring - 1) * BETWEEN
+    # A hybrid has a ring in each node, and reduces over nodes afterwards.
+    nodes_in_ring, after = nodes, 0.0
+    if how == "HYBRID_SHARD":
+        nodes_in_ring, after = 1, tree
+    ring = BEGIN + nodes_in_ring * (devices - 1) * INSIDE + (nodes_in_ring - 1) * BETWEEN
     rings = 2 if how == "SHARD_GRAD_OP" else 3
-    return units * micro_batches * (rings * ring + (tree if how == "HYBRID_SHARD" else 0.0))
+    return units * micro_batches * (rings * ring + after)

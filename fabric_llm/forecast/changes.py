@@ -32,7 +32,10 @@ def changed(flags: Flags, change: Change) -> Flags:
 
 def words_of(change: Change) -> list[str]:
     """A change as the command line has it."""
-    return [word for name, value in change.items() for word in (f"--{name}", str(value))]
+    words = []
+    for name, value in change.items():
+        words += [f"--{name}", str(value)]
+    return words
 
 
 def until_it_fits(
@@ -44,21 +47,21 @@ def until_it_fits(
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
     that fits. None may fit.
     """
-    found: list[tuple[Change, Prediction]] = []
+    changes: list[tuple[Change, Prediction]] = []
     for change in _cheapest_first(lambda: (flags, prediction)):
         # A change that doesn't help by itself isn't kept, so that the advice stays short.
         tried = _attempt(own, changed(flags, change))
         if tried is None or tried.memory.peak >= prediction.memory.peak:
             continue
         flags, prediction = changed(flags, change), tried
-        found.append((change, prediction))
+        changes.append((change, prediction))
         if prediction.used <= CLOSE:
-            return found
+            return changes
     # No change was enough for `CLOSE`, so the first that fits at all ends the list.
-    for number, (_, one) in enumerate(found, 1):
+    for number, (_, one) in enumerate(changes, 1):
         if one.fits:
-            return found[:number]
-    return found
+            return changes[:number]
+    return changes
 
 
 def fastest(
@@ -202,7 +205,7 @@ def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
     # Smaller micro-batches mean more of them, which FSDP1 can't accumulate with offloading.
     while size > 1 and not fsdp.cpu_offload:
         # The largest divisor of at most a half, so that the batch stays the same.
-        size = next(part for part in range(size // 2, 0, -1) if size % part == 0)
+        size = next(divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
         yield _of_the_same_batch(now(), size, devices * nodes)
     # Recomputing takes time, so it comes after what costs next to nothing.
     checkpointing = activation_checkpointing(fsdp.activation_checkpointing)

@@ -317,9 +317,8 @@ def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
 def _fill_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = (
-                None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
-            )
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _traced(config: Any, context_length: int) -> Any:
@@ -328,15 +327,13 @@ def _traced(config: Any, context_length: int) -> Any:
     A CPU's SDPA keeps what a GPU's flash kernels and packed attention keep: queries, keys, values,
     the output, a number a query.
     """
-    seen = (window for window in windows(config.get_text_config()) if window is not None)
+    seen = [window for window in windows(config.get_text_config()) if window is not None]
+    sees_whole_rows = all(window >= context_length for window in seen)
     # The plan's own configuration still says which attention the run has.
     config = deepcopy(config)
     is_packed = config._attn_implementation in (packed_attention.PACKED, "flash_attention_2")
-    if (
-        is_packed
-        or config._attn_implementation == "sdpa"
-        and all(window >= context_length for window in seen)
-    ):
+    # A window shorter than the row needs a mask in SDPA, and none in packed attention.
+    if is_packed or (config._attn_implementation == "sdpa" and sees_whole_rows):
         config._attn_implementation = UNMASKED
     return config
 
@@ -421,11 +418,8 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
         )
         patches.enter_context(is_bf16)
         if work.placement.kind == "cuda":
-            most = max(
-                1,
-                chunked_loss.LOGITS_AT_ONCE["cuda"]
-                // work.model.config.get_text_config().vocab_size,
-            )
+            vocabulary = work.model.config.get_text_config().vocab_size
+            most = max(1, chunked_loss.LOGITS_AT_ONCE["cuda"] // vocabulary)
             patches.enter_context(patch.object(chunked_loss, "_tokens_at_once", lambda *_: most))
             inputs = patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,

@@ -52,11 +52,9 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     drawn = plain if plan is None else _drawing(flags, plan, prediction.on)
     peak = prediction.memory.peak
     # Where the memory of the device isn't known, there is no fraction of it.
-    below = (
-        f"{100 * prediction.used:.0f} % of the device, in {prediction.memory.moment}"
-        if prediction.used
-        else "of a device"
-    )
+    below = "of a device"
+    if prediction.used:
+        below = f"{100 * prediction.used:.0f} % of the device, in {prediction.memory.moment}"
     costs = "" if prediction.price is None else f"{prediction.price:,.2f} for them"
     time = "A step", f"{prediction.seconds.step:.3g} s", "--max_step or --tokens says how many"
     # Without a number of steps, the time of one step is all that is known.
@@ -66,14 +64,11 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
             page.duration(3600 * prediction.hours),
             f"{prediction.steps:,} steps of {time[1]}",
         )
+    disk_gib = prediction.checkpoint_bytes * prediction.kept_checkpoints / GIB
     drawn["headline"] += [
         ("Memory at the peak", f"{peak / GIB:,.2f} GiB", below),
         time,
-        (
-            "Disk",
-            f"{prediction.checkpoint_bytes * prediction.kept_checkpoints / GIB:,.2f} GiB",
-            costs,
-        ),
+        ("Disk", f"{disk_gib:,.2f} GiB", costs),
     ]
     # The last row of the table is the sum.
     parts = {**prediction.memory.parts, "together": peak}
@@ -123,9 +118,9 @@ def course(
         if last_shares not in (None, shares):
             happens.append((before.step, "stage"))
         if read := schedule.mixture.read_before(progress.position):
-            line["sources"] = {
-                name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()
-            }
+            line["sources"] = {}
+            for name, numbers in read.items():
+                line["sources"][name] = {**numbers, "share": shares.get(name, 0.0)}
         _, evaluates, saves = save.due_after(before, progress, schedule, flags)
         if has_sets and evaluates:
             happens.append((progress.step, "evaluated"))
@@ -144,6 +139,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     contexts = " or ".join(f"{context:,}" for context in plan.data.contexts)
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
+    stages = [reading.Event(step, kind) for step, kind in happens if kind == "stage"]
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
     data = flags.data.train_data_dir or ", ".join(plan.data.sources)
     return {
@@ -152,9 +148,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
         "sections": {"curves": "Curves"},
         "charts": figures.charts(figures.FIGURES, [run]),
         # Stages alone: evaluations and saves are too many for upright lines.
-        "marks": figures.marks(
-            [run], [[reading.Event(step, kind) for step, kind in happens if kind == "stage"]]
-        ),
+        "marks": figures.marks([run], [stages]),
         "headline": [
             ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
             ("Tokens", page.number(last.tokens - start.tokens), batch),

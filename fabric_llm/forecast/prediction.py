@@ -293,10 +293,11 @@ def tflops_of(run: Path) -> float:
 
     The median of its logged steps but for the first, during which it compiled.
     """
-    lines = [record for _, record in json_lines(run / "metrics.jsonl")]
-    reached = [
-        line["model_tflops_per_device"] for line in lines if "model_tflops_per_device" in line
-    ][1:]
+    speeds = []
+    for _, record in json_lines(run / "metrics.jsonl"):
+        if "model_tflops_per_device" in record:
+            speeds.append(record["model_tflops_per_device"])
+    reached = speeds[1:]
     if not reached:
         raise Fault(f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps.")
     # The log counts the operations of the model alone, and `Seconds` also those that are repeated.
@@ -307,9 +308,11 @@ def tflops_of(run: Path) -> float:
 def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     """(training rows, tokens in each) of each dataset that the flags name, None for one that
     doesn't say so."""
-    folders = [flags.data.train_data_dir] if flags.data.train_data_dir is not None else []
+    folders = []
     if flags.data.data_mix:
         folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
+    elif flags.data.train_data_dir is not None:
+        folders = [flags.data.train_data_dir]
     datasets: list[Optional[tuple[int, int]]] = []
     for folder in map(Path, folders):
         # A source of --code has to be opened. Others say their size in a file.
@@ -325,8 +328,8 @@ def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
     """(tokens of a row, "" or in words what was assumed of them)."""
     if flags.data.context_length:
         return flags.data.context_length, ""
-    if said := [one[1] for one in _datasets(flags) if one is not None]:
-        return max(said), ""
+    if contexts := [one[1] for one in _datasets(flags) if one is not None]:
+        return max(contexts), ""
     # Neither flags nor data say it, so it is assumed, and said so.
     most = getattr(text_config, "max_position_embeddings", None) or ROW
     tokens = min(ROW, most)
@@ -343,9 +346,8 @@ def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
         return training.max_step
     rows = tuple(one[0] for one in datasets if one is not None)
     if flags.data.data_mix:
-        return lay_out(
-            mixture_text.parse(flags.data.data_mix), rows, batch, None, training.number_epochs
-        )[2]
+        mix = mixture_text.parse(flags.data.data_mix)
+        return lay_out(mix, rows, batch, None, training.number_epochs)[2]
     if rows[0] == ENDLESS:
         return None
     return ceil(rows[0] / batch * training.number_epochs)
@@ -415,7 +417,8 @@ def _host(
         host["what devices hold"] = ranks * memory.peak
     largest = 0
     for names in weights.units(skeleton).values():
-        largest = max(largest, sum(parameters[name].nbytes for name in names if name in parameters))
+        held = sum(parameters[name].nbytes for name in names if name in parameters)
+        largest = max(largest, held)
     host["one layer, while it loads or saves"] = largest
     if memory.elsewhere:
         host["offloaded"] = ranks * sum(memory.elsewhere.values())
@@ -425,11 +428,12 @@ def _host(
     if flags.save.async_save:
         whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
         # Of replicas each rank copies a part.
-        host["copies for --async_save"] = ranks * whole // (world if shards == 1 else shards)
+        copied_by = world if shards == 1 else shards
+        host["copies for --async_save"] = ranks * whole // copied_by
     # Rank 0 has the whole model on its CPU to compare with, if there is room.
     if flags.model.verify_start:
-        held = sum(p.nbytes for p in parameters.values())
-        host["reference, before step 1 (less where less is free)"] = held
+        whole = sum(p.nbytes for p in parameters.values())
+        host["reference, before step 1 (less where less is free)"] = whole
     return host
 
 
@@ -442,6 +446,7 @@ def declared_rows(folder: Path) -> Optional[tuple[int, int]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     # Rows that aren't packed may be shorter than the context.
-    if not manifest.get("packed") or any(type(number) is not int for number in numbers):
+    are_counts = all(type(number) is int for number in numbers)
+    if not manifest.get("packed") or not are_counts:
         return None
     return numbers

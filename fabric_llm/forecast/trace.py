@@ -171,7 +171,7 @@ def remove_layers(model: nn.Module, numbers: Collection[int]) -> None:
 
 def kind(layer: nn.Module) -> Any:
     """What layers have in common that take the same memory: classes, parameters and settings."""
-    found = []
+    modules = []
     for name, module in layer.named_modules():
         parameters, settings = [], []
         for key, p in module._parameters.items():
@@ -180,8 +180,8 @@ def kind(layer: nn.Module) -> Any:
         for key, value in vars(module).items():
             if isinstance(value, (int, float, str)) and not NUMBERS.search(key):
                 settings.append((key, value))
-        found.append((name, type(module), tuple(parameters), tuple(settings)))
-    return tuple(found)
+        modules.append((name, type(module), tuple(parameters), tuple(settings)))
+    return tuple(modules)
 
 
 class Layers:
