@@ -104,11 +104,11 @@ def seconds_of(prediction: Prediction) -> tuple[float, float]:
 
 def _counts(asked: str, of_a_node: int) -> list[int]:
     """Numbers of devices, each twice the one before."""
-    given = re.fullmatch(r"devices=(\d{1,7})\.\.(\d{1,7})", asked)
+    match = re.fullmatch(r"devices=(\d{1,7})\.\.(\d{1,7})", asked)
     # Without a match the numbers are refused below, in the same sentence.
     first, last = 0, 0
-    if given:
-        first, last = int(given[1]), int(given[2])
+    if match:
+        first, last = int(match[1]), int(match[2])
     if not 1 <= first <= last:
         raise Fault(
             f"--sweep {asked!r} must be devices=FIRST..LAST, with FIRST from 1 to LAST, such as "

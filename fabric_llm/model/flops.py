@@ -176,12 +176,14 @@ def windows(config: Any) -> list[Optional[int]]:
     # Without kinds all layers are alike: with attention, or, in Mamba, without.
     if kinds is None:
         return [window] * count if getattr(config, "num_attention_heads", None) else []
-    # Linear attention keeps a state and compares no pairs. Hybrid layers have attention as well.
-    attention = [
-        kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"
-    ]
     local = {"sliding_attention": window, "chunked_attention": size_of("attention_chunk_size")}
-    return [local.get(kind) for kind in attention]
+    result = []
+    for kind in kinds:
+        # Linear attention compares no pairs of tokens. Hybrid layers have attention as well.
+        compares_pairs = "attention" in kind and "linear" not in kind
+        if compares_pairs or kind == "hybrid":
+            result.append(local.get(kind))
+    return result
 
 
 def head_dims(config: Any) -> tuple[int, int]:

@@ -377,8 +377,8 @@ def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
         return []
     # A second copy in the folder may hold other values, so the user hears which one counts.
     read = [path.name for path in _weight_files(model_name, config)]
-    there = (*folder.glob("*.safetensors"), *(folder / name for name in folders.WEIGHT_FILES[1:]))
-    unread = {path.name for path in there if path.is_file()} - set(read)
+    files = (*folder.glob("*.safetensors"), folder / folders.WEIGHT_FILES[1])
+    unread = {path.name for path in files if path.is_file()} - set(read)
     # Where an index was read, it isn't among `read` itself, but it isn't a second copy either.
     if read != [folders.WEIGHT_FILES[0]]:
         unread -= set(folders.WEIGHT_FILES)

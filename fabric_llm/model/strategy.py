@@ -115,10 +115,10 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     names = {name.strip() for name in policy.split(",")}
     modules = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(names - {type(module).__name__ for module in modules}):
-        there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
+        known = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
         raise ValueError(
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has "
-            f"{', '.join(there)}."
+            f"{', '.join(known)}."
         )
     return modules
 
@@ -171,9 +171,9 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
-            visit(c) for c in module.children()
-        )
+        count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        for child in module.children():
+            count += visit(child)
         # Lists and dictionaries of modules are never called.
         has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         whole = all(held == of_model[key] for key, held in holders(module).items())

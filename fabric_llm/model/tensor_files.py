@@ -39,8 +39,8 @@ class Tensors(Mapping[str, Tensor]):
             with readable(of or repr(str(path)), code), safe_open(path, framework="pt") as file:
                 places = json.loads((file.metadata() or {}).get(CUSTOM_METADATA_KEY, "{}"))
                 for name in file.keys():
-                    there = file.get_slice(name)
-                    shape, self.dtypes[name] = tuple(there.get_shape()), there.get_dtype()
+                    stored = file.get_slice(name)
+                    shape, self.dtypes[name] = tuple(stored.get_shape()), stored.get_dtype()
                     # A file without offsets, as of Hugging Face, holds whole tensors: they begin at
                     # 0.
                     offsets: Shape = (0,) * len(shape)

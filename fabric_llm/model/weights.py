@@ -59,7 +59,7 @@ class Stored:
         self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str
     ) -> None:
         """skeleton: the model on the meta device, for the source alone. model_name: whose weights
-        they are, for what is said.
+        they are, for messages.
 
         Raises ValueError, before a tensor is read, where a weight of the model is missing, has
         another shape or isn't stored as numbers, and where the files have tensors that belong
@@ -330,10 +330,10 @@ def units(model: nn.Module) -> dict[str, list[str]]:
 def first_names(model: nn.Module) -> dict[str, str]:
     """{name of a parameter: the first of its names}. A tied parameter has several names."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(p), name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    first_of = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_of[name] = first.setdefault(id(parameter), name)
+    return first_of
 
 
 def tensors_of(model: nn.Module) -> Iterator[Held]:

@@ -200,12 +200,14 @@ def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
     begun = run.begun
     on = ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
-    # Words that are missing are False or None here, and are left out below.
-    parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
-    words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
-    return "; ".join(
-        map(str, filter(None, [*words, reading.devices(begun), begun.get("strategy")]))
-    )
+    words = [begun.get("model")]
+    if "parameters" in begun:
+        words.append(f"{number(begun['parameters'])} parameters")
+    if on:
+        words.append(f"trained on {on}")
+    words += [run.flags.get("precision"), reading.devices(begun), begun.get("strategy")]
+    # What the run directory doesn't say is None or "".
+    return "; ".join(str(word) for word in words if word)
 
 
 def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:

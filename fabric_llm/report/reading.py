@@ -102,11 +102,11 @@ def read_run(folder: Path) -> Run:
     if not any((folder / name).is_file() for name in ("metrics.jsonl", "arguments.yaml")):
         # The directory above runs is given easily, so the message names those in it.
         inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-        there = ""
+        held = ""
         if inside:
-            there = f" It holds the runs {', '.join(inside[:5])}."
+            held = f" It holds the runs {', '.join(inside[:5])}."
         raise Fault(
-            f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{there}"
+            f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{held}"
         )
     run = Run(folder.resolve().name, folder, status=run_directory.read_status(folder))
     with suppress(OSError, ValueError):
