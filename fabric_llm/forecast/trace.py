@@ -136,7 +136,7 @@ class Cut(NamedTuple):
 
 def longest_cut(kinds: Sequence[Any]) -> Optional[Cut]:
     """The cut that leaves out most layers, given the kinds of all layers in their order. None where
-    two steps with the layers that stay would have as many layers as one whole step."""
+    two steps with the layers that stay would have at least as many layers as one whole step."""
     best = None
     # A shorter period is found first, and wins where both leave out equally many layers.
     for period in range(1, len(kinds) // 3 + 1):

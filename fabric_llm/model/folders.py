@@ -82,8 +82,8 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
             "are no safetensors beside it: refused.",
             REFUSED,
         )
-    # Such a model starts from random weights, which mustn't happen because its weights weren't
-    # recognised.
+    # A model without weights starts from random ones, which mustn't happen only because its weights
+    # have another format.
     if not any(folder.glob("*.safetensors*")) and not (folder / files.MANIFEST).is_file():
         _require_none_that_may_be_weights(folder)
     # An index names the files to open: none of them may be a pickle, or lie outside of the folder.

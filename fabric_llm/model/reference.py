@@ -86,7 +86,7 @@ def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
     # A weight that two modules share has to stay: one of them would lose it while it computes.
     sharing: set[str] = set()
     for name, first in first_names(model).items():
-        if holder_of(name) != holder_of(first):
+        if name != first and holder_of(name) != holder_of(first):
             sharing |= {holder_of(name), holder_of(first)}
     return layers.keys() - sharing
 

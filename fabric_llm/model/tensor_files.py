@@ -41,8 +41,7 @@ class Tensors(Mapping[str, Tensor]):
                 for name in file.keys():
                     stored = file.get_slice(name)
                     shape, self.dtypes[name] = tuple(stored.get_shape()), stored.get_dtype()
-                    # A file without offsets, as of Hugging Face, holds whole tensors: they begin at
-                    # 0.
+                    # A file of Hugging Face has no offsets: it holds whole tensors.
                     offsets: Shape = (0,) * len(shape)
                     if places:
                         offsets = tuple(places[name][SAVED_OFFSETS_KEY])
