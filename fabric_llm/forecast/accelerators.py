@@ -17,7 +17,7 @@ class Accelerator:
     memory_gib: Optional[float]  # that PyTorch sees; None: as much as the machine has
     # GB/s to others of its node, in one direction: NVLink, Infinity Fabric, PCIe, or memory of CPUs
     link_gb: float
-    mfu: float  # part of the peak that the operations of a model reach where nothing else limits
+    mfu: float  # fraction of the peak that a model's operations reach where nothing else limits
 
     @property
     def tflops(self) -> float:
@@ -25,9 +25,8 @@ class Accelerator:
         return peak_tflops(self.name) or CPU_TFLOPS
 
 
-CPU_TFLOPS = (
-    0.25  # of two cores with AVX2, in float32, which reach 0.1 in docs/results/speed.md: a guess
-)
+# A guess, for two cores with AVX2 in float32, which reach 0.1 in docs/results/speed.md.
+CPU_TFLOPS = 0.25
 KNOWN = [
     Accelerator("A100-40GB", 39.4, 300, 0.45),
     Accelerator("A100-80GB", 79.2, 300, 0.45),
@@ -43,46 +42,46 @@ KNOWN = [
 
 
 def accelerator(name: str) -> Accelerator:
-    """Of a name as people write it, such as h100 or rtx4090. Raises ValueError with those that are
-    known."""
+    """The accelerator of a name as people write it, such as h100 or rtx4090. Raises ValueError,
+    with the names that are known."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower()).removeprefix("nvidia").removeprefix("amd")
 
-    found = [one for one in KNOWN if plain(one.name) == plain(name)]
-    if not found:
-        known = ", ".join(one.name for one in KNOWN)
-        raise ValueError(f"--accelerator_name {name!r} isn't known; known are {known}.")
-    return found[0]
+    for one in KNOWN:
+        if plain(one.name) == plain(name):
+            return one
+    known = ", ".join(one.name for one in KNOWN)
+    raise ValueError(f"--accelerator_name {name!r} isn't known; known are {known}.")
 
 
-# Seconds by which NCCL chooses among its algorithms, of its protocol for large messages: to begin,
-# and to pass a message on over NVLink, and to another node: baseLatencies and hwLatencies (Ring,
-# Simple) of
+# Seconds that a message takes to begin, to be passed on over NVLink, and to be passed on to another
+# node. NCCL chooses among its algorithms by these numbers: baseLatencies and hwLatencies of its
+# protocol for large messages (Ring, Simple) in
 # https://github.com/NVIDIA/nccl/blob/5067397c2676d5aed50042fc39e5c8ee96eb0027/src/graph/tuning.cc
 BEGIN, INSIDE, BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 
 
-# Seconds in which the host tells a device to do one operation, the least that it takes however
-# small the tensors: measured, the fastest of 200 forward and backward passes of a Llama of 8 layers
-# of 64 elements, 1,765 operations in 13.8 ms, on one core of a Xeon. And to update a tensor: 11.2
-# ms for 272 of them, with an H100 (docs/results/gpu.md, "The optimizer").
+# DISPATCH: seconds that the host takes to launch one operation, however small its tensors are.
+# Measured: 1,765 operations in 13.8 ms, in the fastest of 200 forward and backward passes of a
+# Llama of 8 layers of 64 elements, on one core of a Xeon. UPDATE: seconds that it takes to update
+# one tensor. Measured: 272 tensors in 11.2 ms, with an H100 (docs/results/gpu.md, "The optimizer").
 DISPATCH, UPDATE = 7.8e-6, 41e-6
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step."""
+    """The seconds of one step."""
 
     compute: float
     messages: float
-    hidden: bool  # that messages are sent while devices compute
-    exchange: float = 0.0  # of heads, among ranks that share rows: layers wait for it
-    launch: float = 0.0  # to tell the device what to do, while it computes what it was told before
+    hidden: bool  # whether messages are sent while devices compute
+    exchange: float = 0.0  # of heads, between ranks that share rows: layers wait for it
+    launch: float = 0.0  # that the host takes to launch operations, while the device computes
 
     @property
     def busy(self) -> float:
-        """Without messages."""
+        """Seconds without messages: the slower one of device and host counts."""
         return max(self.compute, self.launch)
 
     @property
@@ -100,7 +99,9 @@ def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> fl
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_values = getattr(config, "num_key_value_heads", None) or heads
-    key_values = heads if key_values % sharing else key_values
+    # Heads that can't be divided are copied first, see share_rows.
+    if key_values % sharing:
+        key_values = heads
     elements = 2 * (heads + key_values) * size * config.num_hidden_layers
     return passes * tokens * elements * 2 * (sharing - 1) / sharing
 
@@ -132,15 +133,15 @@ def latency(placement: Any, units: int, syncs: int, micro_batches: int) -> float
     n devices gather, or reduce and scatter, in a ring of n - 1 turns, and reduce for all in a tree
     of nodes. units: layers and the rest, of which one after the other is sent.
     """
-    how, devices, nodes = (
-        placement.sharding.sharding_strategy,
-        placement.devices,
-        placement.num_nodes,
-    )
+    how = placement.sharding.sharding_strategy
+    devices, nodes = placement.devices, placement.num_nodes
     tree = BEGIN + 2 * ceil(log2(nodes)) * BETWEEN if nodes > 1 else 0.0
     if placement.strategy in ("single", "ddp") or how == "NO_SHARD":
         return units * syncs * (tree + 2 * (devices - 1) * INSIDE)
-    in_ring = 1 if how == "HYBRID_SHARD" else nodes
-    ring = BEGIN + in_ring * (devices - 1) * INSIDE + (in_ring - 1) * BETWEEN
+    # A hybrid has a ring in each node, and reduces over nodes afterwards.
+    nodes_in_ring, after = nodes, 0.0
+    if how == "HYBRID_SHARD":
+        nodes_in_ring, after = 1, tree
+    ring = BEGIN + nodes_in_ring * (devices - 1) * INSIDE + (nodes_in_ring - 1) * BETWEEN
     rings = 2 if how == "SHARD_GRAD_OP" else 3
-    return units * micro_batches * (rings * ring + (tree if how == "HYBRID_SHARD" else 0.0))
+    return units * micro_batches * (rings * ring + after)

@@ -12,13 +12,15 @@ from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
-# Kinds of --activation_checkpointing: each keeps less than the one before, and recomputes more.
+# Kinds of --activation_checkpointing: each keeps less in memory than the one before, and takes more
+# time.
 LESS_AND_LESS = ("none", "selective", "every:2", "full", "offload")
 MAX_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
 def changed(flags: Flags, change: Change) -> Flags:
     """The flags with other values."""
+    # Flags are dataclasses of groups, and a change doesn't say in which group a flag is.
     groups = {}
     for field in fields(flags):
         group = getattr(flags, field.name)
@@ -30,7 +32,10 @@ def changed(flags: Flags, change: Change) -> Flags:
 
 def words_of(change: Change) -> list[str]:
     """A change as the command line has it."""
-    return [word for name, value in change.items() for word in (f"--{name}", str(value))]
+    words = []
+    for name, value in change.items():
+        words += [f"--{name}", str(value)]
+    return words
 
 
 def until_it_fits(
@@ -42,19 +47,21 @@ def until_it_fits(
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
     that fits. None may fit.
     """
-    found: list[tuple[Change, Prediction]] = []
+    changes: list[tuple[Change, Prediction]] = []
     for change in _cheapest_first(lambda: (flags, prediction)):
+        # A change that doesn't help by itself isn't kept, so that the advice stays short.
         tried = _attempt(own, changed(flags, change))
         if tried is None or tried.memory.peak >= prediction.memory.peak:
             continue
         flags, prediction = changed(flags, change), tried
-        found.append((change, prediction))
+        changes.append((change, prediction))
         if prediction.used <= CLOSE:
-            return found
-    for number, (_, one) in enumerate(found, 1):
+            return changes
+    # No change was enough for `CLOSE`, so the first that fits at all ends the list.
+    for number, (_, one) in enumerate(changes, 1):
         if one.fits:
-            return found[:number]
-    return found
+            return changes[:number]
+    return changes
 
 
 def fastest(
@@ -71,6 +78,7 @@ def fastest(
     tries = 0
     for checkpointing in LESS_AND_LESS:
         for sharding in _shardings(flags):
+            # The fastest of this kind of checkpointing and sharding.
             fits: Optional[tuple[Change, Prediction]] = None
             for batch in _double_batches(flags):
                 change = {"activation_checkpointing": checkpointing, **sharding, **batch}
@@ -78,14 +86,17 @@ def fastest(
                     break
                 tries += 1
                 tell(change, tried)
+                # Larger micro-batches need still more memory.
                 if tried.used > CLOSE:
                     break
+                # Of equally fast ones the larger micro-batch, which comes later.
                 if fits is None or tried.seconds.step <= fits[1].seconds.step:
                     fits = change, tried
             if fits is not None and (best is None or fits[1].seconds.step < best[1].seconds.step):
                 best = fits
         if best is not None and best[1].seconds.step == best[1].seconds.busy:
-            break  # messages don't count, and what comes next computes more
+            # No message is waited for, and the kinds that follow only compute more.
+            break
     return best
 
 
@@ -94,7 +105,9 @@ def _shardings(flags: Flags) -> list[Change]:
     _, _, devices, nodes = _sizes(flags)
     asked = flags.fsdp.sharding_strategy
     if devices * nodes == 1:
+        # One device has nothing to shard.
         return [{}]
+    # dict.fromkeys below drops the second of two equal names and keeps the order.
     names = [asked, "FULL_SHARD", "SHARD_GRAD_OP", *["HYBRID_SHARD"] * (nodes > 1)]
     shardings: list[Change] = [{"sharding_strategy": name} for name in dict.fromkeys(names)]
     if flags.fsdp.strategy != "ddp":
@@ -105,6 +118,7 @@ def _shardings(flags: Flags) -> list[Change]:
 def _double_batches(flags: Flags) -> Iterator[Change]:
     """Micro-batches of the same batch, from the smallest on."""
     size, batch, devices, nodes = _sizes(flags)
+    # From the odd number on, so that doubling it comes past the micro-batch that was asked for.
     while size % 2 == 0:
         size //= 2
     while change := _of_the_same_batch(flags, size, devices * nodes):
@@ -139,6 +153,7 @@ def _of_the_same_batch(
     """
     batch = _sizes(flags)[1]
     groups = world_size // (sharing or flags.devices.context_parallel)  # each reads other rows
+    # The batch belongs to what is trained, which a change must leave as it is.
     if not groups or batch % (size * groups):
         return {}
     count = batch // (size * groups)
@@ -156,6 +171,7 @@ def _on_more(flags: Flags, world_size: int) -> Change:
     {} where none do.
     """
     size = _sizes(flags)[0]
+    # From the largest micro-batch down.
     for divisor in range(1, size + 1):
         if size % divisor == 0:
             change = _of_the_same_batch(flags, size // divisor, world_size)
@@ -172,6 +188,7 @@ def _cheapest_first(now: Callable[[], tuple[Flags, Prediction]]) -> Iterator[Cha
     they do.
     """
     if not now()[1].state_fits:
+        # `now` is asked again after each change, since the caller may have taken it.
         for change in _of_the_state(lambda: now()[0]):
             yield change
             if now()[1].state_fits:
@@ -185,9 +202,12 @@ def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
     if now().model.loss == "full":
         yield {"loss": "chunked"}
     size, _, devices, nodes = _sizes(now())
+    # Smaller micro-batches mean more of them, which FSDP1 can't accumulate with offloading.
     while size > 1 and not fsdp.cpu_offload:
-        size = next(part for part in range(size // 2, 0, -1) if size % part == 0)
+        # The largest divisor of at most a half, so that the batch stays the same.
+        size = next(divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
         yield _of_the_same_batch(now(), size, devices * nodes)
+    # Recomputing takes time, so it comes after what costs next to nothing.
     checkpointing = activation_checkpointing(fsdp.activation_checkpointing)
     if checkpointing == "none":
         yield {"activation_checkpointing": "selective"}
@@ -195,6 +215,7 @@ def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
         yield {"activation_checkpointing": "full"}
     if checkpointing != "offload":
         yield {"activation_checkpointing": "offload"}
+    # Proposed inside of a node only, since every layer waits for the exchange.
     for sharing in (2, 4, 8):
         if devices % sharing == 0 and sharing > now().devices.context_parallel:
             yield {
@@ -213,8 +234,10 @@ def _of_the_state(now: Callable[[], Flags]) -> Iterator[Change]:
     _, _, devices, nodes = _sizes(now())
     for count in (2, 3, 4, 6, 8):
         same = _on_more(now(), count * nodes)
-        if count > devices and (same or count % 3):  # thirds where they keep the batch
+        # 3 and 6 devices are unusual, and only proposed where the batch divides.
+        if count > devices and (same or count % 3):
             yield {"devices": count, **same}
+    # Asked again: more devices a node may have been taken since.
     devices = _sizes(now())[2]
     for count in (2, 4, 8, 16):
         if count > nodes:

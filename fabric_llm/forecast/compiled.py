@@ -40,7 +40,7 @@ class CompiledLayers:
     """Called in the place of each layer."""
 
     def __init__(self, ledger: Ledger, offloads: bool) -> None:
-        """offloads: the inputs of layers are on no device."""
+        """offloads: the inputs of layers wait in the host's memory."""
         self.ledger, self.offloads = ledger, offloads
         self.keeps: dict[Any, Keeps] = {}  # of each kind of layer
 
@@ -53,6 +53,7 @@ class CompiledLayers:
         parameters: Sequence[Tensor],
     ) -> Any:
         """What the layer returns. forward: the layer, with what it is given."""
+        # Layers of a kind keep the same, so the first one of them is measured.
         if kind not in self.keeps:
             self.keeps[kind] = self._measured(layer, forward, hidden)
         keeps = self.keeps[kind]
@@ -62,11 +63,12 @@ class CompiledLayers:
     def _measured(self, layer: nn.Module, forward: Callable[[], Any], hidden: Tensor) -> Keeps:
         ledger = self.ledger
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
+        # Only selective checkpointing gives torch's checkpoint a `context_fn`.
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
 
-        # Run it once as if it weren't compiled. What a whole checkpoint would free is looked at,
-        # since the backward pass makes it again.
+        # Run the layer once as if it weren't compiled, and without a checkpoint around all of it:
+        # what that would free is there again in the backward pass.
         peaks, ledger.label = ledger.peaks.copy(), MEASURED
         layer.gradient_checkpointing = is_selective
         with Products(None if is_selective else hidden.shape) as products:
@@ -123,7 +125,7 @@ class Products(TorchDispatchMode):
             self.sums.append(result)
         for key in storages.keys() - self.storages:
             self.storages.add(key)
-            # Another storage may have its address afterwards.
+            # The address may belong to another storage afterwards.
             weakref.finalize(storages[key], self.storages.discard, key)
         return result
 
@@ -133,6 +135,7 @@ class _CompiledLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keeps: Keeps, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        # Allocated for the ledger to count, until the backward pass lets it go.
         ctx.kept = torch.empty(keeps.bytes, dtype=torch.uint8), hidden if keeps.its_input else None
         ctx.works_with_bytes = keeps.backward_bytes
         ctx.needs = []
@@ -147,6 +150,7 @@ class _CompiledLayer(torch.autograd.Function):
 
         of_hidden, *of_parameters = ctx.needs
         made = [zeros(needed) for needed in of_parameters]
+        # Freed at once, but the ledger has seen it at the peak.
         torch.zeros(ctx.works_with_bytes, dtype=torch.uint8)
         ctx.kept = None
         return None, zeros(of_hidden), *made

@@ -52,12 +52,14 @@ from fabric_llm.training import adamw, ema, step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 CONTEXT_BYTES = 2**30  # assumed: a CUDA context with NCCL's and cuBLAS's buffers
-SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of its blocks
-LONG = 2**16  # tokens of a row: from here on each one more adds the same
-MAX_MASKED = 2**20  # where that isn't so
-OPERATIONS = "operations"  # in place of bytes: how many a micro-batch takes
+SLACK = 0.03  # assumed: fraction of the peak that the caching allocator loses in its blocks
+LONG = 2**16  # tokens of a row, above which each further token adds the same bytes
+MAX_MASKED = 2**20  # the longest row of a model whose attention makes a mask of the row
+# Keys beside the moments of a step: ELSEWHERE has the most that the host holds at any of them, and
+# in there OPERATIONS has the number of operations of a micro-batch.
+OPERATIONS = "operations"
 UPDATE = "the update"  # the last moment of a step
-ELSEWHERE = "elsewhere"  # beside the moments of a step: the most that the host has in any of them
+ELSEWHERE = "elsewhere"
 # SDPA of causal rows without a mask, which transformers would make wherever it sees fake tensors.
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
@@ -83,11 +85,11 @@ class Memory:
 
     parts: dict[str, int]  # at the peak
     moment: str  # of the peak
-    # at the update, when no activation is there: whatever is recomputed, a step takes that much
+    # Bytes at the update, when no activation is there: no way of recomputing makes a step smaller.
     least: int
-    # the most that is in the host's memory instead
+    # {label: the most bytes that are in the host's memory instead}.
     elsewhere: dict[str, int] = field(default_factory=dict)
-    operations: int = 0  # of tensors, of a micro-batch: what a device is told one by one
+    operations: int = 0  # operations that the host launches for a micro-batch
 
     @property
     def peak(self) -> int:
@@ -95,11 +97,13 @@ class Memory:
 
 
 def predict_memory(work: Work) -> Memory:
-    """The memory of the rank that needs most, without any: in a process that is no rank of a run.
+    """The memory of the rank that needs most. It is computed without taking that memory, in a
+    process that isn't a rank of a run.
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
     """
     moments = _moments(work)
+    # Both are no moments of a step, so they mustn't count in the search for the peak.
     most = moments.pop(ELSEWHERE)
     operations = most.pop(OPERATIONS)
     here: dict[str, dict[str, int]] = {}
@@ -110,6 +114,7 @@ def predict_memory(work: Work) -> Memory:
                 here[moment][label] = size
     peak = max(here, key=lambda name: sum(here[name].values()))
     if work.placement.kind == "cuda":
+        # A dictionary, so that the slack is added once where the update is the peak.
         for parts in {peak: here[peak], UPDATE: here[UPDATE]}.values():
             parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
             parts["CUDA context (assumed)"] = CONTEXT_BYTES
@@ -117,7 +122,8 @@ def predict_memory(work: Work) -> Memory:
 
 
 def _moments(work: Work) -> dict[str, Counter[str]]:
-    """As `_traced_step`, of all layers and rows of any length, from steps with a few of these."""
+    """What `_traced_step` would give for all layers and the whole row, extrapolated from steps with
+    few layers and shorter rows."""
     shortest = LONG * work.placement.context_parallel
     if (context := work.context_length) > shortest:
         # Each token more takes as much as the one before, unless rows have masks.
@@ -128,6 +134,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
                 "attention here makes a mask of each row, which is planned up to "
                 f"{MAX_MASKED:,} tokens."
             )
+        # Two shorter rows give what each token adds.
         half = _moments(replace(work, context_length=shortest // 2))
         whole = _moments(replace(work, context_length=shortest))
         return _extrapolated(half, whole, (context - shortest // 2) / (shortest - shortest // 2))
@@ -142,6 +149,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     cut = trace.longest_cut(kinds)
     if cut is None:
         return _traced_step(work)
+    # Both steps are cheap, since most layers are left out. Their difference is what a group adds.
     fewest = _traced_step(work, cut.numbers())
     one_group_more = _traced_step(work, cut.numbers()[cut.period :])
     return _extrapolated(fewest, one_group_more, cut.times)
@@ -150,7 +158,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
 def _extrapolated(
     moments: dict[str, Counter[str]], more: dict[str, Counter[str]], times: float
 ) -> dict[str, Counter[str]]:
-    """What is held where what `more` has beyond `moments` is there so many times."""
+    """`moments`, with the difference between `more` and them added `times` times."""
     result = {}
     for moment, held in moments.items():
         result[moment] = Counter(held)
@@ -163,6 +171,7 @@ def _traced_step(work: Work, without: Collection[int] = ()) -> dict[str, Counter
     """{moment of a step: what is held at its peak, by label}, and the most that is elsewhere.
     without: numbers of layers."""
     placement = work.placement
+    # What `strategy.wrap` asks of Fabric, without its process group and devices.
     fabric = SimpleNamespace(
         device=torch.device("cpu"),
         world_size=placement.world_size,
@@ -221,6 +230,7 @@ def _step(
 
     # The model, wrapped.
     model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
+    # Only a GPU's loss is compiled, see run/build.py.
     if model_plan.compiles and is_cuda and model_plan.loss == "chunked":
         model.token_loss = _CompiledLoss.apply
     else:
@@ -230,6 +240,7 @@ def _step(
         tiles.tile(skeleton, tiled_modules(skeleton, without))
     offloads = is_cuda and model_plan.activation_checkpointing == "offload"
     compiled = CompiledLayers(ledger, offloads) if model_plan.compiles else None
+    # Before the model is wrapped, which gives layers other classes and other parameters.
     followed = trace.Layers(skeleton, ledger, without, compiled)
     wrapped = strategy.wrap(
         fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding
@@ -259,7 +270,8 @@ def _step(
         _keep_in_buckets(trained, lambda: syncs or len(done) == count - 1)
 
     # Forward and backward, and the update.
-    ledger.peaks.clear()  # nothing is there only while the model is built
+    # Building the model isn't a moment of the step.
+    ledger.peaks.clear()
     forward: Any = nullcontext()
     if model_plan.precision in AUTOCAST:
         forward = torch.autocast("cpu", AUTOCAST[model_plan.precision])
@@ -291,8 +303,9 @@ def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
 
 
 def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
-    """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random
-    numbers isn't known. without: layers that `skeleton` doesn't have any more."""
+    """The names of the modules that --tiled_mlp tiles. On fake tensors nothing tells whether they
+    have dropout, so it is assumed that they don't. without: layers that `skeleton` lacks."""
+    # A model of its own: `skeleton` has to stay on the meta device until it is wrapped.
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     trace.remove_layers(probe, without)
     for module in probe.modules():
@@ -304,9 +317,8 @@ def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
 def _fill_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = (
-                None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
-            )
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _traced(config: Any, context_length: int) -> Any:
@@ -315,21 +327,20 @@ def _traced(config: Any, context_length: int) -> Any:
     A CPU's SDPA keeps what a GPU's flash kernels and packed attention keep: queries, keys, values,
     the output, a number a query.
     """
-    seen = (window for window in windows(config.get_text_config()) if window is not None)
+    seen = [window for window in windows(config.get_text_config()) if window is not None]
+    sees_whole_rows = all(window >= context_length for window in seen)
+    # The plan's own configuration still says which attention the run has.
     config = deepcopy(config)
     is_packed = config._attn_implementation in (packed_attention.PACKED, "flash_attention_2")
-    if (
-        is_packed
-        or config._attn_implementation == "sdpa"
-        and all(window >= context_length for window in seen)
-    ):
+    # A window shorter than the row needs a mask in SDPA, and none in packed attention.
+    if is_packed or (config._attn_implementation == "sdpa" and sees_whole_rows):
         config._attn_implementation = UNMASKED
     return config
 
 
 def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> None:
-    """DistributedDataParallel holds buckets from its first step on, and moves gradients there in a
-    backward pass that syncs."""
+    """Imitate DistributedDataParallel, which has buckets for all gradients from its first step on,
+    and moves gradients into them in a backward pass that syncs."""
     buckets = {parameter: torch.empty_like(parameter) for parameter in trained}
 
     def move(parameter: nn.Parameter) -> None:
@@ -341,8 +352,8 @@ def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> 
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """The loss of a chunk, compiled: its logits are read where they are, and their gradient is the
-    only other tensor."""
+    """Stands for a compiled loss of a chunk, which makes no tensor of the logits' size but their
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -377,6 +388,7 @@ def _sharing(ranks: int) -> Iterator[None]:
             *tensors[:3],
         ), None
 
+    # Imitates packed attention, whose layers share rows in a run.
     if group is not None:
         AttentionInterface.register(UNMASKED, attention)
     try:
@@ -387,14 +399,14 @@ def _sharing(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
-    """In the body the mesh of the ranks, which has numbers and isn't to be traced, is there; and
-    chunks are those of the devices."""
+    """In the body, what a step asks of its device is as on the run's devices: the mesh of the
+    ranks, the size of chunks, and whether tensors have memory."""
     is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
     mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
     with ExitStack() as patches, warnings.catch_warnings():
+        # The mesh was made above, outside of fake tensors, since its rank numbers have to be real.
         patches.enter_context(patch.object(strategy, "_mesh", lambda *_: mesh))
-        # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has
-        # moved it.
+        # FSDP1 sees by a tensor's address whether it has memory, and that of a fake tensor is 0.
         has_data = patch.object(
             _flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0
         )
@@ -406,11 +418,8 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
         )
         patches.enter_context(is_bf16)
         if work.placement.kind == "cuda":
-            most = max(
-                1,
-                chunked_loss.LOGITS_AT_ONCE["cuda"]
-                // work.model.config.get_text_config().vocab_size,
-            )
+            vocabulary = work.model.config.get_text_config().vocab_size
+            most = max(1, chunked_loss.LOGITS_AT_ONCE["cuda"] // vocabulary)
             patches.enter_context(patch.object(chunked_loss, "_tokens_at_once", lambda *_: most))
             inputs = patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,

@@ -41,7 +41,7 @@ GIB = 2**30
 # Fractions of a device's memory above which a run doesn't fit, and may not fit (Fujii et al.,
 # https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
-# The fraction of a step's operations that is computed a second time.
+# The fraction of a step's operations that is computed a second time: a forward pass is a third.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
 ROW = 2048  # tokens: prepare_data.py's --context_length, where nothing is said
 # What --cpu_offload keeps in the host's memory.
@@ -55,7 +55,7 @@ class Prediction:
     model: str
     parameters: int
     trained: int
-    on: str
+    on: str  # strategy and devices, in words
     activation_checkpointing: str
     memory: Memory
     device_bytes: Optional[int]  # that a device has, None where that isn't known
@@ -84,6 +84,7 @@ class Prediction:
     @property
     def state_fits(self) -> bool:
         """Whether the model and its optimizer leave room for activations."""
+        # Below CLOSE, since some activations have to fit as well.
         return not self.device_bytes or self.memory.least <= CLOSE * self.device_bytes
 
     @property
@@ -137,11 +138,14 @@ def predict(
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
     sent = _sent(flags, placement, model, skeleton, micro_batches)
     launch = 0.0
-    if not own.like:  # the speed of a run includes it
+    # The speed of a run that --like names includes what the host takes.
+    if not own.like:
         launch = accelerators.DISPATCH * memory.operations * micro_batches
         if is_cuda:
             launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
+    # Links inside of a node and the network work at the same time, so the slower one counts.
+    # Networks are in Gbit/s.
     messages = max(sent.link / (device.link_gb * 1e9), sent.network / (own.network * 1e9 / 8))
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
@@ -191,16 +195,20 @@ def _sent(
     flags: Flags, placement: Placement, model: ModelPlan, skeleton: Any, micro_batches: int
 ) -> Sent:
     parameters = list(skeleton.parameters())
+    # Weights are gathered in the dtype that they compute in.
     is_wide = model.precision == "32-true"
     gathered = sum(p.numel() for p in parameters) * (4 if is_wide else 2)
     element_bytes = parameters[0].element_size()
     is_sharded = placement.strategy in ("fsdp", "fsdp2")
+    # FSDP reduces gradients in --reduce_dtype, and DDP in the dtype of the weights.
     if is_wide or (is_sharded and flags.fsdp.reduce_dtype == "float32"):
         element_bytes = 4
     reduced = element_bytes * sum(p.numel() for p in parameters if p.requires_grad)
+    # Backward passes of a step that reduce gradients.
     syncs = 1
     if strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32):
         syncs = micro_batches
+    # Each layer is a message of its own, and what is outside of layers is one more.
     units = len(sharded.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, gathered, reduced, syncs, micro_batches)
     return Sent(*sent, accelerators.latency(placement, units, syncs, micro_batches))
@@ -220,18 +228,21 @@ def _exchange(
     exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens_of_a_device, passes)
     if sharing <= placement.devices:
         return exchanged / (device.link_gb * 1e9)
+    # The devices of a node share its network.
     return exchanged / (own.network * 1e9 / 8 / placement.devices)
 
 
 def _kept_checkpoints(flags: Flags, steps: int) -> int:
     save = flags.save
     interval, kept = save.save_step_interval or steps, save.keep_last
+    # A run also saves after its last step.
     saves = 1 + (steps - 1) // interval
     if kept is None:
         return saves
     kept += save.keep_best
     kept += flags.evaluation.forgetting_action == "rewind"  # one to go back to
     if save.keep_every:
+        # Only a step at which the run saves can be kept for good.
         kept += steps // lcm(interval, save.keep_every)
     return min(saves, kept)
 
@@ -267,7 +278,8 @@ def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
     mfu = tflops_of(Path(own.like)) / device.tflops
     if own.mfu is not None:
         raise Fault("--mfu and --like both say how fast a device is: take one of them.")
-    if mfu > 1 and device.name != "CPU":  # whose peak is a guess
+    # The peak of a CPU is a guess, which a run may exceed.
+    if mfu > 1 and device.name != "CPU":
         raise Fault(
             f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see "
             "--accelerator_name."
@@ -281,12 +293,14 @@ def tflops_of(run: Path) -> float:
 
     The median of its logged steps but for the first, during which it compiled.
     """
-    lines = [record for _, record in json_lines(run / "metrics.jsonl")]
-    reached = [
-        line["model_tflops_per_device"] for line in lines if "model_tflops_per_device" in line
-    ][1:]
+    speeds = []
+    for _, record in json_lines(run / "metrics.jsonl"):
+        if "model_tflops_per_device" in record:
+            speeds.append(record["model_tflops_per_device"])
+    reached = speeds[1:]
     if not reached:
         raise Fault(f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps.")
+    # The log counts the operations of the model alone, and `Seconds` also those that are repeated.
     asked = read_yaml(run / "arguments.yaml")["activation_checkpointing"]
     return median(reached) * (1 + _recomputed(checks.activation_checkpointing(asked)))
 
@@ -294,11 +308,14 @@ def tflops_of(run: Path) -> float:
 def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     """(training rows, tokens in each) of each dataset that the flags name, None for one that
     doesn't say so."""
-    folders = [flags.data.train_data_dir] if flags.data.train_data_dir is not None else []
+    folders = []
     if flags.data.data_mix:
         folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
+    elif flags.data.train_data_dir is not None:
+        folders = [flags.data.train_data_dir]
     datasets: list[Optional[tuple[int, int]]] = []
     for folder in map(Path, folders):
+        # A source of --code has to be opened. Others say their size in a file.
         if source_of(folder) in register.SOURCES:
             opened = open_source(folder, "size", flags)
             datasets.append((len(opened.train), opened.context_length))
@@ -311,8 +328,9 @@ def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
     """(tokens of a row, "" or in words what was assumed of them)."""
     if flags.data.context_length:
         return flags.data.context_length, ""
-    if said := [one[1] for one in _datasets(flags) if one is not None]:
-        return max(said), ""
+    if contexts := [one[1] for one in _datasets(flags) if one is not None]:
+        return max(contexts), ""
+    # Neither flags nor data say it, so it is assumed, and said so.
     most = getattr(text_config, "max_position_embeddings", None) or ROW
     tokens = min(ROW, most)
     return tokens, f"rows of {tokens:,} tokens, as prepare_data.py makes them (--context_length)"
@@ -323,13 +341,13 @@ def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
     training, datasets = flags.training, _datasets(flags)
     if own.tokens is not None:
         return ceil(own.tokens / (batch * context))
+    # One dataset of unknown size leaves the whole unknown.
     if training.max_step is not None or not datasets or None in datasets:
         return training.max_step
     rows = tuple(one[0] for one in datasets if one is not None)
     if flags.data.data_mix:
-        return lay_out(
-            mixture_text.parse(flags.data.data_mix), rows, batch, None, training.number_epochs
-        )[2]
+        mix = mixture_text.parse(flags.data.data_mix)
+        return lay_out(mix, rows, batch, None, training.number_epochs)[2]
     if rows[0] == ENDLESS:
         return None
     return ceil(rows[0] / batch * training.number_epochs)
@@ -349,12 +367,15 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     config = loading.load_config(asked.model_name)
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
+    # Packed attention is what a run chooses where its checks succeed, which is assumed here.
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
     packs = packs and loading.takes_documents(loading.causal_lm_class(config))
+    # The package of flash attention needn't be installed here. SDPA takes the same memory.
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
     dtype = loading.DTYPES[asked.precision]
-    for name in names:  # some classes have no other attention than their own
+    # Some classes take only an attention of their own, so a name that is refused isn't the end.
+    for name in names:
         try:
             config._attn_implementation = loading.resolve_attention(config, name, kind)
             skeleton = loading.checked_skeleton(asked.model_name, config, dtype)
@@ -364,6 +385,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
                 raise
     model = model_plan(flags, config, skeleton, kind)
     freezing.freeze(skeleton, model.frozen)
+    # As a run does: chunked where the model's head can be told apart, unless flags say otherwise.
     loss = "full" if asked.loss == "full" else "chunked"
     try:
         language_model.LanguageModel(skeleton, chunked=loss == "chunked")
@@ -388,12 +410,15 @@ def _host(
     if placement.strategy in ("ddp", "single"):
         shards = 1
 
+    # Python, torch and, on a GPU, CUDA's libraries, in each process.
     host = {"processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * is_cuda) * GIB)}
+    # On a CPU the device's memory is the host's.
     if not is_cuda:
         host["what devices hold"] = ranks * memory.peak
     largest = 0
     for names in weights.units(skeleton).values():
-        largest = max(largest, sum(parameters[name].nbytes for name in names if name in parameters))
+        held = sum(parameters[name].nbytes for name in names if name in parameters)
+        largest = max(largest, held)
     host["one layer, while it loads or saves"] = largest
     if memory.elsewhere:
         host["offloaded"] = ranks * sum(memory.elsewhere.values())
@@ -403,10 +428,12 @@ def _host(
     if flags.save.async_save:
         whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
         # Of replicas each rank copies a part.
-        host["copies for --async_save"] = ranks * whole // (world if shards == 1 else shards)
+        copied_by = world if shards == 1 else shards
+        host["copies for --async_save"] = ranks * whole // copied_by
+    # Rank 0 has the whole model on its CPU to compare with, if there is room.
     if flags.model.verify_start:
-        held = sum(p.nbytes for p in parameters.values())
-        host["reference, before step 1 (less where less is free)"] = held
+        whole = sum(p.nbytes for p in parameters.values())
+        host["reference, before step 1 (less where less is free)"] = whole
     return host
 
 
@@ -418,6 +445,8 @@ def declared_rows(folder: Path) -> Optional[tuple[int, int]]:
         numbers = manifest["splits"]["train"]["rows"], manifest["context_length"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not manifest.get("packed") or any(type(number) is not int for number in numbers):
+    # Rows that aren't packed may be shorter than the context.
+    are_counts = all(type(number) is int for number in numbers)
+    if not manifest.get("packed") or not are_counts:
         return None
     return numbers

@@ -13,7 +13,7 @@ from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.forecast.prediction import GIB, Prediction, predict
 from fabric_llm.plan.start import batch_sizes
 
-OF_A_NODE = 8  # devices, where --devices doesn't say it
+OF_A_NODE = 8  # devices of a node, where --devices is "auto"
 # Devices: the more there are, the longer it takes to trace a step, half a minute for 4,096.
 TRACED = 32
 OF_STEP = ("devices", "tokens a step", "sharding", "GiB", "used", "step, s", "messages, s")
@@ -62,14 +62,18 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
     of_a_node = OF_A_NODE if flags.devices.devices == "auto" else flags.devices.devices
     counts = _counts(own.sweep, of_a_node)
     size, micro_batches, _ = batch_sizes(flags, counts[0], 1)
+    # The work of a device stays the same, and the batch of a step follows from the number of
+    # devices.
     same = {
         "micro_batch_size": size,
         "gradient_accumulation_steps": micro_batches,
         "global_batch_size": None,
     }
     same["max_step"] = flags.training.max_step or 1  # hours are those of --tokens
+    # The dictionary is shared by all predictions, so that each step is traced once.
     memory_of = partial(_memory, {})
     asked = flags.fsdp.sharding_strategy
+    # Two ways are compared: over all devices, and over those of a node.
     over_all = "FULL_SHARD" if asked == "HYBRID_SHARD" else asked
     predictions = []
     for count in counts:
@@ -100,16 +104,18 @@ def seconds_of(prediction: Prediction) -> tuple[float, float]:
 
 def _counts(asked: str, of_a_node: int) -> list[int]:
     """Numbers of devices, each twice the one before."""
-    given = re.fullmatch(r"devices=(\d{1,7})\.\.(\d{1,7})", asked)
+    match = re.fullmatch(r"devices=(\d{1,7})\.\.(\d{1,7})", asked)
+    # Without a match the numbers are refused below, in the same sentence.
     first, last = 0, 0
-    if given:
-        first, last = int(given[1]), int(given[2])
+    if match:
+        first, last = int(match[1]), int(match[2])
     if not 1 <= first <= last:
         raise Fault(
             f"--sweep {asked!r} must be devices=FIRST..LAST, with FIRST from 1 to LAST, such as "
             "devices=8..4096."
         )
     counts = [first << number for number in range(last.bit_length()) if first << number <= last]
+    # Nodes have equally many devices, so more than one node's must be a multiple.
     if broken := [count for count in counts if count > of_a_node and count % of_a_node]:
         raise Fault(
             f"--sweep {asked}: {broken[0]} devices aren't whole nodes of {of_a_node}, which "
@@ -128,6 +134,7 @@ def _memory(traced: dict[Any, Memory], work: Work) -> Memory:
     # Of a hybrid each node holds the model once: two nodes are like many.
     if strategy == "HYBRID_SHARD":
         return _traced_on(traced, work, 2)
+    # Nodes that are traced. At least two, so that the half of them is at least one.
     most = max(2, TRACED // place.devices)
     if place.num_nodes <= most:
         return _traced_on(traced, work, place.num_nodes)
@@ -146,6 +153,7 @@ def _memory(traced: dict[Any, Memory], work: Work) -> Memory:
 
 def _traced_on(traced: dict[Any, Memory], work: Work, nodes: int) -> Memory:
     place = work.placement
+    # What differs among the plans of a sweep. All else is the same.
     key = place.sharding.sharding_strategy, place.devices, nodes
     if key not in traced:
         traced[key] = predict_memory(replace(work, placement=replace(place, num_nodes=nodes)))
@@ -155,6 +163,7 @@ def _traced_on(traced: dict[Any, Memory], work: Work, nodes: int) -> Memory:
 def hidden(rows: list[Row]) -> dict[str, str]:
     """{sharding: from how many devices on messages take longer than computing, in words}."""
     words = {row.sharding: "messages are hidden behind computing" for row in rows}
+    # From the most devices down, so that the fewest at which it is so remain.
     for row in reversed(rows):
         if row.prediction.seconds.step > row.prediction.seconds.busy:
             words[row.sharding] = f"messages aren't hidden from {row.devices:,} devices on"

@@ -34,9 +34,10 @@ HEAD, BACKWARD, GATHERED = "loss head", "backward pass", "gathered units and mes
 OPTIMIZER, AVERAGE, BATCH = "optimizer state", "moving average", "batch"
 SUMS = "float32 sums of gradients"
 LAYERS, MEASURED = "activations of layers", "a layer that is measured"
-# Layers of a kind that stay: two at each end, since nothing is gathered ahead of the outermost.
+# How many layers of a kind stay: two at each end, since the outermost have no neighbour that is
+# gathered ahead.
 ENDS = 4
-# What modules call the number of their layer, which doesn't make it another kind.
+# Names of attributes for a layer's number, by which layers of one kind differ.
 NUMBERS = re.compile("idx|index|layer_(id|num)|block_id")
 
 
@@ -49,7 +50,8 @@ class Ledger(TorchDispatchMode):
         labels of what is in the memory of the host."""
         super().__init__()
         self.copies_messages, self.elsewhere = copies_messages, elsewhere
-        self.most: Counter[str] = Counter()  # label in `elsewhere` -> the most that was held of it
+        # Label in `elsewhere` -> the most bytes that it had at any time.
+        self.most: Counter[str] = Counter()
         self.label = PARAMETERS  # of storages that are made now
         self.moment = "start"
         self.alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, label
@@ -68,8 +70,10 @@ class Ledger(TorchDispatchMode):
             self.put(-1, sent, GATHERED)
             self.put(-1, 0)
         result = operation(*args, **(kwargs or {}))
+        # A layer that is measured runs once more than in a step, so it isn't counted.
         self.operations += operation.namespace == "aten" and self.label != MEASURED
         is_empty = operation.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
+        # Views share a storage, which is counted once.
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.see(local_part(tensor).untyped_storage(), is_empty)
@@ -85,6 +89,7 @@ class Ledger(TorchDispatchMode):
         if is_empty and label in (ACTIVATIONS, BACKWARD):
             label = GATHERED
         self.put(key, storage.nbytes(), label)
+        # Called when the last tensor of the storage is gone.
         weakref.finalize(storage, self.put, key, 0)
 
     def put(self, key: int, size: int, label: Any = None) -> None:
@@ -93,6 +98,7 @@ class Ledger(TorchDispatchMode):
         label = label or was
         self.held[was] -= before
         self.held[label] += size
+        # The total is that of the device. What is elsewhere is counted by label alone.
         self.total += size * (label not in self.elsewhere) - before * (was not in self.elsewhere)
         if size:
             self.alive[key] = size, label
@@ -108,6 +114,7 @@ class Ledger(TorchDispatchMode):
 
         def counted(storage: Any, size: int) -> Any:
             result = resize(storage, size)
+            # A storage whose memory was taken isn't in `alive` any more, and is counted anew.
             self.see(storage)
             self.put(storage._cdata, storage.nbytes(), GATHERED)
             return result
@@ -116,7 +123,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Cut(NamedTuple):
-    """Equal groups of layers that a step can do without."""
+    """Equal groups of consecutive layers, which a step can be traced without."""
 
     first: int  # number of the first layer that is left out
     period: int  # layers of a group
@@ -128,9 +135,10 @@ class Cut(NamedTuple):
 
 
 def longest_cut(kinds: Sequence[Any]) -> Optional[Cut]:
-    """The most layers that can be left out of layers of these kinds; None where nothing repeats
-    often enough for two short steps to have fewer layers than a whole one."""
+    """The cut that leaves out most layers, given the kinds of all layers in their order. None where
+    two steps with the layers that stay would have at least as many layers as one whole step."""
     best = None
+    # A shorter period is found first, and wins where both leave out equally many layers.
     for period in range(1, len(kinds) // 3 + 1):
         at_each_end = max(1, ENDS // 2 // period)  # groups that stay
         start = 0
@@ -148,12 +156,14 @@ def longest_cut(kinds: Sequence[Any]) -> Optional[Cut]:
     if best is None:
         return None
     stay = len(kinds) - best.period * best.times
+    # Two steps are traced: one with the layers that stay, one with a group more.
     return best if 2 * stay + best.period < len(kinds) else None
 
 
 def remove_layers(model: nn.Module, numbers: Collection[int]) -> None:
     """Remove repeated layers of these numbers from the list that they are in."""
     names = list(repeated_layers(model))
+    # From the last on, so that the numbers of those before stay right.
     for number in sorted(numbers, reverse=True):
         place, _, index = names[number].rpartition(".")
         del model.get_submodule(place)[int(index)]
@@ -161,7 +171,7 @@ def remove_layers(model: nn.Module, numbers: Collection[int]) -> None:
 
 def kind(layer: nn.Module) -> Any:
     """What layers have in common that take the same memory: classes, parameters and settings."""
-    found = []
+    modules = []
     for name, module in layer.named_modules():
         parameters, settings = [], []
         for key, p in module._parameters.items():
@@ -170,12 +180,12 @@ def kind(layer: nn.Module) -> Any:
         for key, value in vars(module).items():
             if isinstance(value, (int, float, str)) and not NUMBERS.search(key):
                 settings.append((key, value))
-        found.append((name, type(module), tuple(parameters), tuple(settings)))
-    return tuple(found)
+        modules.append((name, type(module), tuple(parameters), tuple(settings)))
+    return tuple(modules)
 
 
 class Layers:
-    """The layers of a model; labels and moments follow them."""
+    """The layers of a model, which set the ledger's label and moment when they run."""
 
     def __init__(
         self,
@@ -184,9 +194,9 @@ class Layers:
         without: Collection[int] = (),
         compiled: Optional[Any] = None,
     ) -> None:
-        """Call it before the model is wrapped. without: numbers of layers that were removed.
-        compiled: a compiled.CompiledLayers, which stands for what a compiler makes of each layer;
-        None where they run as they are."""
+        """To be made before the model is wrapped. without: numbers of layers that were removed.
+        compiled: a compiled.CompiledLayers, which imitates compiled layers; None for layers that
+        run as they are."""
         self.ledger, self.layers = ledger, [*repeated_layers(model).values()]
         # Moments have the numbers of the whole model, so that steps without these and those can be
         # compared.
@@ -201,7 +211,7 @@ class Layers:
 
     def _forward(self, index: int, places: Any, *args: Any, **more: Any) -> Any:
         ledger, layer, number = self.ledger, self.layers[index], self.numbers[index]
-        # FSDP2 has given the layer another class since.
+        # FSDP2 has given the layer another class since then, whose `forward` is the one to call.
         forward = partial(type(layer).forward, layer, *args, **more)
         if not self.is_forward:  # computed again for the backward pass
             return forward()
@@ -213,8 +223,10 @@ class Layers:
             parameters = [getattr(module, name) for module, name in places]
             output = self.compiled(self.kinds[index], layer, forward, hidden, parameters)
         tensor = hidden_states(output)
+        # With frozen layers below there is no backward pass to follow.
         if tensor.requires_grad:
             tensor.register_hook(partial(self._backward, number))
+        # What comes after the last layer belongs to the loss.
         if layer is self.layers[-1]:
             ledger.label, ledger.moment = HEAD, "the loss head"
         return output
@@ -228,6 +240,8 @@ class Layers:
     def mark_gradients(self) -> None:
         """Label storages as gradients, which were something else when they were made."""
         for parameter in self.wrapped.parameters():
+            # While a unit of FSDP1 computes, its parameters are views, which have no gradients of
+            # their own.
             if not parameter.is_leaf or parameter.grad is None:
                 continue
             key = local_part(parameter.grad).untyped_storage()._cdata

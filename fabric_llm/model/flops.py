@@ -11,6 +11,7 @@ its matrices.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -19,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 OF_TRAINING = 3  # forward once, backward twice
-WITHOUT_GRADIENT = 2 / 3  # of them: a frozen matrix has no gradient itself
-# What configurations call the number of experts, and of those that a token goes through.
+WITHOUT_GRADIENT = 2 / 3  # of these: a frozen matrix passes gradients on and has none itself
+# Names that configurations have for the number of experts, and for how many a token goes through.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
 
@@ -51,45 +52,50 @@ PEAK_TFLOPS = {
     70: ("A10G",),
     65: ("T4",),
 }
-PARTS = ("MIG", "Laptop", "Max-Q")  # a part of a device, or a slower one
+# Words for a part of a device, or for a slower one, whose peak isn't that of the full device.
+PARTS = ("MIG", "Laptop", "Max-Q")
 
 
 def peak_tflops(device_name: str) -> Optional[float]:
     """Dense bfloat16 peak of the device that torch.cuda.get_device_name names so; None for one that
     isn't known."""
 
-    def has(words: str) -> bool:  # not as a part of longer ones
+    # Whole words only: an A10G isn't an A10.
+    def has(words: str) -> bool:
         return (
             re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name)
             is not None
         )
 
-    known = {
-        words: float(peak)
-        for peak, devices in PEAK_TFLOPS.items()
-        for words in devices
-        if has(words)
-    }
-    return known[max(known, key=len)] if known and not any(map(has, PARTS)) else None
+    known = {}
+    for peak, devices in PEAK_TFLOPS.items():
+        for words in devices:
+            if has(words):
+                known[words] = float(peak)
+    if not known or any(map(has, PARTS)):
+        return None
+    # The longest name is the most exact: "H100 PCIe" also contains "H100".
+    return known[max(known, key=len)]
 
 
 @dataclass(frozen=True)
 class Flops:
     """Operations of forward and backward pass."""
 
-    of_token: float  # of matrices that a token is multiplied with
-    # of two tokens, one of which sees the other, by the layers' window in tokens
+    of_token: float  # for a token, of all matrices that it is multiplied with
+    # Window of layers in tokens, None without one -> operations, in all layers with such a window,
+    # for a pair of tokens of which one sees the other.
     of_pair: dict[Optional[int], float]
 
     def of(self, tokens_at: np.ndarray) -> float:
         """Operations for tokens of which `tokens_at[k]` have k tokens of their document before
         them, int64 [context]."""
         total = float(tokens_at.sum()) * self.of_token
-        sees = np.arange(1, len(tokens_at) + 1)  # itself as well
+        # A token sees those before it and itself, and at most as many as the window has.
+        sees = np.arange(1, len(tokens_at) + 1)
         for window, flops in self.of_pair.items():
-            total += (
-                float(tokens_at @ (sees if window is None else np.minimum(sees, window))) * flops
-            )
+            seen = sees if window is None else np.minimum(sees, window)
+            total += float(tokens_at @ seen) * flops
         return total
 
     def of_row(self, context: int) -> float:
@@ -97,6 +103,7 @@ class Flops:
         total = context * self.of_token
         for window, flops in self.of_pair.items():
             seen = context if window is None else min(window, context)
+            # The first `seen` tokens see 1, 2, ... tokens, and all later ones a full window.
             total += (seen * (seen + 1) // 2 + (context - seen) * seen) * flops
         return total
 
@@ -111,13 +118,18 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
     config = causal_lm.config.get_text_config()
     experts, chosen = experts_of(config)
     multiplied = 0.0
+    # Asked of each module by itself, so that a tied output layer counts although its embedding
+    # doesn't.
     for path, module in causal_lm.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            # Vectors aren't multiplied as matrices, and an embedding is only looked up.
             if (
                 parameter.ndim > 1
                 and not name.endswith("bias")
                 and not isinstance(module, nn.Embedding)
             ):
+                # Experts are modules in a list of that name, or one parameter with a dimension for
+                # the experts.
                 is_expert = (
                     "experts" in path.split(".")
                     or parameter.ndim == 3
@@ -125,6 +137,7 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
                 )
                 passes = 1.0 if parameter.requires_grad else WITHOUT_GRADIENT
                 multiplied += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
+    # A pair takes one product for its score and one for the value that is passed on.
     of_pair: dict[Optional[int], float] = {}
     for window in windows(config):
         of_pair[window] = of_pair.get(window, 0.0) + OF_TRAINING * 2 * sum(head_dims(config))
@@ -134,40 +147,52 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
 def experts_of(config: Any) -> tuple[int, int]:
     """(experts of a layer, those that each token goes through); 1, 1 where the configuration
     doesn't say."""
-    numbers = []
-    for names in (EXPERTS, CHOSEN):
-        values = (
-            getattr(part, name, None)
-            for part in (config, getattr(config, "ffn_config", None))
-            for name in names
-        )
-        numbers.append(
-            next((value for value in values if isinstance(value, int) and value > 0), None)
-        )
-    return (1, 1) if None in numbers else (numbers[0], numbers[1])
+
+    # DBRX has its experts in a configuration of its own, ffn_config.
+    def first_of(names: Sequence[str]) -> Optional[int]:
+        for part in (config, getattr(config, "ffn_config", None)):
+            for name in names:
+                value = getattr(part, name, None)
+                if isinstance(value, int) and value > 0:
+                    return value
+        return None
+
+    experts, chosen = first_of(EXPERTS), first_of(CHOSEN)
+    if experts is None or chosen is None:
+        return 1, 1
+    return experts, chosen
 
 
 def windows(config: Any) -> list[Optional[int]]:
     """For each layer with attention, how many tokens see each other in it: None for all."""
     count = getattr(config, "num_hidden_layers", 0)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    window, chunk = (
-        size if isinstance(size := getattr(config, name, None), int) and size > 0 else None
-        for name in ("sliding_window", "attention_chunk_size")
-    )
+
+    def size_of(name: str) -> Optional[int]:
+        size = getattr(config, name, None)
+        return size if isinstance(size, int) and size > 0 else None
+
+    window = size_of("sliding_window")
+    # Without kinds all layers are alike: with attention, or, in Mamba, without.
     if kinds is None:
         return [window] * count if getattr(config, "num_attention_heads", None) else []
-    attention = [
-        kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"
-    ]
-    local = {"sliding_attention": window, "chunked_attention": chunk}
-    return [local.get(kind) for kind in attention]
+    local = {"sliding_attention": window, "chunked_attention": size_of("attention_chunk_size")}
+    result = []
+    for kind in kinds:
+        # Linear attention compares no pairs of tokens. Hybrid layers have attention as well.
+        compares_pairs = "attention" in kind and "linear" not in kind
+        if compares_pairs or kind == "hybrid":
+            result.append(local.get(kind))
+    return result
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Of all heads together: what a pair is compared by, and what is taken from a token that is
-    seen; 0, 0, so that the pairs aren't counted, where the configuration has no such numbers, or
-    others for each layer."""
+    """(elements of a token's query, elements of its value), of all heads together.
+
+    (0, 0), so that pairs aren't counted, where the configuration doesn't have these numbers, or has
+    others for each layer.
+    """
+    # Some families have a list with a number for each layer, which isn't an int.
     heads, width, size = (
         getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "head_dim")
     )

@@ -31,13 +31,13 @@ NO_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 
-# Of a file. Configurations have a few thousand, those of quantised models some hundred thousand.
+# Of a JSON file. A configuration has a few thousand, a quantised model's some hundred thousand.
 MAX_BYTES = 4 * 2**20
 MAX_LAYERS = 4096
-# Of a list or an object, and of labels, experts and blocks. Switch-C has 2048 experts.
+# Entries of a list or an object, and labels, experts or blocks. Switch-C has 2048 experts.
 MAX_ENTRIES = 2**15
 MAX_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
-# How names end that say how many there are.
+# Ends of names whose values say how many of something there are, such as num_hidden_layers.
 COUNTS = re.compile(r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$")
 LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
 # To build the modules without memory: several times what the largest models take.
@@ -46,7 +46,7 @@ MAX_MEMORY_BYTES = 2 * 2**30
 
 
 class TooMuch(ValueError):
-    """What a model's files declare too much of, and the bound."""
+    """A model's files declare too much of something. The message says of what, and the bound."""
 
 
 def check_model_folder(name: str, flag: str = "--model_name") -> None:
@@ -55,21 +55,26 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
     folder = Path(name)
     if not folder.is_dir():
         return hub_name(flag, name)
-    if (folder / "adapter_config.json").is_file():  # names a base model, which peft would fetch
+    # An adapter names a base model, which transformers would fetch by means of peft.
+    if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{name!r} holds an adapter: merge it into its model first.")
     if not (folder / "config.json").is_file():
+        # People often give the directory of a run instead of one of its checkpoints.
         newest, held = files.latest(folder), sorted(path.name for path in folder.iterdir())[:3]
         instead = f"It holds {', '.join(held) or 'nothing'}: take a model in Hugging Face's format"
         if newest is not None:
             instead = f"It is a run: take its newest checkpoint, {command(**{flag[2:]: newest})}"
         raise ValueError(f"{name!r} isn't a model directory: it has no config.json. {instead}.")
+    # Downloads that went wrong leave small text files under the names of weights and tokenizers.
     for path in (*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")):
         if (instead := files.instead_of_content(path)) is not None:
             raise ValueError(f"{str(path)!r} is {instead}.")
+    # Before transformers reads it and builds what it declares.
     try:
         read_json(folder / "config.json")
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"The configuration of {name!r} can't be read: {error}.") from error
+    # Pickles beside safetensors are never opened, so they may stay.
     pickled = sorted(path.name for path in folder.iterdir() if path.name.endswith(PICKLES))
     if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise Fault(
@@ -77,8 +82,11 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
             "are no safetensors beside it: refused.",
             REFUSED,
         )
+    # A model without weights starts from random ones, which mustn't happen only because its weights
+    # have another format.
     if not any(folder.glob("*.safetensors*")) and not (folder / files.MANIFEST).is_file():
         _require_none_that_may_be_weights(folder)
+    # An index names the files to open: none of them may be a pickle, or lie outside of the folder.
     for index in folder.glob("*.index.json"):
         for file in sorted(set(weight_map(index).values())):
             if index.name in WEIGHT_FILES:
@@ -90,9 +98,12 @@ def _require_none_that_may_be_weights(folder: Path) -> None:
     another form, or a part of them.
     """
     for place, folders, names in os.walk(folder):
+        # os.walk goes on with what is left in this list. Sorted, so that each machine names the
+        # same file.
         folders[:] = sorted(set(folders) - {".git"})
         links = [name for name in folders if Path(place, name).is_symlink()]  # aren't followed
         for name in sorted([*names, *links]):
+            # An index is JSON as well, but it belongs to weights, which are missing then.
             is_index = name.endswith(".index.json")
             if NO_WEIGHTS.fullmatch(name) and name not in links and not is_index:
                 continue
@@ -130,6 +141,7 @@ def read_json(path: Path) -> Any:
         document = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path.name} isn't JSON: {error}") from error
+    # A stack instead of recursion, which a deeply nested document would exhaust.
     left, both = [("", document)], []
     while left:
         where, value = left.pop()
@@ -138,22 +150,25 @@ def read_json(path: Path) -> Any:
                 raise TooMuch(
                     f"it declares {len(value)} entries ({where}); at most {MAX_ENTRIES} are read"
                 )
-            parts = value.items() if isinstance(value, dict) else (("", part) for part in value)
-            left += [(".".join(filter(None, (where, key))), part) for key, part in parts]
-            if isinstance(value, dict):
+            # A number in a list goes by the name of the list.
+            if isinstance(value, list):
+                left += [(where, part) for part in value]
+            else:
+                for key, part in value.items():
+                    left.append((".".join(filter(None, (where, key))), part))
+                # Experts and layers of one object are multiplied below, once all are known.
                 largest = {"layer": 0, "expert": 0}
                 for key, number in value.items():
                     if isinstance(number, int) and (counted := COUNTS.search(key)):
                         largest[counted[2]] = max(largest.get(counted[2], 0), number)
                 both.append(largest)
         elif isinstance(value, (int, float)):
+            # Infinity itself is allowed: Mamba 2 has it as a limit.
             if LARGEST_NUMBER < abs(value) < math.inf:
                 raise TooMuch(f"it holds a number that float32 can't ({where}: {str(value)[:20]})")
-            most = (
-                MAX_LAYERS
-                if (counted := COUNTS.search(where)) and counted[2] == "layer"
-                else MAX_ENTRIES
-            )
+            counted, most = COUNTS.search(where), MAX_ENTRIES
+            if counted and counted[2] == "layer":
+                most = MAX_LAYERS
             if counted and value > most:
                 raise TooMuch(
                     f"it declares {value} {counted[1]} ({where}); at most {most} are read"
@@ -167,11 +182,11 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """In the body, which builds what a model's files declare, little time and memory, for whatever
-    nobody has thought of.
+    """Limit the time and memory of the body, which builds what a model's files declare: there may
+    be numbers that `read_json` doesn't know.
 
-    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other
-    threads have as little memory: for what is read for the first time, before anything runs.
+    Raises TooMuch where the body takes more, even if it catches the exception that interrupts it.
+    The limits hold for the whole process, so it is used before other work begins.
     """
     problems: list[str] = []
 
@@ -179,6 +194,7 @@ def limited() -> Iterator[None]:
         problems[:] = [f"building it takes more than {MAX_CPU_SECONDS} s of processor time"]
         raise TooMuch(problems[0])
 
+    # RLIMIT_AS bounds the address space, of which much is taken before the body begins.
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = [
@@ -187,7 +203,8 @@ def limited() -> Iterator[None]:
     ]
     before = signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    # The signal comes again and again, in case the exception of the first one is swallowed.
+    # The timer counts this process's own computing, not the time that it waits for a disk. Its
+    # signal comes every second from then on, in case the body swallows the first exception.
     signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS, 1)
     try:
         yield
@@ -204,8 +221,10 @@ def limited() -> Iterator[None]:
         if not problems:
             raise
     finally:
+        # The timer first: without its handler the signal would end the process.
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGVTALRM, before)
+    # The body may have swallowed the exception and gone on with something unfinished.
     if problems:
         raise TooMuch(problems[0])

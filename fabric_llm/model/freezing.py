@@ -29,6 +29,7 @@ def check(freeze: Optional[str], train_only: Optional[str]) -> None:
             "--freeze and --train_only are both given: each says which parameters train, so take "
             "one."
         )
+    # A flag such as "," names nothing, which would silently train everything or nothing.
     for flag, given in zip(FLAGS, (freeze, train_only)):
         if given is not None and not words(given):
             raise ValueError(
@@ -47,6 +48,7 @@ def frozen_names(
     """
     frozen = _frozen(causal_lm, freeze, train_only)
     trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
+    # Only what the flags freeze is their fault: without them there is nothing to complain about.
     if frozen and not trained - frozen:
         flag = f"--freeze {freeze}" if freeze is not None else f"--train_only {train_only}"
         raise ValueError(f"{flag} leaves nothing to train in {type(causal_lm).__name__}.")
@@ -56,24 +58,27 @@ def frozen_names(
 def _frozen(
     causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
 ) -> frozenset[str]:
+    # `check` has refused both flags at once, so at most one is given.
     flag, given = ("freeze", freeze) if freeze is not None else ("train_only", train_only)
     if given is None:
         return frozenset()
     chosen: set[str] = set()
     for word in words(given):
+        # A pattern without a match is a typing error, after which too much or too little would
+        # train.
         if not (matching := _chosen(causal_lm, word)):
             names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
             close = nearest(word, [EMBEDDINGS, *names])
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else f"its last parameters are {', '.join(names[-2:])}."
-            )
+            # Where nothing is similar, real names show how parameters of this model are called.
+            hint = f"its last parameters are {', '.join(names[-2:])}."
+            if close:
+                hint = f"did you mean {close[0]}?"
             raise ValueError(
                 f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; "
                 f"{hint}"
             )
         chosen |= matching.keys()
+    # What --train_only doesn't name is frozen.
     parameters = dict(causal_lm.named_parameters())
     return frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
 
@@ -81,6 +86,7 @@ def _frozen(
 def freeze(causal_lm: PreTrainedModel, names: Iterable[str]) -> None:
     """Give the parameters of these names no gradients."""
     for name in names:
+        # A tied weight is one parameter, so either of its names freezes it.
         causal_lm.get_parameter(name).requires_grad_(False)
 
 
@@ -88,14 +94,20 @@ def tied_both_ways(
     causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]
 ) -> list[str]:
     """A sentence for each weight that is chosen by only some of its names."""
+    # The pattern names one of a tied weight's names. The user should hear that the other one
+    # follows.
     what = "is frozen" if freeze is not None else "trains"
-    return [
-        f"{name} {what} as well: it is tied, the same weight under another name."
-        for word in words(freeze or train_only)
-        for names in _chosen(causal_lm, word).values()
-        for name in names
-        if word != EMBEDDINGS and not fnmatchcase(name, word)
-    ]
+    sentences = []
+    for pattern in words(freeze or train_only):
+        if pattern == EMBEDDINGS:
+            continue
+        for names in _chosen(causal_lm, pattern).values():
+            for name in names:
+                if not fnmatchcase(name, pattern):
+                    sentences.append(
+                        f"{name} {what} as well: it is tied, the same weight under another name."
+                    )
+    return sentences
 
 
 def thawed(
@@ -106,29 +118,29 @@ def thawed(
 
     causal_lm: frozen as it is now, maybe all of what trained then.
     """
+    # `_frozen` looks at names only, so it doesn't matter that the model is frozen by other flags
+    # now.
     return _frozen(causal_lm, *(schedule.get(flag) for flag in FLAGS)) - frozen
 
 
 def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:
-    """First name, as `named_parameters` gives it -> all names, of each parameter that a word of the
-    flags means."""
+    """{first name: all names} of each parameter that a pattern, or EMBEDDINGS, chooses. The first
+    name is the one that `named_parameters` gives."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        # A tied weight is one object, under which all of its names are collected.
         names.setdefault(parameter, []).append(name)
+    wanted: set[nn.Parameter] = set()
     if word == EMBEDDINGS:
-        modules = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-        wanted = {
-            parameter
-            for module in modules
-            if module is not None
-            for parameter in module.parameters()
-        }
+        # A model may have no output head. A head that is tied has the same parameter as the
+        # embeddings.
+        for module in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()):
+            if module is not None:
+                wanted.update(module.parameters())
     else:
-        wanted = {
-            p
-            for p, all_names in names.items()
-            if any(fnmatchcase(name, word) for name in all_names)
-        }
+        for parameter, all_names in names.items():
+            if any(fnmatchcase(name, word) for name in all_names):
+                wanted.add(parameter)
     return {
         all_names[0]: all_names for parameter, all_names in names.items() if parameter in wanted
     }

@@ -19,8 +19,10 @@ from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model import chunked_loss, packed_attention
 
-PLACES = 12  # of a document, by whose positions a loss is told apart, see training/evaluation.py
-# Of the routers' loss, as causal LMs call it.
+# Ranges of positions in a document, of each of which evaluations sum the loss, see
+# training/evaluation.py.
+PLACES = 12
+# Names that causal LMs have for the coefficient of their routers' loss.
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
@@ -32,12 +34,13 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
-    """float32 [1 + k] of the loss of --code: what is trained, and the sums that it adds to the log.
-    Only the first has a gradient."""
+    """float32 [1 + k]: what the loss of --code trains, and the k sums that it adds to the log. Only
+    the first has a gradient."""
     loss, adds = register.ONLY["loss"]
     with register.of_user("loss"):
         result = loss(logits, targets, register.LOADED["flags"])
         trained, *added = result if adds else (result,)
+    # Without this check, a wrong shape would only fail later, where nothing names --code.
     if trained.shape != () or len(added) != len(adds):
         numbers = f"{1 + len(adds)} scalars" if adds else "a scalar"
         raise Fault(f"--code: the loss must return {numbers}, summed over targets.")
@@ -45,11 +48,11 @@ def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of all targets, float32 scalar, in nats. What is evaluated,
+    """Sum of the cross-entropies of all targets, float32 scalar, in nats. Evaluations report it,
     whatever is trained.
 
-    logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a
-    part of a batch.
+    logits: [tokens, vocabulary], of a batch or a part of it. targets: int64 [tokens], -100 where
+    there is none.
     """
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
@@ -60,8 +63,10 @@ def _by_place(
     """float32 [1 + PLACES]: the cross-entropy, and its parts by the places in the second column of
     `targets`."""
     targets, places = targets.unbind(dim=1)
+    # Tokens without a target have a loss of 0 here, so their places don't matter.
     each = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
     by_place = torch.zeros(PLACES, device=logits.device).index_add_(0, places, each)
+    # The total is computed as it is without places, so that they don't change its last bits.
     return torch.cat([cross_entropy(logits, targets)[None], by_place])
 
 
@@ -73,9 +78,11 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
     the largest one of other tokens.
     """
     is_target = targets[:, 0] != IGNORED
+    # Each copy of logits below has the size of the vocabulary for each token: others go first.
     logits, (targets, numbers) = logits[is_target].float(), targets[is_target].unbind(1)
     each = F.cross_entropy(logits, targets, reduction="none")
     own = logits.gather(1, targets[:, None])
+    # With the target's own logit at -inf, the largest one is that of another token.
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
     return torch.cat(
@@ -98,7 +105,7 @@ class LanguageModel(nn.Module):
         see chunked_loss.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
-        # names of the numbers behind the loss in the vector of `forward`
+        # Names of the numbers that follow the loss in the vector that `forward` returns.
         self.other_losses = [*adds, *["aux_loss"] * with_router_loss]
         self.with_added = bool(adds)
         self.head = chunked_loss.Head(causal_lm) if chunked else None
@@ -109,11 +116,12 @@ class LanguageModel(nn.Module):
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
+        # A cache of keys and values would only take memory. Some classes know no such argument.
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == packed_attention.PACKED
-        # Ranks that share the rows of a batch, see data/batches.part_of.
+        # Ranks that share the rows of a batch, see data/batches.part_of. None: each has whole rows.
         self.context_group: Optional[ProcessGroup] = None
 
     def forward(
@@ -126,47 +134,60 @@ class LanguageModel(nn.Module):
         places: Optional[Tensor] = None,
         questions: Optional[Tensor] = None,
     ) -> Tensor:
-        """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the
-        logits.
+        """The loss: `token_loss`, or `cross_entropy` where no gradient is wanted. Without `labels`,
+        the logits [rows, context, vocabulary].
 
-        In training, with `adds` or with_router_loss, a vector: what is trained, what a loss of
-        --code adds to the log, and the rows' auxiliary losses, each times the row's targets.
+        In training, with `adds` or with_router_loss, the result is a vector: what is trained, what
+        a loss of --code adds to the log, and the sum of the rows' auxiliary losses, each times the
+        row's targets.
 
-        input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are
-        unshifted: position t is predicted from the positions before it, -100 is no target. Labels
-        of parts of rows have one column more: the ranks of `context_group` have the other parts.
-        Logits: [rows, context, vocabulary]. position_ids that restart keep documents apart:
-        transformers reads the attention mask from them if no other is given and nothing is cached.
+        input_ids, attention_mask, position_ids: int64 [rows, context].
+
+        position_ids that restart keep documents apart: transformers reads the attention mask from
+        them if no other mask is given and nothing is cached.
+
+        labels: int64 [rows, context], unshifted: position t is predicted from the positions before
+        it, and -100 is no target. Where the ranks of `context_group` have the other parts of these
+        rows, labels have one column more.
+
         document_ends: what packed attention takes in place of a mask, see batches.document_ends.
-        places: int64 [rows, context], numbers below PLACES, in an evaluation: float32 [1 + PLACES],
-        the loss, and that of the targets of each place. questions: int64 [rows], likewise, of rows
-        that ask something: what `by_row` says.
+
+        places: in an evaluation, int64 [rows, context], numbers below PLACES. The result is float32
+        [1 + PLACES]: the loss, and the loss of the targets of each place.
+
+        questions: in an evaluation, int64 [rows], of rows that ask something. The result is that of
+        `by_row`.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        # Some classes don't take all of these arguments, even as None.
         given = {name: value for name, value in given.items() if value is not None}
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        # The number of label columns that belong to another rank's part of the rows.
+        # How many columns labels have beyond input_ids: 1 where ranks hold parts of rows, else 0.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
         if self.is_packed and position_ids is not None:
+            # Batches of data/batches.py bring the ends along. Probes have positions alone.
             if document_ends is None:
                 document_ends = batches.document_ends(position_ids.cpu())
             group, longest = None, input_ids.shape[1]
             if after and self.context_group is not None:
                 group = self.context_group
+                # A document may go through the parts of all these ranks.
                 longest *= group.size()
             given |= packed_attention.of_documents(document_ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        # Position t is predicted from those before it.
+        # Each position predicts the next label. The last one of a row has none to predict, unless
+        # another rank holds the rest of the row: then `labels` has that rank's first label as well.
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
+        # Evaluations measure the cross-entropy whatever is trained, so that runs can be compared.
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         if self.with_added and self.training and torch.is_grad_enabled():
             loss_of = losses_to_log
         targets_of = targets.flatten()
-        # What evaluations tell apart stands in a second column of the targets.
+        # By what evaluations sum the loss, a place or a row, is a second column of the targets.
         if places is not None:
             loss_of = partial(_by_place, loss_of)
             targets_of = torch.stack([targets_of, places.flatten()], dim=1)
@@ -174,6 +195,7 @@ class LanguageModel(nn.Module):
             loss_of = partial(by_row, len(targets))
             numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
             targets_of = torch.stack([targets_of, numbers.flatten()], dim=1)
+        # Without `head`, the logits of the whole batch are in memory at once.
         if self.head is None:
             outputs = self.causal_lm(**inputs)
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
@@ -189,13 +211,14 @@ class LanguageModel(nn.Module):
             of_rows = load_balancing_loss(
                 outputs.router_logits, len(targets), top_k, attention_mask, group
             )
+        # The caller divides by the targets of the global batch, as it does with the loss itself.
         aux_loss = (of_rows * (targets != IGNORED).sum(dim=1)).sum()
         return torch.cat([loss.flatten(), aux_loss[None]])
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
-    """What is trained, scalar: the first of a vector, and of a model with `with_router_loss` its
-    weighted sum with the last."""
+    """What is trained, scalar: the first number of a vector, to which a model with
+    `with_router_loss` adds the last one times its coefficient."""
     if losses.ndim == 0:
         return losses
     if not router_aux_loss_coef:
@@ -204,7 +227,7 @@ def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
 
 
 def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> float:
-    """What the auxiliary loss of a mixture of experts is multiplied by in what is trained; 0 where
+    """The coefficient of the auxiliary loss of a mixture of experts in what is trained; 0 where
     there is none.
 
     given: --router_aux_loss_coef; None: as the model's configuration says, where that asks for the
@@ -218,16 +241,17 @@ def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> fl
     if given is not None:
         return float(given)
     asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
-    own = (
-        getattr(causal_lm, name, None)
-        for name in COEFFICIENTS
-        if asked and has_router_loss(causal_lm)
-    )
-    return float(next((value for value in own if value is not None), 0.0))
+    if asked and has_router_loss(causal_lm):
+        for name in COEFFICIENTS:
+            value = getattr(causal_lm, name, None)
+            if value is not None:
+                return float(value)
+    return 0.0
 
 
 def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
-    """What to say where the configuration asks for what the model can't give."""
+    """A warning where the configuration asks for a loss of the routers that transformers doesn't
+    have, else None."""
     asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
     if not asked or has_router_loss(causal_lm):
         return None
@@ -238,8 +262,9 @@ def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
 
 
 def has_router_loss(causal_lm: PreTrainedModel) -> bool:
-    """True for models whose own loss would hold that of the Switch Transformer, which
-    `load_balancing_loss` is."""
+    """True for models to whose loss transformers would add that of the Switch Transformer, which
+    `load_balancing_loss` computes."""
+    # Other models have a function of this name that computes something else, from other arguments.
     function = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
     if function is None or not isinstance(getattr(causal_lm, "num_experts_per_tok", None), int):
         return False
@@ -258,12 +283,12 @@ def load_balancing_loss(
     attention_mask: Optional[Tensor] = None,
     group: Optional[ProcessGroup] = None,
 ) -> Tensor:
-    """The loss that asks that tokens are spread evenly over the experts, float32 [rows], of each
-    row by itself.
+    """The auxiliary loss of each row, float32 [rows], which is small where the row's tokens are
+    spread evenly over the experts.
 
-    transformers adds it only where it computes the cross-entropy itself, and over whatever happens
-    to be in one forward pass: a product of means over tokens, of which the mean over micro-batches
-    isn't that of the whole batch. That of each row, averaged by the rows' targets as the
+    transformers adds it only where it computes the cross-entropy itself, and for all tokens of a
+    forward pass together. It is a product of means over tokens, so its average over micro-batches
+    isn't that of the whole batch. The loss of each row, weighted by the row's targets as the
     cross-entropy is, is the same however rows are spread over micro-batches and ranks.
 
     router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows,
@@ -274,28 +299,33 @@ def load_balancing_loss(
     gradient.
     """
     experts = router_logits[0].shape[-1]
-    chosen, probable = (
-        torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2)
-    )
+    chosen = torch.zeros(rows, experts, device=router_logits[0].device)
+    probable = torch.zeros_like(chosen)
+    # Layers may return [tokens, experts] without the dimension of rows.
     context = router_logits[0].numel() // (rows * experts)
+    # Padding goes to experts as well, but isn't to be spread evenly.
     if attention_mask is None:
         is_token = torch.ones(rows, context, device=chosen.device)
     else:
         is_token = attention_mask.float()
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1).view(rows, context, experts)
+        # 1 where a token chooses an expert. It has no gradient.
         places = torch.zeros_like(probabilities).scatter_(
             -1, probabilities.topk(top_k, dim=-1).indices, 1.0
         )
         chosen = chosen + (places * is_token[..., None]).sum(dim=1)
         probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
+    # Each layer has counted each token once.
     tokens = len(router_logits) * is_token.sum(dim=1, keepdim=True)
     if group is not None:
-        # A feature that is off isn't imported.
+        # The means are of whole rows, and each rank has counted its part of them. A feature that is
+        # off isn't imported.
         from fabric_llm.model.context_parallel import Summed
 
         chosen = Summed.apply(chosen, group)
         probable = Summed.apply(probable, group)
         tokens = Summed.apply(tokens, group)
+    # A row of padding alone has no tokens to divide by.
     tokens = tokens.clamp(min=1)
     return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -37,7 +37,7 @@ from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 
-MAX_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
+MAX_PARAMETERS = 10**14  # a configuration with more is no model, and takes forever to build
 # Functions of torch.nn.init that draw random numbers.
 DRAWING = ("kaiming_uniform_", "normal_", "uniform_", "xavier_normal_", "xavier_uniform_")
 DTYPES = {
@@ -55,15 +55,15 @@ def load_config(model_name: str) -> PretrainedConfig:
     if not Path(model_name).is_dir():
         reach_hub()
     try:
-        # AutoConfig says that there is none
+        # Where there is no config.json, AutoConfig raises a message that says so.
         document = _read_bounded(model_name, CONFIG_NAME) or {}
-        # Versions of the configuration for other versions of transformers.
+        # transformers may read one of these instead, each made for other versions of itself.
         for name in document.get("configuration_files", ()):
             check_name(str(name), Path(model_name, CONFIG_NAME))
             _read_bounded(model_name, str(name))
         with folders.limited():
             config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
-        # A config.json can name kernels on the hub, which are code.
+        # A config.json can name kernels on the hub, which are code. The attention is chosen later.
         config._attn_implementation = config._experts_implementation = None
     except Fault:
         raise
@@ -81,8 +81,9 @@ def load_config(model_name: str) -> PretrainedConfig:
             raise ValueError(
                 f"The configuration of {model_name!r} sets {name!r}, which is a method."
             )
-    # It names code that isn't used, and mustn't be passed on by what is saved.
+    # auto_map names code, which isn't used here, and which an export mustn't name either.
     vars(config).pop("auto_map", None)
+    # config.json can name its own file of weights, which could be a pickle or lie elsewhere.
     if (weights := getattr(config, "transformers_weights", None)) is not None:
         folders.weights_name(weights, Path(model_name, CONFIG_NAME))
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -108,6 +109,7 @@ def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
 
 
 def _code_of(model_name: str) -> int:
+    # A folder with a manifest is one of our checkpoints, whose damage has an exit code of its own.
     return NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
 
 
@@ -118,20 +120,20 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
     Raises Fault for one that is code (77).
     """
     folder, model_name = Path(place), str(place)
+    # A Path is a folder of this machine, so it mustn't be looked up on the hub.
     if isinstance(place, Path) and not folder.is_dir():
         return None
-    if folder.is_dir() and not any(
-        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    has_file = (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    if folder.is_dir() and not has_file:
         return None
     try:
-        if (folder / CONFIG_NAME).is_file():  # is read as well
+        # transformers reads config.json as well, to find the tokenizer's class.
+        if (folder / CONFIG_NAME).is_file():
             folders.read_json(folder / CONFIG_NAME)
         with suppress(OSError):  # where there is none
-            document = json.loads(
-                Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()
-            )
-            # T5 and Pegasus make these tokens without listing them.
+            file = cached_file(model_name, "tokenizer_config.json")
+            document = json.loads(Path(file).read_bytes())
+            # T5 and Pegasus make as many tokens as these numbers say, which no list bounds.
             for name in ("extra_ids", "offset"):
                 count, most = document.get(name), folders.MAX_ENTRIES
                 if isinstance(count, int) and count > most:
@@ -143,6 +145,7 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
     except Fault:
         raise
     except Exception as error:  # of a dozen packages
+        # A damaged file has to be reported. Otherwise the model has no tokenizer, which is allowed.
         if (folder / "tokenizer.json").is_file() or isinstance(error, folders.TooMuch):
             raise _unreadable("The tokenizer", model_name, error) from error
         return None
@@ -151,11 +154,12 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text to go on from, without the EOS that some tokenizers append: behind it
-    another text would begin."""
+    """The tokens of a text that a model is to continue, without the EOS that some tokenizers
+    append: after it a model would begin another text."""
     encoded = tokenizer(text, return_special_tokens_mask=True)
     tokens, added = encoded["input_ids"], encoded["special_tokens_mask"]
     end = len(tokens)
+    # A model needs at least one token to go on from.
     while end > 1 and added[end - 1] and tokens[end - 1] == tokenizer.eos_token_id:
         end -= 1
     return tokens[:end]
@@ -171,11 +175,13 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
         if isinstance(error, OSError) and not Path(model_name, "generation_config.json").is_file():
             return
         raise _unreadable("generation_config.json", model_name, error) from error
-    # Llama 2 has a temperature without do_sample, which transformers reads and doesn't write.
+    # Llama 2 has a temperature without do_sample, which transformers reads and refuses to write. So
+    # it is tried as it is, and then with do_sample. One that fits neither is left out.
     was = config.do_sample
     for do_sample in (was, True):
         config.do_sample = do_sample
         with suppress(ValueError):
+            # Raises ValueError for what transformers wouldn't save.
             config.validate(strict=True)
             skeleton.generation_config = config
             if do_sample != was and is_rank_zero():
@@ -190,6 +196,7 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """transformers' class of causal models with such a configuration."""
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    # A few configurations have several classes, of which transformers takes the first.
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
@@ -210,12 +217,12 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    # Some classes list the kinds of flash attention that they take. None means all of them.
+    kinds = model_class._compatible_flash_implementations or ["flash_attention_2"]
     has = {
         "packed": takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
-        "flash_attention_2": model_class._supports_flash_attn
-        and "flash_attention_2"
-        in (model_class._compatible_flash_implementations or ["flash_attention_2"]),
+        "flash_attention_2": model_class._supports_flash_attn and "flash_attention_2" in kinds,
         "flex_attention": model_class._supports_flex_attn,
         "eager": True,
     }
@@ -223,6 +230,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     # attention is chosen later, when the model has been measured (run/reference.py).
     if attention == "auto":
         return "sdpa" if has["sdpa"] else "eager"
+    # What was asked for by name isn't replaced by anything else.
     if not has[attention]:
         known = " and ".join(name for name, there in has.items() if there)
         raise ValueError(
@@ -259,6 +267,7 @@ def _is_sharded(folder: Path) -> bool:
 def folder_of(model_name: str) -> Path:
     """The folder of a model: itself, or of a name on the hub what the cache has, if it does."""
     if not Path(model_name).is_dir():
+        # Looking for the folder mustn't download anything.
         with suppress(OSError, ValueError):
             return Path(cached_file(model_name, CONFIG_NAME, local_files_only=True)).parent
     return Path(model_name)
@@ -287,6 +296,7 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
         is_kept = any(pattern.search(name) for pattern in kept)
         if is_kept and name in saved and tensor.is_floating_point():
+            # Through `data` the parameter stays the same object, and so tied weights stay tied.
             tensor.data = tensor.data.float()
     return model
 
@@ -296,7 +306,8 @@ def checked_skeleton(
 ) -> PreTrainedModel:
     """`build_skeleton` of a configuration read from `model_name`. Raises ValueError where it makes
     no possible model."""
-    causal_lm_class(config)  # importing its code may take longer than building a model
+    # Imported before the limit on time begins: that may take longer than building the model.
+    causal_lm_class(config)
     try:
         with folders.limited():
             skeleton = build_skeleton(config, dtype)
@@ -316,13 +327,12 @@ def checked_skeleton(
 
 def quantized(config: PretrainedConfig) -> Optional[str]:
     """How a model's weights are quantized, as the end of a sentence, None where they aren't."""
+    # The configuration has a dictionary as read, or the object that transformers makes of it.
     if (quantization := getattr(config, "quantization_config", None)) is None:
         return None
-    method = (
-        quantization.get("quant_method")
-        if isinstance(quantization, dict)
-        else type(quantization).__name__
-    )
+    method = type(quantization).__name__
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method")
     return f"quantized ({method}), and only weights in 16 or 32 bits are trained"
 
 
@@ -365,17 +375,20 @@ def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
     is_checkpoint = (folder / MANIFEST).is_file()
     if not folder.is_dir() or is_checkpoint or not has_weights(model_name):
         return []
+    # A second copy in the folder may hold other values, so the user hears which one counts.
     read = [path.name for path in _weight_files(model_name, config)]
-    there = (*folder.glob("*.safetensors"), *(folder / name for name in folders.WEIGHT_FILES[1:]))
-    unread = {path.name for path in there if path.is_file()} - set(read)
-    return sorted(
-        unread if read == [folders.WEIGHT_FILES[0]] else unread - set(folders.WEIGHT_FILES)
-    )
+    files = (*folder.glob("*.safetensors"), folder / folders.WEIGHT_FILES[1])
+    unread = {path.name for path in files if path.is_file()} - set(read)
+    # Where an index was read, it isn't among `read` itself, but it isn't a second copy either.
+    if read != [folders.WEIGHT_FILES[0]]:
+        unread -= set(folders.WEIGHT_FILES)
+    return sorted(unread)
 
 
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
     """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint
     hold another model."""
+    # A folder for transformers: one file, or several with an index.
     of, code = f"The weights of {model_name!r}", _code_of(model_name)
     if not _is_sharded(Path(model_name)):
         stored = Tensors(_weight_files(model_name, config), code, of)
@@ -385,6 +398,7 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
     wanted = {PREFIX + name: tuple(one.shape) for name, one in weights.saved(skeleton).items()}
     held: dict[str, Any] = dict(stored.shapes)
     for name, shape in stored.shapes.items():
+        # The shape is that of the whole tensor, and would look right.
         if stored.missing(name):
             held[name] = f"a part of {shape}"
     for name in sorted(held.keys() | wanted.keys()):
@@ -397,12 +411,11 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
 def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
     named = getattr(config, "transformers_weights", None)
     names = folders.WEIGHT_FILES if named is None else (named,)
-    there = (
-        cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names
-    )
-    if (first := next(filter(None, there), None)) is None:
-        raise FileNotFoundError(f"it has no {' and no '.join(names)}")
-    paths = [first]
-    if first.endswith(".index.json"):
-        paths = get_checkpoint_shard_files(model_name, first)[0]
-    return [Path(path) for path in paths]
+    # The first that is there counts, as in transformers: a single file before an index.
+    for name in names:
+        path = cached_file(model_name, name, _raise_exceptions_for_missing_entries=False)
+        if path and path.endswith(".index.json"):
+            return [Path(shard) for shard in get_checkpoint_shard_files(model_name, path)[0]]
+        if path:
+            return [Path(path)]
+    raise FileNotFoundError(f"it has no {' and no '.join(names)}")

@@ -10,10 +10,10 @@ from copy import deepcopy
 from typing import Any, Optional
 
 THETA = "theta"
-# What transformers calls them -> its other parameters, as Llama 3.1 has them.
+# Name of a scaling in transformers -> the parameters that it needs besides, as Llama 3.1 has them.
 SCALED = {"yarn": {}, "linear": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 WHOLE_ROWS = "full_attention"  # of families whose layers differ: those that see whole rows
-LARGEST = 1e12
+LARGEST = 1e12  # of the numbers of --rope: larger ones are typing errors
 BY_LONGEST = {"dynamic", "longrope"}  # kinds that depend on the longest row that a rank sees
 
 
@@ -23,6 +23,7 @@ def parse(given: str) -> tuple[str, float]:
     try:
         value = float(number)
     except ValueError:
+        # Refused by the check below.
         value = 0.0
     if kind not in (THETA, *SCALED) or not 1 < value <= LARGEST:
         raise ValueError(
@@ -40,6 +41,7 @@ def length(config: Any) -> Optional[int]:
         return None
     for scaling in scalings:
         if scaling.get("rope_type") in ("dynamic", "yarn", "longrope"):
+            # max_position_embeddings may be the length before the scaling or the one after it.
             before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
             if before and isinstance(factor, (int, float)):
                 longest = max(longest, int(before * factor))
@@ -55,31 +57,30 @@ def _scalings(config: Any) -> list[dict[str, Any]]:
     """The rotary positions of a model, or of each kind of layer; [] where the configuration has
     none."""
     rope = getattr(config, "rope_parameters", None)
-    return (
-        [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-        if isinstance(rope, dict)
-        else []
-    )
+    if not isinstance(rope, dict):
+        return []
+    return [one for one in (rope, *rope.values()) if isinstance(one, dict)]
 
 
 def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     """(a configuration with the positions of --rope, what has changed in a sentence). Raises
     ValueError.
 
-    context_length: tokens of the longest row, for which `theta` makes the model. Scaling multiplies
-    what it was made for.
+    context_length: tokens of the longest row. With `theta`, the model is meant for rows of at least
+    that length afterwards; with a scaling, for its former length times the factor.
     """
     (kind, value), changed = parse(given), deepcopy(config)
     text, name = changed.get_text_config(), type(config).__name__
-    rope, trained = (
-        getattr(text, "rope_parameters", None),
-        getattr(text, "max_position_embeddings", None),
-    )
+    rope = getattr(text, "rope_parameters", None)
+    trained = getattr(text, "max_position_embeddings", None)
+    # Falcon has rotary positions in its configuration that it doesn't use with ALiBi.
     if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
         raise ValueError(
             f"--rope {given}: a model of {name} has no rotary positions that its configuration "
             "sets."
         )
+    # Setting values in `own` changes `changed`. Layers with a window keep their positions, since a
+    # window doesn't grow with the row.
     own = rope.get(WHOLE_ROWS, rope)
     before = _in_words(own)
     if kind == THETA:
@@ -97,21 +98,22 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
             "original_max_position_embeddings": trained,
             **SCALED[kind],
         }
-        if kind == "linear":  # knows no length
+        # Linear scaling has no such parameter, and transformers warns of those it doesn't know.
+        if kind == "linear":
             del own["original_max_position_embeddings"]
     text.max_position_embeddings = made_for
+    # Some families don't read these parameters. So what counts is what they compute.
     if _frequencies(changed) == _frequencies(config):
         raise ValueError(
             f"--rope {given}: a model of {name} has the same positions with it as before."
         )
-    never = f"; positions from {trained:,} on were never trained" if made_for > trained else ""
-    return (
-        changed,
-        (
-            f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for "
-            f"{made_for:,}{never}."
-        ),
+    never = ""
+    if made_for > trained:
+        never = f"; positions from {trained:,} on were never trained"
+    sentence = (
+        f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for {made_for:,}{never}."
     )
+    return changed, sentence
 
 
 def _in_words(rope: dict[str, Any]) -> str:
@@ -134,33 +136,39 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
     """`document`, config.json of `config`, with rotary positions also by the names that
     transformers 4 and other programs read, and the number of experts.
 
-    They pass over what they don't know without a word, and compute with a base of 10000 and no
-    scaling. Only where transformers 5 reads the same with both.
+    Without these names, such programs silently compute with a base of 10000 and no scaling. The
+    names are added only where transformers 5 reads the same positions with them.
     """
     document = dict(document)
+    # A model of text and images has a configuration for each, with its own positions.
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if isinstance(document.get(name), dict) and hasattr(part, "sub_configs"):
             document[name] = with_older_names(part, document[name])
+    # Where the class stores it under another name, programs that know num_experts find none.
     if (experts := config.attribute_map.get("num_experts")) in document:
         document["num_experts"] = document[experts]
     rope = getattr(config, "rope_parameters", None) or {}
-    full = rope.get(WHOLE_ROWS, rope)  # each kind of layer may have its own
+    # Each kind of layer may have positions of its own. The older names are those of whole rows.
+    full = rope.get(WHOLE_ROWS, rope)
     if "rope_theta" not in full:
         return document
     base, part = "rope_theta", "partial_rotary_factor"
     if config.model_type.startswith("gpt_neox"):
         base, part = "rotary_emb_base", "rotary_pct"
     older: dict[str, Any] = {"rope_parameters": rope, base: full["rope_theta"]}
+    # Only positions that are scaled have rope_scaling. Base and rotary fraction are apart from it.
     names = full.keys() - {"rope_theta", "partial_rotary_factor"}
     if names != {"rope_type"} or full["rope_type"] != "default":
         older["rope_scaling"] = {name: full[name] for name in sorted(names)}
     if "partial_rotary_factor" in full:
         older[part] = full["partial_rotary_factor"]
+    # Gemma 3 calls the base of its layers with a window so.
     if "sliding_attention" in rope:
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     read = None
     # A family that no older version has may warn of these names, or raise whatever its class does.
     with suppress(Exception), warnings.catch_warnings(category=FutureWarning, action="ignore"):
         read = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters
+    # Otherwise the older names would change what transformers 5 reads.
     return {**document, **older} if read == rope else document

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from fabric_llm.model.sharded import repeated_layers, replacing
 from fabric_llm.model.weights import Source, compute_buffers, first_names, units
 
-WRITE_INTO_WEIGHTS = ("rwkv",)  # types of models whose layers do, before they compute
+# Types of models whose layers write into their own weights before they compute.
+WRITE_INTO_WEIGHTS = ("rwkv",)
 
 
 def load_reference(
@@ -27,9 +28,11 @@ def load_reference(
     limit_bytes: of weights that may be in memory at once; layers of a larger model are read one by
     one.
     """
+    # Buffers come first: computing them would write into parameters that aren't on the meta device.
     compute_buffers(model)
     model.apply(replacing(_nothing))
     names = units(model)
+    # Taken after the replacement, so that `_give` fills the parameters that the model has now.
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = sum(parameter.nbytes for parameter in model.parameters())
     streamed = _layers_by_themselves(model) if whole > limit_bytes else set()
@@ -38,13 +41,15 @@ def load_reference(
             f"The layers of {type(model).__name__} can't be computed one by one: the reference "
             f"takes {whole / 2**30:.1f} GiB of rank 0's memory, for all weights at once."
         )
+    # What isn't streamed is read once and stays.
     for unit in names.keys() - streamed:
         _give(tensors, source.read(unit))
     held: list[str] = []  # the layer that has its weights
 
     def hold(unit: str) -> None:
-        """Give a layer its weights, which the one before it loses."""
+        """Give a layer its weights, and take those of the layer that had them before."""
         if held != [unit]:
+            # Freed before the next is read, so that two layers are never in memory at once.
             for before in held:
                 _give(tensors, {name: _nothing(tensors[name]) for name in names[before]})
             held[:] = [unit]
@@ -56,6 +61,7 @@ def load_reference(
 
     for unit in streamed:
         layer = model.get_submodule(unit)
+        # The checkpoint is outermost, so that recomputing the layer reads its weights again.
         layer.forward = partial(_computed_again, partial(holding, unit, layer.forward))
     return model
 
@@ -72,12 +78,17 @@ def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
     if model.config.model_type in WRITE_INTO_WEIGHTS:
         return set()
     layers = repeated_layers(model)
-    holders = {
-        name: next((layer for layer in layers if name.startswith(f"{layer}.")), "")
-        for name in first_names(model)
-    }
-    tied = [(holders[name], holders[first]) for name, first in first_names(model).items()]
-    return layers.keys() - {layer for pair in tied if pair[0] != pair[1] for layer in pair}
+
+    def holder_of(name: str) -> str:
+        """The layer that holds a parameter, "" for one outside of layers."""
+        return next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+
+    # A weight that two modules share has to stay: one of them would lose it while it computes.
+    sharing: set[str] = set()
+    for name, first in first_names(model).items():
+        if name != first and holder_of(name) != holder_of(first):
+            sharing |= {holder_of(name), holder_of(first)}
+    return layers.keys() - sharing
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
@@ -87,4 +98,5 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 def _give(tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
     for name, value in values.items():
+        # Through `data`, so that all modules that share the parameter have the values.
         tensors[name].data = value

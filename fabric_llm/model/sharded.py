@@ -23,14 +23,17 @@ PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transfor
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder layers of a model by name, none of them inside another: of the classes that it
     names itself, else of its longest list."""
+    # `_no_split_modules` are the classes that transformers keeps on one device: decoder layers.
     kinds = set()
     for module in model.modules():
         kinds.update(getattr(module, "_no_split_modules", None) or ())
+    # The names may be missing, or be those of classes that this model doesn't use.
     if not any(type(module).__name__ in kinds for module in model.modules()):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
+        # `named_modules` yields outer modules before those in them.
         is_inside = any(name.startswith(f"{outer}.") for outer in layers)
         if type(module).__name__ in kinds and not is_inside:
             layers[name] = module
@@ -38,8 +41,8 @@ def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """What puts parameters with the tensors that `make` makes in the place of those on the meta
-    device that a module itself holds."""
+    """A function that replaces the parameters on the meta device that a module itself holds, by
+    parameters with the tensors that `make` makes of them."""
     # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
     # strategy has sharded isn't kept whole.
     there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
@@ -47,6 +50,7 @@ def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
     def replace_parameters(module: nn.Module) -> None:
         for key, meta in module._parameters.items():
             if meta is not None and meta.is_meta:
+                # A tied parameter that was replaced before, in another module, is taken again.
                 parameter = there.get(id(meta))
                 if parameter is None:
                     there[id(meta)] = parameter = nn.Parameter(
@@ -63,6 +67,7 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
     if root is not None and root.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
         return root.process_group
+    # FSDP2 shards all parameters over the same mesh, so that the first one speaks for all.
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         return parameter.device_mesh.get_group("shard")
@@ -99,13 +104,16 @@ def shards(model: nn.Module) -> dict[str, Shard]:
     """
     named = {original_name(name): parameter for name, parameter in model.named_parameters()}
     group, rank = shard_group(model), 0
+    # int64 [parameters, ranks of the group]: how many elements each rank holds.
     counts = torch.tensor([[local_part(parameter).numel()] for parameter in named.values()])
     if group is not None:
+        # One message for all parameters, not one for each.
         rank, held = torch.distributed.get_rank(group), counts.to(communication_device(group))
         of_ranks = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size(group))]
         waits_for_others()
         torch.distributed.all_gather(of_ranks, held, group=group)
         counts = torch.cat(of_ranks, dim=1)
+    # What lower ranks hold of a parameter is where this rank's part begins.
     return {
         name: Shard(parameter, sum(held[:rank]), held)
         for (name, parameter), held in zip(named.items(), counts.tolist())
@@ -151,6 +159,7 @@ def reshard(model: nn.Module) -> None:
 
 def original_name(name: str) -> str:
     """A parameter's name in the unwrapped model."""
+    # Each wrapper, and torch.compile, adds its own word to the path of a module.
     for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
         name = name.replace(wrapper, "")
     return name

@@ -37,14 +37,14 @@ Fill = Callable[[nn.Module], None]
 def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1800.0) -> Fabric:
     """Fabric for the strategy and devices of a run. Starts nothing: that is `fabric.launch()`.
 
-    timeout_seconds: of the process group's own patience; a little more than that of watch.py, which
-    can say more.
+    timeout_seconds: the patience of processes/watch.py. That of the process group is longer.
     """
     name, kind = placement.strategy, placement.kind
     sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
     if name == "xla":
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
-    # The watch ends a run that hangs, and says why. The process group is the last resort.
+    # The watch ends a run that hangs, and can say why. The process group only aborts it, so it has
+    # more time.
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
     plugin = lightning.Precision()
@@ -96,6 +96,7 @@ class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
 
     def forward_context(self) -> AbstractContextManager:
         if not self.precision.endswith("-mixed"):
+            # FSDP's MixedPrecision, or the dtype of the parameters, says in what is computed.
             return nullcontext()
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         return torch.autocast(self.kind, dtype=dtype)
@@ -114,17 +115,17 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     names = {name.strip() for name in policy.split(",")}
     modules = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(names - {type(module).__name__ for module in modules}):
-        there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
+        known = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
         raise ValueError(
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has "
-            f"{', '.join(there)}."
+            f"{', '.join(known)}."
         )
     return modules
 
 
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
-    """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype;
-    children before parents.
+    """{module: dtype} of the modules to gather, each of which has parameters of one dtype: `units`,
+    `model` itself and what else is needed for that. Children come before parents.
 
     A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must
     have one dtype. Raises ValueError for a module that holds parameters of several itself.
@@ -144,9 +145,11 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
                 f"{' and '.join(sorted(map(str, held)))} itself, which can't be "
                 "sharded together: take --strategy ddp, or another --precision."
             )
+        # A module without parameters of its own goes with the unit that it is in.
         dtype = next(iter(held), main if module in units else outside)
         for child in module.children():
             visit(child, dtype)
+        # Added after its children, since units are sharded in this order.
         if module in units or dtype != outside or module is model:
             dtype_of[module] = dtype
 
@@ -155,27 +158,29 @@ def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
 
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
-    """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with
-    all its holders."""
+    """Modules with at least `minimum` parameters, without those of wrapped modules inside of them.
+    A tied parameter is in one of them only together with all modules that hold it."""
 
     def holders(module: nn.Module) -> Counter[int]:
         return Counter(
             id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
         )
 
+    # How often the whole model holds each parameter: a tied one several times.
     of_model = holders(model)
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
-            visit(c) for c in module.children()
-        )
+        count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        for child in module.children():
+            count += visit(child)
         # Lists and dictionaries of modules are never called.
         has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         whole = all(held == of_model[key] for key, held in holders(module).items())
         if count < minimum or module is model or not has_forward or not whole:
             return count
         chosen.append(module)
+        # What is gathered here doesn't count for the modules around it.
         return 0
 
     visit(model)
@@ -190,6 +195,7 @@ def wrap(
 
     fill: gives the ranks their parts of the weights, see weights.py.
     """
+    # Buffers aren't sharded: each rank has them whole.
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -201,7 +207,7 @@ def wrap(
         if name == "fsdp":
             units |= _unlike_the_outermost(model, units) - model.keep_in_root
         for module in model.tiled:
-            # Its gradients are made at once, for which all of it must be there.
+            # A tiled module makes all of its gradients at once, so it has to be gathered as one.
             if inside := units.intersection(module.modules()):
                 units = units - inside | {module}
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
@@ -209,8 +215,10 @@ def wrap(
     else:
         for module in model.modules():
             give_memory(module)
-    if name == "ddp" and model.idle:  # else DDP waits for their gradients, and raises
+    # DDP would wait for gradients that never come, and raise.
+    if name == "ddp" and model.idle:
         fabric.strategy._ddp_kwargs["find_unused_parameters"] = True
+    # Weights are read only now: each rank has memory for its own part of them and no more.
     fill(model)
     return fabric.setup_module(model, move_to_device=False)
 
@@ -223,7 +231,7 @@ def _wrap_fsdp(
     precision: str,
     how: Sharding,
 ) -> nn.Module:
-    # A unit of another dtype than the model's computes in its own.
+    # A unit whose dtype isn't the model's, such as a float32 router, computes in its own.
     kept = {"mixed_precision": None}
     policy: dict[nn.Module, Any] = {}
     for module, dtype in dtypes.items():
@@ -277,9 +285,11 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     held: dict[nn.Module, list[nn.Parameter]] = {}
     for module in model.modules():
         own = list(module.parameters(recurse=False))
+        # Parameters inside of a unit are gathered with that unit.
         if own and module not in inside:
             held[module] = own
-    # What most of the outermost unit's elements do, of those that must stay there if any must.
+    # Whether most elements of the outermost unit train: a positive balance. Where some modules have
+    # to stay in it, these decide.
     must_stay = [own for module, own in held.items() if module in model.keep_in_root]
     balance = 0
     for own in must_stay or held.values():
@@ -290,7 +300,8 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     for module, own in held.items():
         differs = all(parameter.requires_grad != (balance >= 0) for parameter in own)
         is_tied = any(holders[id(parameter)] > 1 for parameter in own)
-        if differs and not is_tied:  # tied weights stay together
+        # Tied weights have to stay in one unit.
+        if differs and not is_tied:
             unlike.add(module)
     return unlike
 
@@ -308,8 +319,10 @@ def _wrap_fsdp2(
     if how.sharding_strategy == "SHARD_GRAD_OP":
         settings["reshard_after_forward"] = False
     if how.cpu_offload:
+        # Only pinned memory is copied to a GPU while it computes.
         pinned = fabric.device.type == "cuda"
         settings["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=pinned)
+    # Inputs keep their dtypes: positions and masks aren't to be rounded.
     own = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = own
     if precision != "32-true":
@@ -317,6 +330,7 @@ def _wrap_fsdp2(
             own, param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype)
         )
     for unit, dtype in dtypes.items():
+        # Just before it is sharded, so that only one unit at a time is whole.
         for module in unit.modules():
             give_memory(module)
         fsdp.fully_shard(unit, mp_policy=mixed if dtype == dtypes[model] else own, **settings)
@@ -324,7 +338,8 @@ def _wrap_fsdp2(
 
 
 def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
-    if how.sharding_strategy == "HYBRID_SHARD":  # shard inside a node, replicate over nodes
+    # A hybrid shards inside of a node, where links are fast, and replicates over nodes.
+    if how.sharding_strategy == "HYBRID_SHARD":
         inside = fabric.strategy.num_processes
         shape = {"replicate": fabric.world_size // inside, "shard": inside}
     else:
@@ -333,6 +348,9 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
 
 
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:
-    """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and
-    stay where they are."""
+    """Whether gradients are reduced over ranks after each micro-batch, instead of after the last.
+
+    With ddp and single they can wait, since each rank holds them whole anyway, unless float32 sums
+    take them out of the parameters.
+    """
     return name not in ("ddp", "single") or sums_in_float32

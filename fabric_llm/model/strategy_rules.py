@@ -36,6 +36,7 @@ class Placement:
 
     def rows_of(self, rank: int) -> dict[str, Any]:
         """Which rows a rank reads, and which part of each: fields of data/batches.Batches."""
+        # Consecutive ranks share rows, as in context_parallel.context_group.
         reader, part = divmod(rank, self.context_parallel)
         readers = self.world_size // self.context_parallel
         return {"rank": reader, "world_size": readers, "part": part, "parts": self.context_parallel}
@@ -55,6 +56,7 @@ def strategy(
     world_size, kind ("cpu" or "cuda"): None where they aren't known yet; what depends on them isn't
     checked then.
     """
+    # XLA brings a strategy of its own, so the rules below don't concern it.
     if tpu:
         if importlib.util.find_spec("torch_xla") is None:
             raise ValueError(
@@ -63,6 +65,7 @@ def strategy(
         return "xla"
     if name == "auto" and world_size is not None:
         name = "fsdp" if world_size > 1 else "single"
+    # DDP of one rank would only copy gradients into its buckets.
     elif name == "ddp" and world_size == 1:
         name = "single"
     if precision == "16-mixed" and kind == "cpu":
@@ -79,6 +82,7 @@ def strategy(
         )
     if sharding.cpu_offload and name in ("ddp", "single"):
         raise ValueError(f"--cpu_offload true needs --strategy fsdp or fsdp2; here it is {name}.")
+    # Called for the error that it raises.
     wrap_size(sharding.auto_wrap_policy)
     return name
 
@@ -87,6 +91,7 @@ def wrap_size(policy: str) -> Optional[int]:
     """The parameters of an --auto_wrap_policy size:N, None for another. Raises ValueError."""
     if not policy.startswith("size:"):
         return None
+    # Through float, so that 1e8 is a number as well. "inf" overflows.
     with suppress(ValueError, OverflowError):
         if (count := int(float(policy.removeprefix("size:")))) >= 1:
             return count

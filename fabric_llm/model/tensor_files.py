@@ -34,19 +34,25 @@ class Tensors(Mapping[str, Tensor]):
         self.parts: dict[str, dict[Shape, tuple[Path, Shape]]] = {}
         self.shapes: dict[str, Shape] = {}  # of whole tensors
         self.dtypes: dict[str, str] = {}  # as safetensors names them, such as BF16
+        # Headers alone are read here, and tensors when they are asked for.
         for path in sorted(files):
             with readable(of or repr(str(path)), code), safe_open(path, framework="pt") as file:
                 places = json.loads((file.metadata() or {}).get(CUSTOM_METADATA_KEY, "{}"))
                 for name in file.keys():
-                    there = file.get_slice(name)
-                    shape, self.dtypes[name] = tuple(there.get_shape()), there.get_dtype()
-                    offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
+                    stored = file.get_slice(name)
+                    shape, self.dtypes[name] = tuple(stored.get_shape()), stored.get_dtype()
+                    # A file of Hugging Face has no offsets: it holds whole tensors.
+                    offsets: Shape = (0,) * len(shape)
+                    if places:
+                        offsets = tuple(places[name][SAVED_OFFSETS_KEY])
                     end = tuple(
                         first + length for first, length in zip(offsets, shape, strict=True)
                     )
+                    # The whole tensor reaches as far as any of its parts.
                     self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
                     parts = self.parts.setdefault(name, {})
-                    if offsets in parts and not places:  # the same part in two files
+                    # Two files hold the same whole tensor. Parts may be replicas of each other.
+                    if offsets in parts and not places:
                         self._require_equal(name, parts[offsets][0], path)
                     parts[offsets] = path, shape
 
@@ -68,7 +74,8 @@ class Tensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.parts)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+    # Mapping's own would read the tensor.
+    def __contains__(self, name: object) -> bool:
         return name in self.parts
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,8 +85,10 @@ class Tensors(Mapping[str, Tensor]):
     def elements(self, name: str, first: int, count: int) -> Tensor:
         """Elements of the flattened tensor, one-dimensional, of which only the rows that hold them
         are read. Raises Fault as above."""
+        # A scalar is read as one row of one element.
         shape = self.shapes[name] or (1,)
         of_row = math.prod(shape[1:])
+        # The rows that hold the elements: from `begin` up to, and without, `end`.
         begin, end = first // max(of_row, 1), -(-(first + count) // max(of_row, 1))
         rows = None
         for offsets, (path, lengths) in self.parts[name].items():
@@ -91,33 +100,37 @@ class Tensors(Mapping[str, Tensor]):
                 readable(self.of or repr(str(path)), self.code),
                 safe_open(path, framework="pt") as file,
             ):
-                if missing := self.missing(name):  # before memory is taken for it
+                # Asked before memory is taken for the tensor.
+                if missing := self.missing(name):
                     raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")
                 part = file.get_tensor(name).view(lengths)[low - offsets[0] : high - offsets[0]]
-                if part.numel() == (end - begin) * of_row:  # all of it, which needn't be copied
+                # One part holds all that is wanted, and needn't be copied.
+                if part.numel() == (end - begin) * of_row:
                     rows = part
                     break
                 if rows is None:
                     rows = torch.empty((end - begin, *shape[1:]), dtype=part.dtype)
+                # A part may also begin and end within a row.
                 across = (slice(at, at + length) for at, length in zip(offsets[1:], lengths[1:]))
                 rows[(slice(low - begin, high - begin), *across)] = part
         whole = torch.empty(0) if rows is None else rows.view(-1)
+        # Without the elements of the first and the last row that weren't asked for.
         return whole[first - begin * of_row :][:count]
 
     def missing(self, name: str) -> int:
         """How many elements of the tensor are in no file: 0 unless a part of it is missing."""
-        return math.prod(self.shapes[name]) - sum(
-            math.prod(shape) for _, shape in self.parts[name].values()
-        )
+        held = sum(math.prod(shape) for _, shape in self.parts[name].values())
+        return math.prod(self.shapes[name]) - held
 
 
 @contextmanager
 def readable(of: str, code: int = NO_CHECKPOINT) -> Iterator[None]:
-    """Raise what is wrong with the content `of` files, which hashes don't tell where somebody made
-    them so, as Fault (`code`)."""
+    """Raise any error of the body as Fault (`code`): `of` can't be read. Files may have the right
+    hashes and still be wrong, because they were made so."""
     try:
         yield
     except Exception as error:
+        # A lack of memory, or a request to stop, isn't the file's fault.
         if as_fault(error).code in (OUT_OF_MEMORY, STOPPED):
             raise as_fault(error) from error
         raise Fault(f"{of} can't be read: {one_line(error)[:400].rstrip('.')}.", code) from error
@@ -158,6 +171,7 @@ class TensorFile:
                 "data_offsets": offsets,
             }
         encoded = json.dumps(header, separators=(",", ":")).encode()
+        # The format asks for a header of a multiple of 8 bytes, so that tensors are aligned.
         encoded += b" " * (-len(encoded) % 8)
         # Where the tensors begin that aren't written yet.
         self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}
@@ -166,6 +180,7 @@ class TensorFile:
     def write(self, name: str, tensor: Tensor) -> bool:
         """Whether the file is complete now. It is open only meanwhile: a model may have more files
         than a process may open."""
+        # The first tensor that is written brings the header along and makes the file.
         header, self.header = self.header, b""
         with self.path.open("wb" if header else "r+b") as file:
             file.write(header)

@@ -27,17 +27,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not os.path.isdir(name):
         reach_hub()
     try:
-        with suppress(OSError):  # where there is none
+        # Bounded before tokenizers reads it. Older tokenizers have no tokenizer.json.
+        with suppress(OSError):
             check_tokenizer_file(Path(cached_file(name, "tokenizer.json")))
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
+        # transformers has no class of exceptions of its own for this.
         if "custom code" in str(error) or "trust_remote_code" in str(error):
             raise Fault(
                 f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED
             ) from error
         raise
+    # The names of several templates become names of files when the tokenizer is saved.
     for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
-        check_name(template, Path(name) / "tokenizer_config.json")  # each is saved as a file
+        check_name(template, Path(name) / "tokenizer_config.json")
     return tokenizer
 
 
@@ -49,13 +52,16 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     document = json.loads(file.read_bytes())
+    # transformers writes where it has read the tokenizer, which means nothing elsewhere.
     for name in ("is_local", "local_files_only"):
         document.pop(name, None)
+    # transformers 4 knows neither this class nor this list by their new names.
     if document.get("tokenizer_class") == "TokenizersBackend":
         document["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(document.get("extra_special_tokens"), list):
         document["additional_special_tokens"] = document.pop("extra_special_tokens")
     file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    # The file is only named there, and may be gone by now.
     beside = Path(tokenizer.init_kwargs.get("vocab_file") or "")
     if beside.name == SENTENCEPIECE and beside.is_file() and not (folder / SENTENCEPIECE).exists():
         shutil.copyfile(beside, folder / SENTENCEPIECE)

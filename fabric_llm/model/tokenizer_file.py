@@ -26,7 +26,8 @@ def check_tokenizer_file(path: Path) -> None:
     try:
         numbers = _token_numbers(json.loads(path.read_bytes()))
     except ValueError:
-        return  # whoever loads it says so
+        # Not JSON: loading it will raise an error that says so.
+        return
     except RecursionError:
         raise ValueError(f"{str(path)!r} is nested too deeply to be read.") from None
     largest = max(numbers, default=0)
@@ -39,6 +40,7 @@ def check_tokenizer_file(path: Path) -> None:
 
 def _token_numbers(document: Any) -> list[int]:
     """The token ids of a tokenizer.json, as far as it has the form of one."""
+    # Token ids are in a dictionary or a list, depending on the kind of the tokenizer.
     numbers: list[Any] = []
     with suppress(KeyError, TypeError, AttributeError):
         numbers += document["model"]["vocab"].values()

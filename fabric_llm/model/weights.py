@@ -36,9 +36,9 @@ from fabric_llm.model.sharded import (
     shards,
 )
 
-# The name of a tensor in the model, the dictionary that holds it, and its name in there.
+# The name of a tensor in the model, the dictionary that holds it, and its key in that dictionary.
 Held = tuple[str, dict[str, Any], str]
-# By its name in files a tensor as of safetensors' get_slice, which is read when it is indexed.
+# Name in the files -> a tensor that is read when it is indexed, as safetensors' get_slice gives it.
 Slices = Mapping[str, Any]
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that are numbers without a scale
 
@@ -59,17 +59,19 @@ class Stored:
         self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str
     ) -> None:
         """skeleton: the model on the meta device, for the source alone. model_name: whose weights
-        they are, for what is said.
+        they are, for messages.
 
-        Raises ValueError where the files don't hold all weights of the model, in its shapes, as
-        numbers, or hold others that transformers doesn't leave out by their names, before a tensor
-        is read.
+        Raises ValueError, before a tensor is read, where a weight of the model is missing, has
+        another shape or isn't stored as numbers, and where the files have tensors that belong
+        nowhere, unless transformers ignores them by their names.
         """
         self.skeleton, self.slices, self.first = skeleton, slices, first_names(skeleton)
         self.model_name = model_name
         conversions = get_model_conversion_mapping(skeleton, None, None)
         plan = skeleton._get_dtype_plan(dtype)  # routers and the like that stay float32
         self.how = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=conversions)
+        # Only headers are needed to find what is missing, so a model that doesn't fit fails at
+        # once.
         named, self.keys = self._names(conversions), {}
         self.left_out = self._try_without_memory(named)  # names in the files, see above
         self._require_numbers(named)
@@ -80,15 +82,18 @@ class Stored:
 
         Raises ValueError for what is there twice.
         """
-        # Files may hold older names, or one tensor of what the model has as several.
+        # Files may have older names, or one tensor for what the model has as several.
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         expected, prefix = self.skeleton.state_dict(), self.skeleton.base_model_prefix
         named: dict[str, list[str]] = {}
         for key in self.slices:
             name, converted = rename_source_key(key, renamings, converters, prefix, expected)
+            # A rule for older names may also fit a name that is right as it is.
             if name not in expected and key in expected:
                 name, converted = rename_source_key(key, [], [], prefix, expected)
+            # Several tensors may be converted into one. Two that are only renamed would overwrite
+            # each other.
             if converted is None and name in named and name in expected:
                 raise ValueError(f"{name} is there twice, as {named[name][0]} and as {key}")
             named.setdefault(name, []).append(key)
@@ -96,10 +101,11 @@ class Stored:
 
     def _keys_of_units(self, named: dict[str, list[str]]) -> dict[str, list[str]]:
         """Unit -> the names in the files of what it is made from."""
+        # A unit is read by itself, with all that a conversion of its tensors needs.
         unit_of: dict[str, str] = {}
         for unit, names in units(self.skeleton).items():
             unit_of |= dict.fromkeys(names, unit)
-        # By a tied weight's other name its own.
+        # The other name of a tied weight -> the name by which it is kept.
         tied = getattr(self.skeleton, "all_tied_weights_keys", {})
         for other, own in tied.items():
             if own in named and other in named:
@@ -126,12 +132,11 @@ class Stored:
         """Raises ValueError for integers and numbers of 8 bits, which mean nothing without
         scales."""
         expected = self.skeleton.state_dict()
-        taken = [
-            key
-            for name, keys in named.items()
-            if name in expected and expected[name].is_floating_point()
-            for key in keys
-        ]
+        # Only what the model keeps as floating point: files may also hold integer buffers.
+        taken = []
+        for name, keys in named.items():
+            if name in expected and expected[name].is_floating_point():
+                taken += keys
         if scaled := [key for key in taken if self.slices[key].get_dtype() not in NUMBERS]:
             raise ValueError(
                 f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as "
@@ -140,11 +145,13 @@ class Stored:
             )
 
     def _try_without_memory(self, named: dict[str, list[str]]) -> list[str]:
-        """What is in the files and not in the model, which transformers leaves out by its name.
+        """The names of tensors in the files that the model doesn't have, and that transformers
+        ignores by their names.
 
         Raises ValueError for what transformers would say of the files, if it read them.
         """
         how = replace(self.how, device_map={"": "meta"})
+        # On the meta device transformers' own loading checks names and shapes, and copies nothing.
         slices = {
             key: torch.empty(one.get_shape(), dtype=how.dtype, device="meta")
             for key, one in self.slices.items()
@@ -159,8 +166,14 @@ class Stored:
         self.skeleton._adjust_missing_and_unexpected_keys(info)
         # What transformers would only warn of ends the run: a weight drawn at random is no start.
         wrong = [*info.missing_keys, *map(str, info.mismatched_keys), *info.conversion_errors]
-        unused = {key: name for name in named.keys() - expected.keys() for key in named[name]}
-        foreign = sorted(key for key, name in unused.items() if name in info.unexpected_keys)
+        # Of what has no place, transformers ignores some by name, such as older buffers. Other
+        # tensors mean that config.json describes another model.
+        unused: set[str] = set()
+        foreign = []
+        for name in named.keys() - expected.keys():
+            unused.update(named[name])
+            if name in info.unexpected_keys:
+                foreign += named[name]
         problems = []
         if wrong:
             missing = f"{len(wrong)} of the model's weights are missing or have another shape"
@@ -174,15 +187,17 @@ class Stored:
             )
         if problems:
             raise ValueError("; ".join(problems))
-        return sorted(unused.keys() - foreign)
+        return sorted(unused.difference(foreign))
 
     def read(self, unit: str) -> dict[str, Tensor]:
         """Raises Fault (76) where they hold NaN or infinity."""
+        # Loading fills the skeleton's parameters of this unit, from which they are taken again.
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
         tensors, bad = {}, []
         for name, tensor in _taken(self.skeleton).items():
             tensors[self.first.get(name, name)] = tensor
+            # Looked at here, where each value passes once: training would spread it silently.
             if tensor.is_floating_point() and not is_finite(tensor):
                 bad.append(self.first.get(name, name))
         if bad:
@@ -214,13 +229,12 @@ class Drawn:
         model = next(one for one in reversed(above) if isinstance(one, PreTrainedModel))
         for _, place, name in tensors_of(above[-1]):
             unknown = math.nan if place[name].is_floating_point() else 0
-            place[name] = _in_place_of(
-                place[name], torch.full_like(place[name], unknown, device="cpu")
-            )
+            filled = torch.full_like(place[name], unknown, device="cpu")
+            place[name] = _in_place_of(place[name], filled)
+        # The seed and the unit's name alone decide, whichever units were drawn before.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(
-                int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:8])
-            )
+            digest = hashlib.sha256(f"{self.seed} {unit}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8]))
             above[-1].apply(model._init_weights)
         drawn, names = _taken(self.skeleton), self.names[unit]
         if any(drawn[name].isnan().any() for name in names):
@@ -240,6 +254,7 @@ class Drawn:
             drawn = AutoModelForCausalLM.from_config(
                 self.skeleton.config, dtype=self.skeleton.dtype
             ).state_dict()
+        # Some parameters stay float32 where the model's dtype is another.
         return {
             name: drawn[name].to(tensor.dtype)
             for name, tensor in self.skeleton.state_dict().items()
@@ -265,10 +280,12 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
         failpoint("fill")
         # Rank 0 reads a unit and sends it whole, and each rank keeps its part.
         tensors: dict[str, Tensor] = {}  # on rank 0
+        # An error of rank 0 is raised on all ranks, which would otherwise wait for its message.
         from_rank_zero(lambda: tensors.update(source.read(unit)))
         for name in names:
             own, first = held[PREFIX + name]
             if tensors:
+                # Taken out, so that the unit's memory gets smaller as it is sent.
                 whole = tensors.pop(name).contiguous()
             else:
                 whole = torch.empty_like(expected[name], device=device)
@@ -276,12 +293,14 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
                 whole = whole.to(device)
                 waits_for_others()
                 torch.distributed.broadcast(whole, src=0)
+            # FSDP splits the flattened parameter, so a rank's part is a range of its elements.
             own.view(-1).copy_(whole.view(-1)[first : first + own.numel()])
 
 
 def is_finite(tensor: Tensor) -> bool:
     """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
     local = local_part(tensor)
+    # A rank may hold nothing of a small parameter, and aminmax needs an element.
     if not local.numel():
         return True
     # Minimum and maximum say it without a copy, which torch.isfinite of the tensor would make.
@@ -302,24 +321,26 @@ def units(model: nn.Module) -> dict[str, list[str]]:
     layers, names_of = repeated_layers(model), {}
     for name in saved(model):
         module = name.rpartition(".")[0]
+        # A module outside of layers, such as an embedding, is a unit by itself.
         unit = next((layer for layer in layers if name.startswith(f"{layer}.")), module)
         names_of.setdefault(unit, []).append(name)
     return names_of
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter -> the first of its names, which has the others where it is tied."""
+    """{name of a parameter: the first of its names}. A tied parameter has several names."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(p), name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    first_of = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_of[name] = first.setdefault(id(parameter), name)
+    return first_of
 
 
 def tensors_of(model: nn.Module) -> Iterator[Held]:
     """Every parameter and buffer, as often as modules hold it."""
     for path, module in model.named_modules():
         for place in (module._parameters, module._buffers):
+            # Names are listed first, since callers replace tensors in these dictionaries.
             for name in [name for name, tensor in place.items() if tensor is not None]:
                 yield f"{path}.{name}".lstrip("."), place, name
 
@@ -331,7 +352,8 @@ def compute_buffers(model: PreTrainedModel) -> None:
     for _, place, name in tensors_of(model):
         if not isinstance(place[name], nn.Parameter):
             place[name] = torch.empty_like(place[name], device="cpu")
-    model.initialize_weights()  # which writes nothing into parameters on the meta device
+    # Parameters are on the meta device still, so nothing is written into them.
+    model.initialize_weights()
 
 
 def _taken(skeleton: nn.Module) -> dict[str, Tensor]:
@@ -346,6 +368,7 @@ def _taken(skeleton: nn.Module) -> dict[str, Tensor]:
 
 
 def _in_place_of(before: Tensor, tensor: Tensor) -> Tensor:
+    # A parameter has to stay one, or the module would refuse the tensor in its place.
     if isinstance(before, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=before.requires_grad)
     return tensor

@@ -36,11 +36,14 @@ def main(argv: Optional[list[str]] = None) -> int:
         type=at_home,
         help=f"the file to write (default: {REPORT} in the first run's directory)",
     )
+    # Whatever goes wrong from here on, also wrong arguments, is reported in one sentence.
     with in_one_sentence("fabric_llm.report"):
         given = parser.parse_args(argv)
+        # Refused before runs are read, which may take a while.
         if given.output is not None:
             files.require_name(Path(given.output), "--output")
         output = Path(given.output or Path(given.runs[0]) / REPORT)
+        # Imported only now, so that --help and wrong arguments don't need plotly.
         page_module().write(given.runs, output)
     return DONE
 
@@ -49,6 +52,7 @@ def page_module(name: str = "fabric_llm.report.page") -> Any:
     """A module that needs numpy and plotly: --help and bad flags are answered without. Raises Fault
     (2)."""
     try:
+        # Whichever package is missing, the extra "report" brings it along.
         return importlib.import_module(name)
     except ImportError as error:
         raise Fault(

@@ -91,6 +91,7 @@ FIGURES = (
     ),
     Figure("aux_loss", "Auxiliary loss of the routers"),
 )
+# Numbers of the log without a figure of their own: axes, or what another figure shows.
 NOT_DRAWN = {"tokens", "position", "tokens_per_second_per_device", "eval_loss_ema"}
 
 
@@ -98,17 +99,19 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the page in their order; a number that they don't know has one of its own
     behind them."""
     known = NOT_DRAWN.union(figure.name for figure in FIGURES)
-    others = sorted(
-        {name for run in runs for name, named in run.numbers.items() if "" in named} - known
-    )
-    return [*FIGURES, *(Figure(name, name.replace("_", " ")) for name in others)]
+    others: set[str] = set()
+    for run in runs:
+        for name, named in run.numbers.items():
+            if "" in named and name not in known:
+                others.add(name)
+    return [*FIGURES, *(Figure(name, name.replace("_", " ")) for name in sorted(others))]
 
 
 # ------------------------------------------------------------------------------- as plotly has them
 
-# Of runs and sets.
+# One for each run, or for each set of a single run.
 COLORS = ("#1457a8", "#c2500a", "#1b7a4b", "#8a3ea8", "#b3275f", "#0f7f8c", "#7a5c00", "#545a66")
-GREY = 7  # of them: events of a single run
+GREY = 7  # the index of the colour for events of a single run
 INK, MUTED, PALE = "#1d1f23", "#5b616b", "#e3e1dc"  # as in page.html
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 STYLES: dict[str, dict[str, Any]] = {
@@ -158,8 +161,9 @@ Chart = dict[str, Any]
 
 
 def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
-    """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of
-    a single run one colour."""
+    """The figures that have a line, drawn. A set or source has the same dash in all of them, and
+    the same colour if there is only one run."""
+    # All sets are found before anything is drawn, so that a set looks the same in each figure.
     lines: dict[str, list[tuple[int, str, str, Series]]] = {}  # figure -> run, set, style, series
     sets: list[str] = []
     for figure in figures:
@@ -169,15 +173,19 @@ def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
                 lines[figure.name].append((i, name, style, series))
                 if name and name not in sets:
                     sets.append(name)
+    over = "Tokens" if len(runs) > 1 else "Step"
     drawn = []
     for figure in figures:
         traces, undone = [], []
         for i, name, style, series in lines[figure.name]:
             number = sets.index(name) if name else 0
             trace = _trace(runs, i, number, name, style, series)
-            (undone if style == "undone" else traces).append(trace)
+            if style == "undone":
+                undone.append(trace)
+            else:
+                traces.append(trace)
         if traces:
-            drawn.append(_chart(figure, traces, undone, "Tokens" if len(runs) > 1 else "Step"))
+            drawn.append(_chart(figure, traces, undone, over))
     return drawn
 
 
@@ -186,6 +194,7 @@ def _trace(
 ) -> dict[str, Any]:
     """A line of run `i`, of the set or source `name`, which is the one of that number."""
     is_one, is_undone = len(runs) == 1, style == "undone"
+    # A single run needs no name in the legend.
     words = [] if is_one else [runs[i].name]
     if name:
         words.append(name)
@@ -195,6 +204,7 @@ def _trace(
     y = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
     # A point alone has no line, and few points are shown each.
     has_markers = len(steps) <= (1 if is_undone else FEW_POINTS)
+    color = number if is_one else i
     trace = go.Scatter(
         STYLES[style],
         x=_places(runs, i, steps),
@@ -202,7 +212,7 @@ def _trace(
         mode="lines+markers" if has_markers else "lines",
         name=label,
         legendgroup=label,
-        line_color=COLORS[(number if is_one else i) % len(COLORS)],
+        line_color=COLORS[color % len(COLORS)],
         line_dash="dot" if is_undone else DASHES[number % len(DASHES)],
     )
     return trace.to_plotly_json()
@@ -214,6 +224,7 @@ def _chart(figure: Figure, traces: list[Any], undone: list[Any], over: str) -> C
     if len(values) == 1:
         # plotly would draw a constant between itself -1 and +1.
         yaxis.setdefault("rangemode", "tozero")
+    # A legend with one name says nothing.
     is_named = len({trace["name"] for trace in traces}) > 1
     layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
     return {**figure._asdict(), "traces": traces, "undone": undone, "layout": layout}
@@ -223,9 +234,11 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
     """(set or source or "", style, series) of each line of a run, with their trends."""
     for name, series in run.numbers.get(figure.name, {}).items():
         has_trend = figure.has_trend and len(series.steps) >= TREND_FROM_POINTS
+        # The trend is drawn over the points that it follows.
         yield name, "raw" if has_trend else figure.style, series
         if has_trend:
             yield name, "trend", trend(series)
+    # The last ones, since a run may go back very often.
     for undone in run.undone[-MAX_MARKED:]:
         for name, series in undone.numbers.get(figure.name, {}).items():
             yield name, "undone", series
@@ -252,9 +265,12 @@ def thinned(series: Series, most: int) -> Series:
     count = len(series.steps)
     if count <= most:
         return series
+    # Gaps may take a tenth of the points, so that they don't displace the line.
     keep = {0, count - 1, *np.flatnonzero(np.isnan(series.values))[: most // 10].tolist()}
+    # Two points of each part: a plain sample would miss spikes.
     for part in np.array_split(np.arange(count), max(1, (most - len(keep)) // 2)):
         values = series.values[part]
+        # A part that is all gap has no extremes.
         if not np.isnan(values).all():
             keep |= {int(part[np.nanargmin(values)]), int(part[np.nanargmax(values)])}
     index = sorted(keep)
@@ -266,7 +282,11 @@ def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[s
     UNMARKED."""
     shapes = []
     for i, of_run in enumerate(events):
-        color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
+        # Events have the colour of their run. Colours of a single run are those of its sets, hence
+        # grey.
+        color = COLORS[GREY]
+        if len(runs) > 1:
+            color = COLORS[i % len(COLORS)]
         steps = [event.step for event in of_run if event.kind not in UNMARKED][:MAX_MARKED]
         for place in _places(runs, i, np.array(steps, dtype=np.int64)):
             shapes.append(upright(place, color))
@@ -292,12 +312,14 @@ def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float
     """One bar of a device's memory by its parts, and upright lines at what the device has, and at
     the fractions of that in `limits`."""
     bar = {"y": ["At the peak"], "orientation": "h", "hovertemplate": "%{x:,.2f} GiB"}
+    # One trace for each part, which plotly stacks into one bar.
     traces, lines = [], []
     for name, size in parts.items():
         traces.append(go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json())
     if device_bytes:
         label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
         for fraction in (*limits, 1.0):
+            # Changed for each line, which gets a copy.
             label["text"] = f"{100 * fraction:.0f} % "
             lines.append(upright(fraction * device_bytes / 2**30, MUTED, label={**label}))
     layout: dict[str, Any] = {

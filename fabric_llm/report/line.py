@@ -9,7 +9,7 @@ import numpy as np
 from fabric_llm.report import figures, page
 from fabric_llm.report.reading import Run, Series
 
-FILE = "average.html"  # beside the note of the average
+FILE = "average.html"  # beside the note that the average has written
 LINE = figures.Figure(
     "line", "Loss minus the base model's", "nats a token", "Dotted: what was chosen, and budgets."
 )
@@ -20,12 +20,16 @@ def write(note: Path) -> None:
     average = json.loads(note.read_text())
     shares = np.array([point["weight_of_run"] for point in average["line"]])
     losses = [point["eval_loss"] for point in average["line"]]
+    # The first point of the line is the base model, from which the others are measured.
     lines = {}
     for name, start in losses[0].items():
         lines[name] = Series(shares, np.array([one[name] - start for one in losses]))
+    # A run whose steps are shares of the run's weights, so that the report's own drawing does for
+    # it.
     [chart] = figures.charts([LINE], [Run("", note.parent, numbers={LINE.name: lines})])
     of_base, of_run = average["parts"]
     base, run, chosen = of_base["path"], of_run["path"], of_run["weight"]
+    # The upright line of `figures`, laid flat at a height of the y axis.
     flat = {**figures.upright(0, figures.MUTED), "x1": 1, "yref": "y"}
     budgets = []
     for budget in average["forgetting_budget"].values():

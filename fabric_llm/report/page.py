@@ -27,31 +27,38 @@ NOT_COMPARED = ("run_name", "output_dir")  # flags
 SECTIONS = ("curves", "events", "samples", "flags")
 # Sections of several runs: each has a page of its own for its samples.
 COMPARED = ("curves", "events", "flags")
-Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # head, rows
+Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # (head, rows)
 
 
 def write(folders: Sequence[str], output: Path) -> None:
     """Write the report of the runs in `folders`. Raises Fault (2)."""
+    # A run that is given twice is shown once.
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     runs = [reading.read_run(path) for path in paths]
+    # Runs in different directories may have the same name, so the path below their common one tells
+    # them apart.
     above = os.path.commonpath(path.parent for path in paths)
     for run in runs:
         run.name = os.path.relpath(run.folder, above)
-    is_one, events = len(runs) == 1, [reading.timeline(run) for run in runs]
-    flags = [{name: shown(value) for name, value in run.flags.items()} for run in runs]
+    events = [reading.timeline(run) for run in runs]
+    title, lead, differences = runs[0].name, in_a_sentence(runs[0]), None
+    sections: Sequence[str] = SECTIONS
+    if len(runs) > 1:
+        title, lead = f"{len(runs)} runs compared", ", ".join(run.name for run in runs)
+        sections, differences = COMPARED, differing(runs)
     write_page(
         output,
         "Training report",
-        runs[0].name if is_one else f"{len(runs)} runs compared",
-        in_a_sentence(runs[0]) if is_one else ", ".join(run.name for run in runs),
-        {name: name.capitalize() for name in (SECTIONS if is_one else COMPARED)},
+        title,
+        lead,
+        {name: name.capitalize() for name in sections},
         made_of=f"from {', '.join(folders)}",
         charts=figures.charts(figures.figures(runs), runs),
         marks=figures.marks(runs, events),
         runs=[{**vars(run), "flags": known(run), "headline": headline(run)} for run in runs],
         problems=[f"{run.name}: {note}" for run in runs for note in run.notes],
         events=events_table(runs, events),
-        differing=None if is_one else differing(runs, flags),
+        differing=differences,
     )
 
 
@@ -77,7 +84,9 @@ def write_page(
 ) -> None:
     """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs
     besides. Raises Fault (2)."""
+    # page.html asks for all of these, and a name that is missing is an error there.
     inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
+    # The bar of memory is one more figure for the script of page.html.
     bars = [inside["bars"]] if "bars" in inside else []
     page, now = environment().get_template("page.html"), datetime.now(timezone.utc)
     content = page.render(
@@ -95,6 +104,7 @@ def write_page(
         **inside,
     )
     whole = content.encode("utf-8", "replace")  # half a surrogate isn't text
+    # As a whole, so that a browser never shows half a page.
     try:
         write_atomically(output, whole)
     except OSError as error:
@@ -109,6 +119,7 @@ def number(value: Optional[float]) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(value) >= size:
             return f"{value / size:,.2f} {letter}"
+    # Counts have no decimals, and large numbers don't need them.
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.2e}"
@@ -116,6 +127,7 @@ def number(value: Optional[float]) -> str:
 
 def duration(seconds: float) -> str:
     """3725 -> 1:02:05"""
+    # timedelta holds little more than this.
     return str(timedelta(seconds=round(min(seconds, 1e13))))
 
 
@@ -126,14 +138,16 @@ def shown(value: Any) -> str:
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
     """(label, figure, what is said below it) of the five figures that decide."""
-    # Of all sets together, or of the first.
+    # The first loss is that of all sets together, if there are several.
     loss = next(iter(run.numbers["eval_loss"].values()), None)
     tokens, rates = run.number("tokens"), run.number("tokens_per_second")
     times = [datetime.fromisoformat(event["time"]) for event in run.events if "time" in event]
+    # The last step of any number, since not every step has all of them.
     last = 0
     for named in run.numbers.values():
         for series in named.values():
             last = max(last, int(series.steps[-1]))
+    # What the last start recorded counts more than the flag, which may be missing.
     planned = run.begun.get("max_step") or run.flags.get("max_step")
     reached = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
     kind, ended, why = run.ending()
@@ -145,7 +159,9 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         validation, best = last_and_best(run, loss)
     if times:
         lasted = duration((times[-1] - times[0]).total_seconds())
+    # The median, so that pauses and the first steps don't count.
     rate = number(rates and np.round(np.nanmedian(rates.values)))
+    # Escapes what is filled in, and marks the rest as HTML.
     ending = Markup('<span class="{}">{}</span>').format(kind, ended)
     return [
         ("Validation loss", validation, best),
@@ -159,6 +175,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
     """The last loss, and the best in words; of a mean, since the shares of its sets last changed:
     others are other means."""
+    # A loss of NaN or infinity is neither the last nor the best one.
     steps, values = (part[np.isfinite(loss.values)] for part in loss)
     if not len(values):
         return NONE, ""
@@ -183,29 +200,36 @@ def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
     begun = run.begun
     on = ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
-    parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
-    words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
-    return "; ".join(
-        map(str, filter(None, [*words, reading.devices(begun), begun.get("strategy")]))
-    )
+    words = [begun.get("model")]
+    if "parameters" in begun:
+        words.append(f"{number(begun['parameters'])} parameters")
+    if on:
+        words.append(f"trained on {on}")
+    words += [run.flags.get("precision"), reading.devices(begun), begun.get("strategy")]
+    # What the run directory doesn't say is None or "".
+    return "; ".join(str(word) for word in words if word)
 
 
 def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:
     """The events of all runs."""
-    several, found = len(runs) > 1, []
+    several, rows = len(runs) > 1, []
     for run, of_run in zip(runs, events):
         for event in of_run:
             time = event.time.replace("T", " ").removesuffix("+00:00")
             row = [f"{event.step:,}", time, event.kind.capitalize(), event.words]
-            found.append([run.name, *row] if several else row)
-    return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], found
+            rows.append([run.name, *row] if several else row)
+    return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], rows
 
 
-def differing(runs: Sequence[Run], flags: Sequence[dict[str, str]]) -> Table:
+def differing(runs: Sequence[Run]) -> Table:
     """The flags that aren't the same in all runs."""
-    found = []
-    for name in dict.fromkeys(name for of_run in flags for name in of_run):
-        values = [of_run.get(name, NONE) for of_run in flags]
+    # All names of all runs in the order of the first that has them.
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.flags)
+    rows = []
+    for name in names:
+        values = [shown(run.flags[name]) if name in run.flags else NONE for run in runs]
         if name not in NOT_COMPARED and len(set(values)) > 1:
-            found.append([name, *values])
-    return ["Flag", *(run.name for run in runs)], found
+            rows.append([name, *values])
+    return ["Flag", *(run.name for run in runs)], rows

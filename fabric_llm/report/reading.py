@@ -23,7 +23,7 @@ from fabric_llm.data.sources import PROBES
 from fabric_llm.plan import run_directory
 from fabric_llm.run.metrics import METRICS_UNDONE
 
-# Sets of an evaluation: the only one, all together, the same with other weights, the copying probe.
+# Names of an evaluation's curves: the only set, all sets together, and these with averaged weights.
 ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"
 
 
@@ -44,9 +44,9 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     # name -> set or source, "" of neither -> Series
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
-    # numbers of steps that rewinds have undone, one of each time
+    # Numbers of the steps that rewinds have undone: one `Run` for each rewind.
     undone: list["Run"] = field(default_factory=list)
-    # in the mean: (step, new shares)
+    # (step, new shares) where the shares of the sets in the mean loss change.
     shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
@@ -69,6 +69,7 @@ class Run:
         many."""
         known = self.number("tokens") or Series(np.array([0]), np.array([0.0]))
         xs, ys = np.append(0, known.steps), np.append(0.0, known.values)
+        # Interpolation needs steps that rise. A run begins with 0 tokens at step 0.
         keep = np.append(True, np.diff(xs) > 0)
         return np.interp(steps, xs[keep], ys[keep]).astype(np.int64).tolist()
 
@@ -78,41 +79,51 @@ class Run:
         code, reason = self.status.get("code"), self.status.get("reason") or ""
         if not self.status:
             return "going", "Not known: no STATUS.json", ""
+        # A run writes its code when it ends, which a kill prevents.
         if code is None:
             return "going", "Running, or killed", ""
+        if code == DONE and self.wrong:
+            return "stopped", "Done, with warnings", " ".join(self.wrong)
         if code == DONE:
-            return (
-                ("stopped", "Done, with warnings", " ".join(self.wrong))
-                if self.wrong
-                else ("good", "Done", "")
-            )
+            return "good", "Done", ""
         sentence = f"{reason[:1].upper()}{reason[1:]} (exit code {code})"
-        return ("stopped", "Stopped", sentence) if code == STOPPED else ("bad", "Failed", sentence)
+        if code == STOPPED:
+            return "stopped", "Stopped", sentence
+        return "bad", "Failed", sentence
 
 
 def read_run(folder: Path) -> Run:
     """What the run directory `folder` says. Raises Fault (2) if it isn't one."""
     if not folder.is_dir():
         raise Fault(f"No run at {str(folder)!r}.{nearest_of(folder)}")
+    # A common mistake: the checkpoint inside of the run is given instead.
     if (folder / "trainer").is_dir():
         raise Fault(f"{str(folder)!r} is a checkpoint; its run is {str(folder.parent)!r}.")
     if not any((folder / name).is_file() for name in ("metrics.jsonl", "arguments.yaml")):
-        inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))[:5])
-        there = f" It holds the runs {inside}." if inside else ""
+        # The directory above runs is given easily, so the message names those in it.
+        inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+        held = ""
+        if inside:
+            held = f" It holds the runs {', '.join(inside[:5])}."
         raise Fault(
-            f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{there}"
+            f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{held}"
         )
     run = Run(folder.resolve().name, folder, status=run_directory.read_status(folder))
     with suppress(OSError, ValueError):
+        # A damaged file leaves the flags out, and the rest is shown.
         flags = command_line.read_yaml(folder / "arguments.yaml")
         run.flags = flags if isinstance(flags, dict) else {}
     run.events = run_directory.read_events(folder)
     run.checkpoints = [files.step_of(path) for path in files.checkpoints(folder)]
     fill(run, _lines(run))
     _fill_undone(run)
+    # The last evaluation decides, as in the run itself.
     forgotten = run.numbers["eval_forgotten"]
     for name, budget in run.numbers["eval_budget"].items():
-        if name in forgotten and (rise := forgotten[name].values[-1]) > (most := budget.values[-1]):
+        if name not in forgotten:
+            continue
+        rise, most = forgotten[name].values[-1], budget.values[-1]
+        if rise > most:
             run.wrong.append(
                 f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is "
                 f"{most:g}."
@@ -120,9 +131,8 @@ def read_run(folder: Path) -> Run:
     samples = {}
     for _, record in files.json_lines(folder / "samples.jsonl"):
         if {"step", "prompt", "text"} <= record.keys():
-            samples[record["step"], record["prompt"]] = (
-                record  # of a step that was made twice the later ones
-            )
+            # Of a step that was made twice, after a rewind, the later sample counts.
+            samples[record["step"], record["prompt"]] = record
     run.samples = sorted(samples.values(), key=lambda record: record["step"])
     return run
 
@@ -133,6 +143,7 @@ def read_run(folder: Path) -> Run:
 def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
     """The lines of a log. A note of the run names the first that can't be read."""
     for number, (_, record) in enumerate(files.json_lines(run.folder / name), 1):
+        # True and False are ints as well for isinstance, and no step.
         if type(record.get("step")) is type(record.get("tokens", 0)) is int:
             yield record
         elif not run.notes:
@@ -142,8 +153,8 @@ def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
 
 
 def _fill_undone(run: Run) -> None:
-    """Add what was undone, in whose log a line with `undone` comes before the others of its
-    time."""
+    """Add the numbers of undone steps. In their log, each rewind begins with a line that has
+    `undone`."""
     parts: list[list[dict[str, Any]]] = []
     for record in _lines(run, METRICS_UNDONE):
         if "undone" in record:
@@ -161,6 +172,7 @@ Columns = dict[tuple[str, str], tuple[array, array]]
 
 def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     """Add the numbers of the lines to the run; sort its sets, and name what is of all of them."""
+    # array holds plain numbers: a long run has millions, which lists would make objects of.
     columns: Columns = defaultdict(lambda: (array("q"), array("d")))
     for record in lines:
         if "verdict" in record:
@@ -177,6 +189,7 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
     losses = dict(sorted(numbers["eval_loss"].items()))
+    # Probes aren't text, so their losses have a figure of their own.
     numbers["copy"] = {name: losses.pop(name) for name in PROBES if name in losses}
     numbers["eval_loss"] = _named_losses(losses, numbers)
     numbers["forgetting"] = _forgetting(numbers)
@@ -205,6 +218,7 @@ def _of_names(
         if match is None:
             continue
         inside: Any = match[1]
+        # So that the words have separators of thousands.
         if inside.isdecimal():
             inside = int(inside)
         for of_what, one in of_sets.items():
@@ -215,8 +229,8 @@ def _of_names(
 def _named_losses(
     losses: dict[str, Series], numbers: Mapping[str, dict[str, Series]]
 ) -> dict[str, Series]:
-    """The losses of sets, the mean of all sets first, and that of the moving average last. Of a
-    single set the mean is the same number, and is left out."""
+    """The losses of sets: first the mean of all sets, last that of the averaged weights. Without
+    the mean where there is a single set, whose loss is the same number."""
     mean = losses.pop("", None)
     named = dict(losses)
     if mean is not None and list(losses) != [ONE_SET]:
@@ -241,10 +255,12 @@ def parts_read(run: Run) -> list[str]:
     """Of each set that an evaluation doesn't read to its end, how many rows of how many it reads,
     in words."""
     rows, of_rows = run.numbers.get("eval_rows", {}), run.numbers.get("eval_of_rows", {})
-    both = (
-        (name, rows[name].values[-1], of_rows[name].values[-1]) for name in rows if name in of_rows
-    )
-    return [f"{name} on {read:,.0f} of {count:,.0f} rows" for name, read, count in both]
+    words = []
+    for name in rows:
+        if name in of_rows:
+            read, count = rows[name].values[-1], of_rows[name].values[-1]
+            words.append(f"{name} on {read:,.0f} of {count:,.0f} rows")
+    return words
 
 
 def _collect(
@@ -258,6 +274,7 @@ def _collect(
             steps.append(step)
             values.append(math.nan if value is None else value)
         elif name in ("eval", "sources") and type(value) is dict and not prefix:
+            # A dictionary of sets or sources: their names tell the series of a number apart.
             for one, of_one in value.items():
                 if isinstance(of_one, dict):
                     _collect(columns, step, of_one, f"{name}_", one)
@@ -266,7 +283,7 @@ def _collect(
 # ------------------------------------------------------------------------------- events
 
 
-# kinds of events; the others have an upright line in all figures
+# Kinds of events without an upright line in the figures, since all runs have them.
 UNMARKED = ("started", "saved", "done")
 VERDICTS = {"skip": "skipped", "warn": "spike", "rewind": "rewound", "forgetting": "forgetting"}
 
@@ -282,8 +299,8 @@ class Event(NamedTuple):
 
 
 def timeline(run: Run) -> list[Event]:
-    """All events in the order of the sequences that were read by then, which a rewind doesn't take
-    back; those of older runs, whose events have no positions, by step."""
+    """All events, ordered by how many sequences had been read, since a rewind takes steps back but
+    not these. Events of older runs have no positions, and are ordered by step."""
     events: list[Event] = []
     has_positions = any(type(record.get("position")) is int for record in run.events)
     for record in run.events:
@@ -291,6 +308,7 @@ def timeline(run: Run) -> list[Event]:
         event = _of_record(record, last)
         if event is None:
             continue
+        # A run that was killed can't record it.
         if event.kind in ("started", "resumed") and last.kind not in ("", *ENDS):
             words = "no end was recorded before the next start; this is the last step that was"
             events.append(Event(last.step, "killed", words, position=last.position))
@@ -303,8 +321,8 @@ ENDS = ("stopped", "failed", "done", "fell_back")  # kinds of events
 
 
 def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
-    """The event of a line of events.jsonl. What it leaves out is as in the `last` event. None: the
-    timeline doesn't show this kind."""
+    """The event of a line of events.jsonl, with step and position of the `last` event where it has
+    none. None for kinds that the timeline doesn't show."""
     kind, words = record["event"], ""
     if kind in ("started", "resumed"):
         source = ""
@@ -333,6 +351,7 @@ def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
 def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
     """The event of a line of metrics.jsonl about a step that wasn't taken, or about forgetting."""
     verdict, tokens = record.get("verdict") or "", record.get("discarded_tokens")
+    # A verdict on a step names the first sequence of its batch.
     begins = record.get("from_position", record.get("position"))
     words = [record.get("reason") or verdict]
     if begins is not None:
@@ -348,8 +367,10 @@ def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
 def _shares(record: dict[str, Any]) -> str:
     """The shares of the sources from there on, in words, "" where the record has none."""
     known = record.get("shares") or {}
-    words = (f"{name} {100 * share:.3g} %" for name, share in known.items() if type(share) is float)
-    return f"from here on {', '.join(words)}" if known else ""
+    if not known:
+        return ""
+    words = [f"{name} {100 * share:.3g} %" for name, share in known.items() if type(share) is float]
+    return f"from here on {', '.join(words)}"
 
 
 def devices(beginning: dict[str, Any]) -> str:
@@ -357,5 +378,7 @@ def devices(beginning: dict[str, Any]) -> str:
     count, nodes = beginning.get("devices"), beginning.get("nodes")
     if count is None:
         return ""
-    on = f"{count} {beginning.get('kind')} device{'s' * (count != 1)}"
-    return f"{on} of {nodes} machines" if nodes is not None and nodes > 1 else on
+    words = f"{count} {beginning.get('kind')} device{'s' * (count != 1)}"
+    if nodes is not None and nodes > 1:
+        words += f" of {nodes} machines"
+    return words

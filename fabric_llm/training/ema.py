@@ -15,7 +15,7 @@ from fabric_llm.model.sharded import local_part
 from fabric_llm.training.adamw_rounded import bfloat16_bits, noise, pieces_of
 
 NAME = "ema"  # of the state in checkpoints
-BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
+BLOCK_ELEMENTS = 2**22  # how many are updated at a time: 16 MiB in float32
 
 
 class Average:
@@ -42,6 +42,7 @@ class Average:
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for param in params:
             where, dtype = param.device, param.dtype
+            # In host memory it costs the device nothing, and float32 needs no stochastic rounding.
             if device == "host":
                 where, dtype = torch.device("cpu"), torch.float32
             average = param.detach().to(
@@ -63,6 +64,7 @@ class Average:
             if weight == 1:  # the arithmetic below would round
                 ema.copy_(param)
                 continue
+            # Other noise than that of the optimizer's update of the same parameter.
             origin = f"{NAME} of {name}", offset
             pieces = pieces_of([ema, param], origin, BLOCK_ELEMENTS, self.seed, step)
             for (old, new), first, key in pieces:
@@ -81,6 +83,7 @@ class Average:
     def in_place(self) -> Iterator[None]:
         """In the body, the model has the average, rounded to nearest, as its weights. They are
         restored from a copy."""
+        # Copied, not swapped: the parameter's dtype may be one that would round the average.
         kept = [(param, param.clone()) for param, _ in self._tensors()]
         for param, ema in self._tensors():
             param.copy_(ema)

@@ -18,6 +18,7 @@ from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.sharded import reshard
 
 FIRST_PLACE = 256  # tokens
+# Where the second and each further range of positions begins, each twice as far as the one before.
 EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
 
 
@@ -25,7 +26,7 @@ class EvalResult(NamedTuple):
     """The result of an evaluation."""
 
     sets: dict[str, dict[str, float]]  # by name, see `evaluate`
-    # losses of the moving average of the weights, if there is one, nats
+    # {set: its loss with the moving average of the weights, nats}, None without an average.
     of_average: Optional[dict[str, float]]
 
     @property
@@ -40,7 +41,7 @@ class Evaluation:
 
     fabric: Fabric
     batches: Mapping[str, Batches]  # {set: this rank's batches}, read from position 0
-    # of this rank; a request to one rank ends the evaluation on all
+    # Whether this rank was asked. A request to one rank ends the evaluation on all of them.
     is_asked_to_stop: Callable[[], bool]
     working: Callable[[], None]  # called before each batch, to mark that this rank makes progress
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
@@ -65,12 +66,14 @@ class Evaluation:
     def _sets(self, model: nn.Module) -> dict[str, dict[str, float]]:
         sets: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
+            # Bits per byte are of running text, which questions aren't.
             token_bytes = None
             if name in self.in_bytes and batches.questions is None:
                 token_bytes = self.token_bytes
             read = self._until_stopped(batches, is_first=not sets)
             sets[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
-            if len(batches.rows) > batches.end:  # the loss is of some rows of the set
+            # The report and the log say that the loss is of a part of the set.
+            if len(batches.rows) > batches.end:
                 sets[name] |= {"rows": batches.end, "of_rows": len(batches.rows)}
             if self.was_stopped:
                 break
@@ -78,6 +81,7 @@ class Evaluation:
 
     def _until_stopped(self, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
         for number, batch in enumerate(batches.stream(0)):
+            # All ranks ask together before each batch but the very first, and stop at the same one.
             if (number > 0 or not is_first) and any_rank(self.fabric, self.is_asked_to_stop()):
                 self.was_stopped = True
                 return

@@ -8,8 +8,8 @@ from typing import Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 ACTIONS = ("warn", "stop", "rewind")
-# Fraction of a budget that may be used at a checkpoint to rewind to: more replay needs time to
-# work.
+# A checkpoint to rewind to may have used at most this fraction of a budget, since it takes time
+# until more replay has an effect.
 ROOM = 0.5
 
 
@@ -21,7 +21,7 @@ class Forgetting:
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some validation sets, nats
     action: str = "warn"  # one of ACTIONS, when a set is above its budget
     before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats
-    changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than then
+    changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than before
     over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
     forgotten: str = ""  # how far these are above it, in words
 
@@ -66,7 +66,9 @@ class Forgetting:
 def parse_budgets(given: Optional[str]) -> dict[str, float]:
     """--forgetting_budget as {name of a validation set: nats}. Raises ValueError."""
     budgets: dict[str, float] = {}
-    for part in [] if given is None else given.split(","):
+    if given is None:
+        return budgets
+    for part in given.split(","):
         name, _, number = part.strip().rpartition(":")
         if not name or not re.fullmatch(NUMBER, number):
             raise ValueError(

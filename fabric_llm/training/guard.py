@@ -16,7 +16,7 @@ class Guard:
     spike_threshold: Optional[float] = None  # standard deviations; None: no step is a spike
     spike_window: int = 100  # steps
     spike_action: str = "warn"  # warn, skip or rewind
-    # of the last steps taken, at most spike_window
+    # Losses of the last steps that were taken, at most spike_window of them.
     losses: list[float] = field(default_factory=list)
     skipped: int = 0  # steps in a row
     rewinds: int = 0  # of the whole run

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 from fabric_llm.base import register
 from fabric_llm.base.command_line import declared
 
-# Name -> shape of a decay: a function from the part of it that is done, 0 to 1, to the part of the
+# Name -> shape of a decay: a function from the fraction of it that is done to the fraction of the
 # rate that is left.
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),  # Loshchilov and Hutter (2017)
@@ -26,9 +26,9 @@ class AfterWarmup(NamedTuple):
     """A place in a run after its warm-up."""
 
     step: int  # finished steps since the warm-up
-    done: float  # the part of the steps after the warm-up that is done, 0 to 1
+    done: float  # the fraction of the steps after the warm-up that is done
     last_decay: float  # the factor of --decay_steps: 1 before them, falling to 0
-    # the factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate
+    # The factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate.
     cooldown: float
     warmup_steps: int
     max_step: int  # of the run
@@ -81,10 +81,14 @@ def lr_at(
     if not lr_decay:
         return lr
     step, steps = step - warmup_steps, max_step - warmup_steps
-    decay_steps = min(steps, max(1, max_step // 10) if decay_steps is None else decay_steps)
+    if decay_steps is None:
+        decay_steps = max(1, max_step // 10)
+    decay_steps = min(steps, decay_steps)
     decayed = (step - steps + decay_steps) / max(1, decay_steps)
-    cooldown_steps = max_step // 4 if cooldown_steps is None else cooldown_steps
-    constant_lr = (lr + min_lr) / 2 if constant_lr is None else constant_lr
+    if cooldown_steps is None:
+        cooldown_steps = max_step // 4
+    if constant_lr is None:
+        constant_lr = (lr + min_lr) / 2
     constant = (constant_lr - min_lr) / (lr - min_lr) if lr > min_lr else 1.0
     at = AfterWarmup(
         step,
@@ -107,13 +111,12 @@ def lr_at(
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of a run that are arguments of `lr_at`, except `max_step`, since a run may be
     extended."""
-    found = {
-        name: flags[name]
-        for name in inspect.signature(lr_at).parameters
-        if name not in ("step", "max_step", "own")
-    }
+    shape = {}
+    for name in inspect.signature(lr_at).parameters:
+        if name not in ("step", "max_step", "own"):
+            shape[name] = flags[name]
     own = {}
     for group in register.FLAGS.values():
         for name, one in declared(group).items():
             own[name] = flags.get(name, one.default)
-    return {**found, "own": own}
+    return {**shape, "own": own}
