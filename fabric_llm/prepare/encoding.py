@@ -121,6 +121,7 @@ class PieceFiles:
             self.mark.empty += 1
             return
         content = text.encode()
+        # The ids are uint32 here, and the dtype of the job holds all of the vocabulary.
         tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
         self.tokens.write(tokens.data)
         # Of the text and not of its tokens: a split must not depend on the tokenizer.
@@ -137,6 +138,7 @@ def lock(descriptor: int, taken: str) -> None:
     """Lock an open file until it is closed. Raises Fault (73) where another process has it. Some
     file systems have no locks."""
     try:
+        # The lock ends with the process, so that a killed one leaves none behind.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Fault(f"{taken}: wait for it, or end it.", UNWRITABLE) from None
@@ -149,6 +151,7 @@ def lock(descriptor: int, taken: str) -> None:
 def without_panic() -> Iterator[None]:
     """Raises ValueError where tokenizers panics, such as for a regular expression that takes too
     long, and hides its report."""
+    # Rust reports a panic to the descriptor itself, which replacing sys.stderr wouldn't hide.
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -230,6 +233,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
             if isinstance(record, BadRecord):
                 # Its message may quote what the file holds.
                 bad = record._replace(message=shown(record.message, MAX_MESSAGE))
+                # Kept for the sentence that is due if no record of the file can be read.
                 unreadable[number] += 1
                 first_bad.setdefault(number, bad)
             else:
@@ -250,6 +254,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
 
 
 def _text_of(record: Record) -> str:
+    # A bad record has no tokens, but keeps its place in the batch.
     return "" if isinstance(record, BadRecord) else record[1]
 
 
@@ -261,6 +266,7 @@ def _unencodable(text: str, ids: np.ndarray, forbidden: Mapping[int, str]) -> st
                 f"holds text that this tokenizer turns into its special token {shown(name)}: take "
                 "it out, or choose a byte-level one"
             )
+    # Such a document would be nothing but its BOS and EOS.
     if text.strip() and not len(ids):
         return "holds text of which this tokenizer makes no token"
     return ""
@@ -357,6 +363,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     """
     count = min(num_workers, len(pieces))
     context = multiprocessing.get_context("spawn")  # threads of the tokenizer don't outlive a fork
+    # Only the pool's processes are killed below, and none that the caller has started.
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
@@ -398,6 +405,7 @@ def _error_of(piece: Piece, name: str, job: Job) -> Optional[Exception]:
     try:
         encode_piece(piece, name, job)
     except OSError as error:
+        # Made anew, as a subclass of some library may not come through a pipe.
         if error.errno:
             return OSError(error.errno, error.strerror, error.filename)
         return OSError(str(error))

@@ -67,6 +67,7 @@ def prepared_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"output {output} is a mount point, which cannot be replaced: name a folder inside it"
         )
+    # Nothing is lost with an empty folder.
     if not any(output.iterdir()):
         return
     if not overwrite:
@@ -89,6 +90,7 @@ def separator(given: Optional[str]) -> Optional[str]:
     """
     if given in (None, "none"):
         return None if given is None else ""
+    # A shell passes \n as two characters.
     escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     if not given.isprintable():  # half of a surrogate pair stands for a byte that isn't UTF-8
         try:
@@ -103,6 +105,7 @@ def separator(given: Optional[str]) -> Optional[str]:
             f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got "
             f"{given!r}"
         )
+    # Whoever gives \r says how lines end, and means nothing else.
     if "\r" in text:
         return re.escape(text)
     return r"\r?\n".join(map(re.escape, text.split("\n")))
@@ -192,6 +195,7 @@ def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
     a file of flags."""
     for given in map(str, inputs):
         matches: list[str] = []
+        # A file may have a bracket in its own name.
         if has_magic(given) and not os.path.lexists(given):
             matches = sorted(glob(given, recursive=True))
         yield from matches or [given]
@@ -223,8 +227,10 @@ def _sources_of(
             )
         _require_hub_name(given)
         return [Source(given, "hub", None)]  # corpus.plan asks the hub
+    # The library `datasets` reads its rows: .arrow files match no pattern.
     if is_dataset(given):
         files = [file.stat() for file in Path(given).rglob("*.arrow")]
+        # A dataset that is saved anew has newer files, so that its pieces aren't taken for done.
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
     paths = _files_of(given, pattern, exclude, output, input_files)
@@ -285,6 +291,7 @@ def _files_of(
     matches = _matcher(pattern)
     walked_through = {identity_of(folder)}
     for root, walked, names in os.walk(folder, onerror=refuse, followlinks=True):
+        # Nothing in it matches a pattern, so that it would be left out without a word.
         if is_dataset(root):
             raise ValueError(
                 f"{root} is a dataset: name it as an input of its own, "
@@ -308,8 +315,10 @@ def _files_of(
                 walked.append(name)
         for name in sorted(names):
             path = os.path.join(root, name)
+            # isfile is also False for a pipe, which blocks whoever opens it.
             if matches(name.lower()) and os.path.isfile(path):
                 yield path
+            # Everything that isn't read is counted by its reason, for the summary.
             elif name.startswith("."):
                 input_files.not_read[HIDDEN] += 1
             elif matches(name.lower()):
@@ -348,6 +357,7 @@ def suffix(path: str) -> str:
 def _file_source(path: str) -> Source:
     if suffix(path) in WEB:
         raise ValueError(f"{path} holds web pages: extract their text first, into .jsonl or .txt")
+    # Size and time are part of a piece's name: what has changed is encoded anew.
     status = os.stat(path)
     return Source(path, KINDS.get(suffix(path), "text"), status.st_size, status.st_mtime_ns)
 
@@ -355,10 +365,12 @@ def _file_source(path: str) -> Source:
 def _is_text(path: str) -> bool:
     with opened(path) as file:
         try:
+            # NUL is valid UTF-8 that only binary files have. The probe may end inside a character.
             return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(
                 file.read(PROBE_BYTES)
             )
         except Exception as error:
+            # An error of the disk says nothing about the content.
             if isinstance(error, UnicodeDecodeError) or is_damage(error):
                 return False
             raise
@@ -397,9 +409,11 @@ class Streams(io.RawIOBase):
                     rest = block.lstrip(b"\0")
                 self.stream = self.new()
             else:
+                # What didn't fit into the last buffer comes first, and needs no input.
                 rest = self.raw.read(io.DEFAULT_BUFFER_SIZE) if self.stream.needs_input else b""
                 if self.stream.needs_input and not rest:
                     raise EOFError("it ends inside a stream")
+            # A read may bring no data, such as one of a header, and 0 would mean the end.
             if data := self.stream.decompress(rest, len(buffer)):
                 buffer[: len(data)] = data
                 return len(data)
@@ -430,6 +444,7 @@ def compression_of(path: str) -> Optional[str]:
 def opened(path: str) -> Iterator[BinaryIO]:
     """The content of a file, decompressed."""
     name = compression_of(path)
+    # Closing a decompressor doesn't close the file that it was given.
     with open(path, "rb") as raw, raw if name is None else COMPRESSIONS[name][1](raw) as file:
         yield file
 
@@ -438,5 +453,6 @@ def is_damage(error: BaseException) -> bool:
     """Whether a file that is being decompressed ends too early or isn't what its first bytes
     say."""
     if isinstance(error, OSError):  # gzip.BadGzipFile is one, too
+        # An error of the disk has a number, and those of decompressors have none.
         return error.errno is None
     return isinstance(error, (EOFError, zlib.error, lzma.LZMAError))

@@ -66,9 +66,11 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     while heap and len(learned) < most:
         rank = heapq.heappop(heap)
         candidate = rank[-1]
+        # Entries can't be removed from a heap, so each change of a count has added another.
         if rank != words.rank(candidate) or not words.can_be_token(candidate):
             continue  # its count has changed since, and it is in the heap anew
         saved = words.saved[candidate]
+        # No other candidate saves more than this one.
         if saved < MIN_COUNT:
             break
         pair = candidate if len(candidate) == 2 else None
@@ -130,6 +132,7 @@ class Words:
         recounted: set[Candidate] = set()
         for index in changed:
             recounted |= self._count(index, -1)
+        # Between the two passes: the first takes away what was counted without the new token.
         self.tokens.add("".join(candidate))
         for index in changed:
             self.symbols[index] = after[index]
@@ -147,6 +150,7 @@ class Words:
                 self.saved[(symbol,)] += time * tokens
                 candidates.add((symbol,))
         for pair in itertools.pairwise(symbols):
+            # A merge joins tokens; a character that is none is a candidate by itself.
             if pair[0] in self.tokens and pair[1] in self.tokens:
                 self.saved[pair] += time
                 candidates.add(pair)
@@ -192,6 +196,7 @@ def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:
         # aren't there behind all others.
         vocab |= {content: number for number, content in added.items()}
         vocab |= {token.text: number for number, token in enumerate(learned, first)}
+        # A merge that stands behind all others has the last rank.
         model["merges"] += [list(token.pair) for token in learned if token.pair is not None]
     else:
         # The place of a piece in the list is its id: added tokens behind the old pieces get places,
