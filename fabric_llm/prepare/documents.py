@@ -365,8 +365,8 @@ def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
 class Lines:
     """The lines of a table, of which some can be read again.
 
-    taken: those of the row that is being read. waits: the lines end before a damage of the file,
-    which is kept in `damage`.
+    taken: those of the row that is being read. waits: at a damage of the file the lines end, and
+    the error is kept in `damage` instead of being raised.
     """
 
     def __init__(self, lines: Iterator[str], waits: bool) -> None:

@@ -50,7 +50,7 @@ MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
 TOKEN_BYTES = "token_bytes.npy"  # in the work folder: bytes_of_tokens of the tokenizer
 MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
-# Its tokens, where it goes (documents.DRAWN ...), and the hash of its text.
+# How many tokens it has, where it goes (documents.DRAWN ...), and the hash of its text.
 DOCUMENT = np.dtype([("tokens", "<i8"), ("goes", "u1"), ("hash", "<u8", 2)])
 Report = Callable[[int], Any]
 
@@ -390,7 +390,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
 def _begin_process(parent: int, threads: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # of the terminal's group; the other process ends this one
+        # A terminal signals its whole group, and the parent ends this process.
         signal.signal(number, signal.SIG_IGN)
     # The threads of all processes together are as many as there are cores.
     os.environ |= {

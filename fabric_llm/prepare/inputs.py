@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
 
-PACKED = (".gz", ".zst", ".bz2", ".xz")  # which each of KINDS can be
+PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that may follow each of KINDS
 KINDS = {
     **dict.fromkeys((".txt", ".md", ".rst"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "json_lines"),
@@ -35,7 +35,7 @@ KINDS = {
 }
 DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in KINDS]
 WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers would pass for text
-# Among the files of folders that aren't read, which are counted by suffix:
+# Files of folders that aren't read are counted by suffix, and these two kinds by name.
 HIDDEN = "hidden files and folders"
 NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8

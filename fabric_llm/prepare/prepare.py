@@ -360,6 +360,7 @@ def _tell_of_former_work(
     for path in others:
         path.unlink()
     done = len(pieces) - len(left)
+    # Whoever repeats the command should see that its work isn't lost.
     if left and done:
         print(f"Going on: {done} of {len(pieces)} pieces are done.", file=sys.stderr)
 

@@ -89,8 +89,8 @@ def drawn(
     numbers = document_hashes(seed, texts)
     in_validation = goes == TO_VALIDATION
     may_move = (goes == DRAWN) & ~left_out
-    # Where a text is kept, its copies are.
-    # Train first: a copy of a text that both have stays in train.
+    # Copies of a text that a dataset keeps in a split go into that split. Train comes first: it
+    # gets the copies of a text that both keep.
     for kept in (TO_TRAIN, TO_VALIDATION):
         copies = may_move & np.isin(texts, texts[(goes == kept) & ~left_out])
         may_move &= ~copies
@@ -100,7 +100,7 @@ def drawn(
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
     max_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
     chosen = np.flatnonzero(may_move & (numbers < fraction))
-    # A text that validation would hold too much with stays in train.
+    # A text with which validation would hold too much stays in train.
     _add_while(in_validation, _by_text(chosen, texts, numbers), lengths, 0, max_tokens)
     # Without a fraction, validation holds only what a dataset keeps for it.
     if not fraction:

@@ -42,7 +42,7 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     is that fraction of each task. Raises ValueError for what a user can correct.
     """
     target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
-    # By the place in its task, so that any first rows hold the same fraction of each.
+    # Sorted by their place in their task, so that any first rows hold the same fraction of each.
     documents = sorted(_documents(_loaded(tasks), encoder), key=itemgetter(0))
     rows = []
     for number, (_, document) in enumerate(documents):
