@@ -62,6 +62,7 @@ def main(argv: Optional[list[str]] = None) -> None:
 
         # An export that was made before is pushed again once it is proven anew.
         is_there = output.exists() and not arguments.overwrite
+        # Which weights and which folder, before minutes of silence.
         what = f"the moving average of {source}" if arguments.ema else str(source)
         where = f"{output}, which is there: comparing them" if is_there else str(output)
         print(f"Exporting {what} to {where}", flush=True)

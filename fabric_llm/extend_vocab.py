@@ -59,12 +59,14 @@ def main(argv: Optional[list[str]] = None) -> None:
         )
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
+        # Files that could run code, or aren't a model's, are refused before anything is read.
         check_model_folder(given.model_name)
         separator = inputs.separator(given.document_separator)
         # A place that can't be written to is told before the corpus is read.
         exported_output(output, given.overwrite)
         files.writable(output)
         chosen = {"pattern": given.pattern or DEFAULT_PATTERNS, "exclude": given.exclude or []}
+        # The files are listed, but none is read yet.
         found = inputs.find_sources(given.input, output=output.resolve(), **chosen)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.prepare import corpus

@@ -32,6 +32,7 @@ def check(flags: Flags) -> None:
             for name, value in vars(flags).items()
             if value != getattr(type(flags), name) and name not in known
         ]
+        # Tasks have no texts that a tokenizer could be trained on, so it has to be named.
         if others or flags.tokenizer is None or not flags.tasks.strip(", "):
             words = f"not --{others[0]}" if others else "and needs the first"
             raise ValueError(

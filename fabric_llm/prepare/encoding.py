@@ -246,6 +246,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
             if job.stop_on_error:
                 raise ValueError(_sentence(piece, number, bad))
             out.mark.bad += 1
+            # A file of nothing but bad records must not fill the mark.
             if len(out.mark.named) < MAX_NAMED:
                 out.mark.named.append((number, bad))
     for number, count in unreadable.items():

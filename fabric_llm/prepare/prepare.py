@@ -430,6 +430,7 @@ def _make_dataset(
         "dtype": work.dtype,
         "max_token_id": largest,
         "splits": splits,
+        # For bits per byte, and for what `summary` warns of.
         "text": {name: work.total(name) for name in OF_TEXT},
         "duplicates": {"documents": len(repeated), "tokens": int(repeated.sum())},
         "skipped": {
@@ -536,6 +537,7 @@ def summary(manifest: dict) -> str:
         lines.append(("repeated", counts.format(**manifest["duplicates"])))
     if suffixes := skipped["files_by_suffix"]:
         lines.append(("not read", _of_suffixes(suffixes)))
+    # A link is no mistake, but a user may wonder where a file went.
     if skipped["files_twice"]:
         count = f"{skipped['files_twice']:,} links or names lead to what is read already"
         lines.append(("once", count))

@@ -344,6 +344,7 @@ def _pack_window(
     row, place, count = best_fit(item_lengths, context)
     packed = np.full(count * context, padding, dtype=tokens.dtype)
     targets = (row * context + place).tolist()
+    # Documents are copied over the padding, which is left behind the last one of each row.
     for start, length, to in zip(item_starts.tolist(), item_lengths.tolist(), targets):
         packed[to : to + length] = tokens[start : start + length]
     write(packed.reshape(count, context))

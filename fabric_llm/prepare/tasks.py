@@ -237,6 +237,7 @@ def _documents(
         _build_requests(name, task)
         # Only encodes: `Encoder` returns the requests instead of asking a model.
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
+        # lm_eval builds the requests of a document one after the other, as groupby needs them.
         documents = [
             list(requests) for _, requests in groupby(encoded, lambda each: each[0].doc_id)
         ]

@@ -79,6 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="where to make the folder of the two runs (default: the temporary one)",
     )
     given = parser.parse_args(argv[:cut])
+    # train.py itself checks its flags, and the drill's first run tells what is wrong with them.
     given.train_flags = argv[cut + 1 :]
     if given.train_flags and not given.drill:
         raise Fault("flags of train.py after -- go with --drill.")
@@ -102,6 +103,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         given = parse(sys.argv[1:] if argv is None else argv)
         # The certificate: what is printed is the same as what is written.
         document = drilled(given) if given.drill else verified(given)
+        # Which programs found this, and when.
         document["versions"] = {**versions(), "python": platform.python_version()}
         document["date_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         print("\nCertificate")
@@ -114,6 +116,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             for line in value if isinstance(value, list) else [value]:
                 print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
+            # Written before the error is raised: a bad certificate is the one that is looked at.
             Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
         # The exit code is that of the worst finding, and the sentence that of the first.
         if document["code"] != DONE:

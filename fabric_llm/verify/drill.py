@@ -62,6 +62,7 @@ def drill(
     )
     whole, broken = folder / "undisturbed", folder / "killed"
     code, message = train(whole.name, "undisturbed.log")
+    # The flags alone are to blame here, since nothing was killed yet.
     if code != DONE:
         raise Fault(f"the undisturbed run ended with code {code}: {message}")
     last = files.latest(whole)
@@ -92,6 +93,7 @@ def drill(
 
     # Only what must be equal: speed and memory never are.
     compared, differences = compare(whole, broken)
+    # A kill before the first checkpoint has started the run again, which proves less.
     verdict = "identical" if newest else "identical, but nothing was saved to resume"
     code = DONE
     if differences:

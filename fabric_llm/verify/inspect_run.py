@@ -170,6 +170,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
                 report.find(sentence)
         say("  What is in it wasn't verified.")
         return None
+    # The counts of the certificate are of checkpoints whose bytes are all right.
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
     report.count("checkpoints", 1)
     report.count("files", len(sizes) + 1)
@@ -229,6 +230,7 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     # A frozen parameter has no optimizer state.
     given = [progress["schedule"].get(flag) for flag in freezing.FLAGS]
     frozen = freezing.frozen_names(skeleton, *given)
+    # Every trained parameter has a tensor of its own shape for each moment of the optimizer.
     moments = {}
     for name, parameter in skeleton.named_parameters():
         if parameter.requires_grad and name not in frozen:
@@ -416,6 +418,7 @@ def _check_order(name: str, training: list[NumberedLine], report: Report) -> Non
                 f"{name} line {number} has {record['tokens']} tokens, after {before['tokens']}."
             )
         places.setdefault(step, number)
+        # Compared with the line before, whatever was wrong with that, so that a jump counts once.
         before = record
 
 

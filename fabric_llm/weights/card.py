@@ -48,6 +48,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     evaluations = [line for line in lines if "eval" in line]
     measured = []
     reached = progress["progress"]["step"]
+    # Losses of an earlier step, or of other weights, would be wrong in a table of results.
     if evaluations and evaluations[-1]["step"] == reached and not proof.of_ema:
         for name, numbers in evaluations[-1]["eval"].items():
             for measure in MEASURES:
@@ -137,6 +138,7 @@ def begun_with(progress: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[st
 def rename(folder: Path, name: str) -> None:
     """Give a card, whatever was written into it since, the name of the repository that it is pushed
     to."""
+    # A user may have removed the card.
     if (card := folder / "README.md").is_file():
         text = card.read_text("utf-8", "replace")
         # Only the name is replaced: a user may have edited the rest.

@@ -114,6 +114,7 @@ def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: s
     require_weights(loaded, trained, "{} isn't what the checkpoint holds")
     logits = logits_of(loaded, probe["input_ids"])[probe["positions"]]
     recorded = probe["logits"]
+    # Such as of another vocabulary, whose difference couldn't be computed.
     if logits.shape != recorded.shape:
         raise VerificationError(
             f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}."
@@ -156,6 +157,7 @@ def read_proof(proof: Proof) -> str:
 def push(folder: Path, repository: str, private: bool) -> str:
     """Upload a verified directory to the Hugging Face hub, and return its address. Can be
     repeated."""
+    # The token is that of `hf auth login` or of the environment.
     api = huggingface_hub.HfApi()
     # A repository that is there keeps its visibility: `private` is only for a new one.
     api.create_repo(repository, private=private, exist_ok=True)

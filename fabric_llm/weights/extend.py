@@ -88,6 +88,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     # Reads the old weights and makes the new rows when they are written.
     longer = Extended(weights, tables, first, parts, now)
     config = deepcopy(config)  # the former is that of the weights
+    # Of a model with other parts, such as images, the text has a configuration of its own.
     config.get_text_config().vocab_size = now
     skeleton = loading.build_skeleton(config, dtype)
     with replacing(output, skeleton, "The extended model") as folder:

@@ -134,6 +134,7 @@ def choose(
         raise ValueError(
             f"Points of a line are evaluated as the run was: {one_line(error)}"
         ) from error
+    # A mistyped set would silently have no budget.
     for name in budgets:
         require_set("--forgetting_budget", name, [*plan.data.validation_splits(), *PROBES])
     computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
