@@ -202,9 +202,8 @@ def _parts_of_dataset(
     for name, split in splits.items():
         # Rows that are left out are counted, so that the summary accounts for all of a dataset.
         if name not in read:
-            _note_left_out(
-                f"{part.path} [{name}]", len(split) if has_lengths else None, input_files
-            )
+            count = len(split) if has_lengths else None
+            _note_left_out(f"{part.path} [{name}]", count, input_files)
             continue
         part = part._replace(split=name)
         # A dataset that has a validation split keeps it, and no other rows of it are drawn.
@@ -277,10 +276,11 @@ def read(input_files: inputs.InputFiles, text_field: str, separator: Optional[st
 
 def summary(corpus: Corpus) -> str:
     """One line that says what was read."""
-    learned, held_out = (
-        f"{len(some):,} texts ({sum(len(text.encode()) for text in some) / 1e6:,.1f} MB)"
-        for some in corpus[:2]
-    )
+    counts = []
+    for texts in (corpus.learned, corpus.held_out):
+        megabytes = sum(len(text.encode()) for text in texts) / 1e6
+        counts.append(f"{len(texts):,} texts ({megabytes:,.1f} MB)")
+    learned, held_out = counts
     taken = f", one text of {corpus.every}" if corpus.every > 1 else ""
     return f"Tokens are learned from {learned} and measured on {held_out} that are held out{taken}."
 

@@ -146,8 +146,10 @@ def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
                 number,
                 f"is longer than {RECORD_BYTES >> 20} MiB: divide it with --document_separator",
             )
+        elif number:
+            yield _document(number, content)
         else:  # a byte order mark at the beginning isn't part of the text
-            yield _document(number, content if number else content.removeprefix(codecs.BOM_UTF8))
+            yield _document(number, content.removeprefix(codecs.BOM_UTF8))
 
 
 def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]]:
@@ -167,10 +169,11 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
         buffer += block
         at = 0  # the first byte of `buffer` that belongs to the document at `begin`
         # Each separator ends the document at `begin`; `begin` then moves behind it.
-        for match in separator.finditer(buffer) if separator else ():
+        matches = separator.finditer(buffer) if separator else ()
+        for match in matches:
             if match.end() == len(buffer) and block:  # it may go on in the next block
                 break
-            yield begin, None if dropped else buffer[at : match.start()]
+            yield begin, (None if dropped else buffer[at : match.start()])
             begin += dropped + match.end() - at
             at, dropped = match.end(), 0
         buffer = buffer[at:]
@@ -180,7 +183,7 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
         if not block:
             # Nothing behind the last separator is no document, but an empty file is one.
             if buffer or dropped or begin == part.start:
-                yield begin, None if dropped else buffer
+                yield begin, (None if dropped else buffer)
             return
         if len(buffer) > RECORD_BYTES:
             # The end stays, where a separator may have begun. Each of its \n may match \r\n.
@@ -412,7 +415,10 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
         # A quotation mark that nothing ends takes all lines before a damage. In .tsv, where it is
         # text, they are read again.
         lines = Lines(text, waits=has_tabs)
-        rows = csv.reader(lines, "excel-tab" if has_tabs else "excel", strict=True)
+        dialect, read_rows = "excel", _rows_of_csv
+        if has_tabs:
+            dialect, read_rows = "excel-tab", _rows_of_tsv
+        rows = csv.reader(lines, dialect, strict=True)
         try:
             names = next(rows, [])
         except csv.Error as error:
@@ -428,7 +434,6 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
         # The other columns are read as well: a quotation mark in one may begin several lines.
         column = names.index(text_field)
-        read_rows = _rows_of_tsv if has_tabs else _rows_of_csv
         for number, row in read_rows(part, rows, lines, len(names)):
             # A str is what is wrong with the row.
             if isinstance(row, str):
@@ -549,9 +554,9 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise ValueError(f'{part.path} holds {kind}, not strings, in its column "{text_field}"')
         # Rows have the numbers of the whole file, also in a range of its row groups.
-        groups = range(part.start, table.num_row_groups if part.end is None else part.end)
+        groups_end = table.num_row_groups if part.end is None else part.end
         number = end = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-        for group in groups:
+        for group in range(part.start, groups_end):
             end += table.metadata.row_group(group).num_rows
             try:
                 for batch in table.iter_batches(

@@ -229,6 +229,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
         encoded = _encoded([_text_of(record) for _, record in batch], backend)
         # Of almost every batch this one look says that no document needs another.
         has_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
+        forbidden = job.forbidden if has_special else {}
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, BadRecord):
                 # Its message may quote what the file holds.
@@ -238,7 +239,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
                 first_bad.setdefault(number, bad)
             else:
                 readable.add(number)
-                message = _unencodable(record[1], ids, job.forbidden if has_special else {})
+                message = _unencodable(record[1], ids, forbidden)
                 if not message:
                     out.add(ids, record[1], piece.parts[number].goes)
                     continue
@@ -287,8 +288,10 @@ def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
     """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in
     sections."""
     # The working memory of the backend grows with the text.
-    if len(texts) == 1 and len(parts := list(sections(texts[0]))) > 1:
-        return [_joined(parts, backend)]
+    if len(texts) == 1:
+        parts = list(sections(texts[0]))
+        if len(parts) > 1:
+            return [_joined(parts, backend)]
     # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy
     # takes an array.array three times as fast as a list of int.
     return [np.frombuffer(ids, dtype=np.uint32) for ids in _ids(texts, backend)]

@@ -260,7 +260,8 @@ def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles)
     """Raises ValueError for a folder without a matching file."""
     words = " ".join(pattern)
     if list(pattern) == DEFAULT_PATTERNS:
-        words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
+        kinds = " ".join(f"*{kind}" for kind in KINDS)
+        words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
     if web := sum(input_files.not_read[kind] for kind in WEB):
         advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
@@ -339,11 +340,13 @@ def is_dataset(folder: str) -> bool:
 def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
     """Whether a name in lower case matches one of the patterns, as in a shell: only a dot matches a
     dot at its beginning."""
-    one_by_one = (
-        ("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower())
-        for one in pattern
-    )
-    return re.compile("|".join(one_by_one)).match
+    expressions = []
+    for one in pattern:
+        expression = fnmatch.translate(one.lower())
+        if not one.startswith("."):
+            expression = r"(?!\.)" + expression
+        expressions.append(expression)
+    return re.compile("|".join(expressions)).match
 
 
 def suffix(path: str) -> str:
@@ -437,16 +440,24 @@ def compression_of(path: str) -> Optional[str]:
     """A name of COMPRESSIONS, by the first bytes of a file; None for one that isn't compressed."""
     with open(path, "rb") as file:
         head = file.read(10)
-    return next((name for name, (magic, _) in COMPRESSIONS.items() if re.match(magic, head)), None)
+    for name, (magic, _) in COMPRESSIONS.items():
+        if re.match(magic, head):
+            return name
+    return None
 
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
     """The content of a file, decompressed."""
     name = compression_of(path)
-    # Closing a decompressor doesn't close the file that it was given.
-    with open(path, "rb") as raw, raw if name is None else COMPRESSIONS[name][1](raw) as file:
-        yield file
+    with open(path, "rb") as raw:
+        if name is None:
+            yield raw
+            return
+        # Closing a decompressor doesn't close the file that it was given.
+        _, decompress = COMPRESSIONS[name]
+        with decompress(raw) as file:
+            yield file
 
 
 def is_damage(error: BaseException) -> bool:

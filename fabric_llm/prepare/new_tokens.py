@@ -56,7 +56,9 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     """At most `most` new tokens, those that save most tokens first. The same texts give the same
     tokens."""
     of_bytes = is_byte_level(backend)
-    counts = Counter(word for text in texts for word in split(backend, text, of_bytes))
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(split(backend, text, of_bytes))
     words = Words(backend, counts)
     total = sum(time * len(symbols) for symbols, time in zip(words.symbols, words.times))
     # The smallest is taken first: what saves most, then characters, then pairs.
@@ -123,11 +125,10 @@ class Words:
             index: joined(self.symbols[index], candidate) for index in self.places.pop(candidate)
         }
         # A character stays one symbol, but can now be part of a pair.
-        changed = [
-            index
-            for index in after
-            if len(candidate) == 1 or len(after[index]) < len(self.symbols[index])
-        ]
+        changed = []
+        for index, symbols in after.items():
+            if len(candidate) == 1 or len(symbols) < len(self.symbols[index]):
+                changed.append(index)
         # Words that change are taken out of the counts, and added again as they are then.
         recounted: set[Candidate] = set()
         for index in changed:
@@ -170,7 +171,11 @@ def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
     if of_bytes:
         return [word for word, _ in parts]
     inner = pre_tokenizers.Split(WORDS, "isolated")
-    return [word for part, _ in parts if part for word, _ in inner.pre_tokenize_str(part)]
+    words: list[str] = []
+    for part, _ in parts:
+        if part:
+            words += [word for word, _ in inner.pre_tokenize_str(part)]
+    return words
 
 
 def joined(symbols: list[str], candidate: Candidate) -> list[str]:
@@ -208,7 +213,9 @@ def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:
             for number in range(len(vocab), first)
         ]
         for token in learned:
-            replaced = sum(scores[part] for part in token.pair) + MARGIN if token.pair else least
+            replaced = least
+            if token.pair:
+                replaced = sum(scores[part] for part in token.pair) + MARGIN
             scores[token.text] = max(math.log(token.share), replaced)
             vocab.append([token.text, scores[token.text]])
     return Tokenizer.from_str(json.dumps(state, ensure_ascii=False))

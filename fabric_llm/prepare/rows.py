@@ -366,19 +366,20 @@ def save_rows(
     """
     failpoint("prepare.rows")
     total = sum(int(mine.sum()) for mine in documents.splits.values())
+    # best_fit fills up even a row of one token.
+    enough = 1 if packing == "best_fit" else context_length
     # Both splits are checked before one is written, which may take an hour.
     for name, mine in documents.splits.items():
         tokens = int(documents.lengths[mine].sum())
-        # best_fit fills up even a row of one token.
-        if tokens >= (1 if packing == "best_fit" else context_length):
+        if tokens >= enough:
             continue
+        other = "larger" if name == "validation" else "smaller"
         raise ValueError(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
             f"which do not fill one row of context_length {context_length}: choose a smaller "
-            f"--context_length or a {'larger' if name == 'validation' else 'smaller'} "
-            "--validation_fraction, or give more text (a plain-text file is one document unless "
-            "--document_separator says otherwise, and neither documents nor copies of one are ever "
-            "divided between splits)"
+            f"--context_length or a {other} --validation_fraction, or give more text (a plain-text "
+            "file is one document unless --document_separator says otherwise, and neither "
+            "documents nor copies of one are ever divided between splits)"
         )
     # A flat file beside the dataset, which both splits use in turn.
     described, largest, path = {}, -1, folder.with_name("rows")

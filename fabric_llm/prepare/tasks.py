@@ -115,7 +115,11 @@ def _loaded(tasks: str) -> dict[str, Any]:
     paths = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
     # What isn't a file or a folder of them is a name that lm_eval may know.
     unknown = [name for name in names if not paths[name][0].is_file()]
-    described = _described([file for name in names if name not in unknown for file in paths[name]])
+    given_files: list[Path] = []
+    for name in names:
+        if name not in unknown:
+            given_files += paths[name]
+    described = _described(given_files)
     # Which of the two is meant can't be known.
     if twice := [name for name in unknown if name in described]:
         there = str(described[twice[0]][0])
@@ -146,13 +150,16 @@ def _loaded(tasks: str) -> dict[str, Any]:
         members |= index[member].tags  # which are tasks, if it is a tag
     # A described task goes by its own name, and not by that of its file.
     name_in = {path: name for name, (path, _) in described.items()}
-    specs = dict.fromkeys(name_in.get(path, name) for name in names for path in paths[name])
+    specs: list[str] = []
+    for name in names:
+        specs += [name_in.get(path, name) for path in paths[name]]
+    not_in_groups = [name for name in dict.fromkeys(specs) if name not in members]
     # Without a network, the datasets of tasks are taken from the cache at once.
     reach_hub()
     random.seed(0)  # as lm_eval.simple_evaluate does, for tasks that shuffle their choices
     np.random.seed(SEED)
     with _errors_of_lm_eval(f"--tasks {tasks}{lacking}: lm_eval can't load this"):
-        loaded = manager.load([name for name in specs if name not in members])["tasks"]
+        loaded = manager.load(not_in_groups)["tasks"]
     # A group without tasks loads without an error.
     if not loaded:
         raise ValueError(f"--tasks {tasks}: this is no task, but a group without tasks")
@@ -282,7 +289,9 @@ def _build_requests(name: str, task: Any) -> None:
         own = task.fewshot_cfg.split == task.config.test_split  # a document isn't its own example
         if examples + own <= there:
             raise
-        drawn = f"{there} documents" + (", of which one is asked itself" if own else "")
+        drawn = f"{there} documents"
+        if own:
+            drawn += ", of which one is asked itself"
         raise ValueError(
             f"--tasks: {name!r} has num_fewshot {examples}, drawn from {drawn}"
         ) from error
