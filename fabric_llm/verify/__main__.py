@@ -108,20 +108,25 @@ def main(argv: Optional[list[str]] = None) -> int:
         document["date_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         print("\nCertificate")
         for key, value in document.items():
-            if isinstance(value, dict):
-                value = ", ".join(
-                    f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in value.items()
-                )
             # A list, such as of findings, has a line for each.
-            for line in value if isinstance(value, list) else [value]:
+            lines = value if isinstance(value, list) else [value]
+            if isinstance(value, dict):
+                pairs = []
+                for name, entry in value.items():
+                    pairs.append(f"{name} {entry:,}" if type(entry) is int else f"{name} {entry}")
+                lines = [", ".join(pairs)]
+            for line in lines:
                 print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
             # Written before the error is raised: a bad certificate is the one that is looked at.
             Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
         # The exit code is that of the worst finding, and the sentence that of the first.
         if document["code"] != DONE:
-            first, *others = document["differences" if given.drill else "findings"]
-            raise Fault(first + f" And {len(others)} more." * bool(others), document["code"])
+            problems = document["differences" if given.drill else "findings"]
+            sentence = problems[0]
+            if len(problems) > 1:
+                sentence += f" And {len(problems) - 1} more."
+            raise Fault(sentence, document["code"])
     return DONE
 
 

@@ -172,7 +172,8 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     if ours is None or theirs is None or ours.name != theirs.name:
         differences.append(f"the newest checkpoints are {ours} and {theirs}.")
     else:
-        written, others = (files.describe(path, tensor_files(path)) for path in (ours, theirs))
+        written = files.describe(ours, tensor_files(ours))
+        others = files.describe(theirs, tensor_files(theirs))
     # A file that only one of them has is a difference as well.
     for name in sorted(written.keys() | others.keys()):
         if written.get(name) != others.get(name):
@@ -206,9 +207,9 @@ def find_launcher(launcher: str) -> list[str]:
     """The words of --launcher with the program's path, also looked for beside Python, for
     environments that aren't activated."""
     words = shlex.split(launcher)
-    found = words and (
+    program = words and (
         shutil.which(words[0]) or shutil.which(Path(sys.executable).parent / words[0])
     )
-    if not found:
+    if not program:
         raise Fault(f"--launcher {launcher!r}: there is no such program.")
-    return [found, *words[1:]]
+    return [program, *words[1:]]

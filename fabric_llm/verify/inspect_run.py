@@ -83,7 +83,8 @@ class Report:
             good = check(path, *facts, self)
         # Other codes, such as of bad input, would say here that the command was wrong.
         except Fault as fault:
-            self.find(str(fault), fault.code if fault.code == REFUSED else NO_CHECKPOINT)
+            code = REFUSED if fault.code == REFUSED else NO_CHECKPOINT
+            self.find(str(fault), code)
         except UNREADABLE as error:
             self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
         if len(self.findings) == before:
@@ -202,8 +203,8 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
         # As the log has it: the mean over the sources by their shares.
         together = sum(share * evaluated[name] for name, share in shares.items())
         evaluated["eval_loss"] = together / sum(shares.values())
-    said = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
-    return {**said, "position": position, "evaluated": evaluated}
+    document = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
+    return {**document, "position": position, "evaluated": evaluated}
 
 
 def damaged_files(path: Path) -> Iterator[str]:
@@ -276,9 +277,9 @@ def check_finite(path: Path, report: Report) -> str:
 def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     """Compare the rows that all ranks have read, as `progress` of the `file` progress.json records,
     with those of its position."""
-    said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
+    rows, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
     # A count and a sum of hashes over all ranks: the same rows give the same, in any order.
-    first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
+    first, read = rows["from_position"], RowsRead(rows["count"], rows["hash_sum"])
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
     mixture, order = mixture_of(progress), fixed.get("row_order")
     # the rows of a stream are their positions
@@ -328,13 +329,13 @@ def check_status(file: Path, status: dict[str, Any], durable: int, report: Repor
     # A file without the field isn't the status of a run either.
     if type(status.get("last_durable_step", "")) not in (int, type(None)):
         raise ValueError("it isn't the status of a run")
-    said = status["last_durable_step"]
+    saved = status["last_durable_step"]
     # A checkpoint that a rewind has set aside isn't missing.
-    if (said or 0) > durable and not any(file.parent.glob(f"aside-step-{said:08d}-*")):
-        report.find(f"{str(file)!r} says that step {said} was saved, which isn't there.")
+    if (saved or 0) > durable and not any(file.parent.glob(f"aside-step-{saved:08d}-*")):
+        report.find(f"{str(file)!r} says that step {saved} was saved, which isn't there.")
     running = status.get("code") is None
     ended = "still running, or killed" if running else f"code {status['code']}, {status['reason']}"
-    return f"{file.name}: {ended}; step {status.get('step')}, last durable step {said}"
+    return f"{file.name}: {ended}; step {status.get('step')}, last durable step {saved}"
 
 
 NumberedLine = tuple[int, dict[str, Any]]  # its number in metrics.jsonl, and what it holds
@@ -372,9 +373,10 @@ def check_metrics(
     # A run that ended well has saved after its last line.
     if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
         sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
-        report.find(f"{sentence}.") if over else report.note(
-            f"{sentence}: a resumed run writes them anew."
-        )
+        if over:
+            report.find(f"{sentence}.")
+        else:
+            report.note(f"{sentence}: a resumed run writes them anew.")
     _compare_training(
         name, {record["step"]: record for _, record in training}, durable, documents, report
     )
