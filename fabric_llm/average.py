@@ -120,8 +120,10 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
 def weights_of(given: str, count: int) -> list[float]:
     """The weight of each of `count` parts, which add up to 1, for what --weights says. Raises
     ValueError."""
+    numbers = [1.0] * count
     try:
-        numbers = [1.0] * count if given == "equal" else [float(word) for word in given.split(",")]
+        if given != "equal":
+            numbers = [float(word) for word in given.split(",")]
     except ValueError:
         raise ValueError(
             f"--weights takes equal or a number for each part, such as 0.7,0.3, not {given!r}."
@@ -190,10 +192,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             print(f"  {weight:.4f}  {folder}", flush=True)
         # What average.json says of where the weights come from.
         how = {"weights": given.forgetting_budget or given.weights, **more}
-        verified, better = (
-            average.average(parts, weights, how, output, given.dtype, given.max_shard_size),
-            None,
-        )
+        better = None
+        size = given.max_shard_size
+        verified = average.average(parts, weights, how, output, given.dtype, size)
         print(verified, flush=True)
         ending.left = f"{output} is complete"
         # The search has evaluated the points of the line, the chosen one among them.

@@ -67,13 +67,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         files.writable(output)
         chosen = {"pattern": given.pattern or DEFAULT_PATTERNS, "exclude": given.exclude or []}
         # The files are listed, but none is read yet.
-        found = inputs.find_sources(given.input, output=output.resolve(), **chosen)
+        corpus_files = inputs.find_sources(given.input, output=output.resolve(), **chosen)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.prepare import corpus
         from fabric_llm.weights.extend import extend
 
         # In memory: learning counts pairs over and over, and needs a sample and no more.
-        texts = corpus.read(found, given.text_field, separator)
+        texts = corpus.read(corpus_files, given.text_field, separator)
         print(corpus.summary(texts), flush=True)
         print("\n".join(extend(given.model_name, texts, output, given.tokens)))
         ending.left = f"{given.output} is complete"

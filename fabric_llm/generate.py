@@ -56,9 +56,8 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     # Refuses a model that would run code of its own.
     config, tokenizer = loading.load_config(folder), loading.tokenizer_beside(folder)
     if tokenizer is None or not loading.has_weights(folder):
-        raise ValueError(
-            f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with."
-        )
+        lacking = "tokenizer" if tokenizer is None else "weights"
+        raise ValueError(f"{folder!r} has no {lacking} to generate with.")
     # int64 [1, tokens]
     prompt = torch.tensor([loading.prompt_tokens(tokenizer, text)])
     # Beyond its positions a model writes noise. Some have no such limit.
@@ -70,20 +69,17 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
             f"{most}."
         )
     device = "cuda" if given.device == "auto" and torch.cuda.is_available() else "cpu"
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, trust_remote_code=False, output_loading_info=True
     )
     # transformers would only warn, and draw them at random.
-    if found["missing_keys"]:
-        raise ValueError(f"{folder!r} has no weights for {sorted(found['missing_keys'])[0]}.")
+    if info["missing_keys"]:
+        raise ValueError(f"{folder!r} has no weights for {sorted(info['missing_keys'])[0]}.")
     torch.manual_seed(given.seed)
+    how = {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
     # At temperature 0 nothing is drawn, and transformers warns of settings for it.
-    how = (
-        {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0}
-        if given.temperature
-        else {}
-    )
-    how |= {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
+    if given.temperature:
+        how |= {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0}
     # What else the model's own file asks for, such as a penalty or beams, isn't what this command
     # says it does.
     how |= {
@@ -120,7 +116,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             )
         # The line feed that `echo` adds would be part of the prompt.
         try:
-            text = sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt
+            text = given.prompt
+            if text is None:
+                text = sys.stdin.read().removesuffix("\n")
             # Half of a surrogate pair stands for a byte that isn't UTF-8.
             text.encode()  # in the locale C, Python reads any bytes
         except UnicodeError as error:

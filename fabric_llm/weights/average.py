@@ -66,7 +66,9 @@ class Part:
     @property
     def name(self) -> str:
         """Short, for a table."""
-        return str(self.path) if self.progress is None else "/".join(self.path.resolve().parts[-2:])
+        if self.progress is None:
+            return str(self.path)
+        return "/".join(self.path.resolve().parts[-2:])
 
 
 def open_parts(folders: Sequence[Path]) -> list[Part]:
@@ -344,7 +346,8 @@ def losses_of(
     # Where the run kept documents apart, they are kept apart here.
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
-    with gate.attention(model, packed_attention.PACKED) if packs else nullcontext():
+    attention = gate.attention(model, packed_attention.PACKED) if packs else nullcontext()
+    with attention:
         # As runs have it, with the loss in chunks where it can.
         wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(
             fabric.device

@@ -57,7 +57,9 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
                         EvalResult("text-generation", name, name, measure, numbers[measure])
                     )
     # Without the configuration that may follow a colon.
-    from_hub = {name.partition(":")[0] for one in data for name in one.get("from_hub", ())}
+    from_hub: set[str] = set()
+    for one in data:
+        from_hub |= {name.partition(":")[0] for name in one.get("from_hub", ())}
     # The hub reads this: it links the base and the datasets, and lists the results.
     front = ModelCardData(
         **of_base,
@@ -67,7 +69,12 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         **ALWAYS,
     )
 
-    arguments = run / "arguments.yaml"
+    file, arguments = run / "arguments.yaml", ""
+    if file.is_file():
+        arguments = file.read_text("utf-8", "replace")
+    left_out: list[str] = []
+    for event in events:
+        left_out += event.get("tensors", ())
     versions = {}
     for name, then in manifest["versions"].items():
         # Those of the run, and those of this export.
@@ -81,7 +88,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         name=given.push_to_hub or given.output,
         title=title,
         commit=commit,
-        left_out=[name for event in events for name in event.get("tensors", ())],
+        left_out=left_out,
         given=given,
         source=source,
         progress=progress,
@@ -94,7 +101,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         proof=proof,
         verified=read_proof(proof),
         versions=versions,
-        arguments=arguments.read_text("utf-8", "replace") if arguments.is_file() else "",
+        arguments=arguments,
     )
 
 
@@ -104,7 +111,9 @@ def write_of_average(folder: Path, verified: str) -> None:
     note = json.loads((folder / "average.json").read_bytes())
     checkpoints = [Path(part["path"]) for part in note["parts"] if part["step"] is not None]
     # Plain models have no run that would say what they began with.
-    of_base, _ = begun_with(keep.read_progress(checkpoints[-1])) if checkpoints else ({}, None)
+    of_base: dict[str, Any] = {}
+    if checkpoints:
+        of_base, _ = begun_with(keep.read_progress(checkpoints[-1]))
     front = ModelCardData(**{**of_base, **ALWAYS, "tags": [*ALWAYS["tags"], "merge"]})
     fill_in(folder, "average.md", front=front, name=folder, note=note, verified=verified)
 
@@ -253,7 +262,8 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
         return
     axes = Figure((8, 4), 120, layout="constrained").subplots()
     for name, points in curves.items():
-        axes.plot(*zip(*points), "-" if name == "training" else ".-", label=name)
+        line_style = "-" if name == "training" else ".-"
+        axes.plot(*zip(*points), line_style, label=name)
     axes.set(xlabel="Step", ylabel="Loss, nats a token")
     axes.legend()
     axes.figure.savefig(file)

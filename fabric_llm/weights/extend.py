@@ -195,10 +195,12 @@ def with_rows(table: Tensor, first: int, parts: Sequence[Sequence[int]], rows: i
     # A mean of rows in 16 bits would be rounded at each step.
     old, end = table[:first].float(), first + len(parts)
     mean = old.mean(dim=0)
-    new = torch.stack([old[list(part)].mean(dim=0) if part else mean for part in parts])
+    new = []
+    for part in parts:
+        new.append(old[list(part)].mean(dim=0) if part else mean)
     # Rows that the model has but no token uses stay as they are.
     unused = table[end:] if rows == len(table) else mean.expand(rows - end, *mean.shape)
-    return torch.cat([table[:first], new.to(table.dtype), unused.to(table.dtype)])
+    return torch.cat([table[:first], torch.stack(new).to(table.dtype), unused.to(table.dtype)])
 
 
 def compare_models(
@@ -212,12 +214,8 @@ def compare_models(
     """
     model, first = opened(folder), longer.first
     rows = len(model.get_input_embeddings().weight)
-    if (
-        not len(model.get_output_embeddings().weight)
-        == model.config.get_text_config().vocab_size
-        == rows
-        >= tokens
-    ):
+    of_head = len(model.get_output_embeddings().weight)
+    if {of_head, model.config.get_text_config().vocab_size} != {rows} or rows < tokens:
         raise VerificationError(
             f"the model has {rows} embeddings for {tokens} tokens, which its output head or its "
             "config.json contradicts."
@@ -226,9 +224,8 @@ def compare_models(
     old_rows = dict.fromkeys(longer.tables, first)
     require_weights(model, longer.weights, "the old values of {} have changed", old_rows)
     parameters = len(list(model.parameters()))
-    difference = (
-        (logits_of(model.float(), probe)[:, :first] - before).abs().max() / before.std()
-    ).item()
+    now = logits_of(model.float(), probe)[:, :first]
+    difference = ((now - before).abs().max() / before.std()).item()
     differ = f"{difference:.1e} of their standard deviation"
     if not difference <= ROUNDING:  # also where it is NaN
         raise VerificationError(f"the logits of old tokens differ by up to {differ}.")

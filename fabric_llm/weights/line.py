@@ -107,7 +107,9 @@ def next_share(worth: Mapping[float, float], best: float) -> float:
     right = min((share for share in worth if share > best), default=best)
     # The edge of a budget lies between, where the most is learned; else the wider gap is halved.
     is_edge = right > best and worth[right] == -math.inf
-    neighbour = right if is_edge or right - best >= best - left else left
+    neighbour = left
+    if is_edge or right - best >= best - left:
+        neighbour = right
     if abs(neighbour - best) <= CLOSE * best:
         return best
     return round((best + neighbour) / 2, 3)
