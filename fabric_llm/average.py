@@ -164,6 +164,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         folders = named(given.parts, given.last)
         # No weights yet where evaluations are to find them, below.
         budgets, weights, more = parse_budgets(given.forgetting_budget), [], {}
+        # What an evaluation of points needs is checked before torch is imported.
         if budgets or given.weights == KNEE:
             require_line(given, len(folders))
         else:

@@ -61,6 +61,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         output = Path(given.output)
         # Files that could run code, or aren't a model's, are refused before anything is read.
         check_model_folder(given.model_name)
+        # A mistake in any flag is told before the corpus is read.
         separator = inputs.separator(given.document_separator)
         # A place that can't be written to is told before the corpus is read.
         exported_output(output, given.overwrite)

@@ -381,6 +381,7 @@ def _make_dataset(
     left_out = f"{empty} empty documents and {bad} that can't be read were skipped"
     if bad:
         left_out += f": {sentences[0]}"
+    # Without a document nothing can be divided into splits.
     if not work.total("documents"):
         count = len(input_files.sources)
         raise ValueError(f"no document with text in {count} inputs and files: {left_out}")

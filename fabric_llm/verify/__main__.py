@@ -110,6 +110,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         for key, value in document.items():
             # A list, such as of findings, has a line for each.
             lines = value if isinstance(value, list) else [value]
+            # Counts and versions take one line. Commas make large numbers readable.
             if isinstance(value, dict):
                 pairs = []
                 for name, entry in value.items():

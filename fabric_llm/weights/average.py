@@ -147,6 +147,7 @@ def average(
     note = {"what": "weighted average of models, summed in float64", **how}
     note |= {"dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
+        # None tells a plain model from a checkpoint: the card of the average asks.
         step = None if part.progress is None else part.progress["progress"]["step"]
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
     with replacing(output, skeleton, "The average") as folder:
@@ -256,6 +257,7 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     # The losses were put into `note` and its parts above.
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
     of_training = list(plan.data.sources)
+    # Losses of --eval_data don't count: they may be of text that nobody trains on.
     means = []
     for *_, entry in models:
         means.append(sum(entry["eval_loss"][of] for of in of_training) / len(of_training))
@@ -287,7 +289,7 @@ def as_in_run(
 
     budgets: {set: nats}; probes that have one are sets as well.
     """
-    # The last part's run is the one that the average goes on from.
+    # Of several runs the last one counts, as for the tokenizer and the generation config.
     newest = next((part for part in reversed(parts) if part.progress is not None), None)
     if newest is None:
         raise ValueError("none of the parts is a checkpoint, whose run would say on which data.")
@@ -295,6 +297,7 @@ def as_in_run(
     if not (run / "arguments.yaml").is_file():
         raise ValueError(f"{str(run)!r} has no arguments.yaml, which would say on which data.")
     flat = command_line.read_yaml(run / "arguments.yaml")
+    # Both callers begin the sentence: such as "Not evaluated".
     if flat["eval_iters"] == 0:
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
     # Hashing the data again would take longer than to evaluate on it.

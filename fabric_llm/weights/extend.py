@@ -256,7 +256,8 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
         same = old.decode(ids, skip_special_tokens=False)
         if new.decode(ids, skip_special_tokens=False) != same:
             raise VerificationError(f"old ids of a text decode otherwise: {text[:60]!r}.")
-        if unknown in ids:  # the text didn't come back before either
+        if unknown in ids:
+            # The text didn't come back before either: what <unk> stood for was lost.
             with_unknown += 1
         elif new.decode(ids_now, skip_special_tokens=False) != same:
             raise VerificationError(f"a text doesn't come back: {text[:60]!r}.")
