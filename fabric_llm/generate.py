@@ -4,7 +4,7 @@ as it is made (docs/runs.md)."""
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import option, parse
@@ -76,7 +76,10 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     if info["missing_keys"]:
         raise ValueError(f"{folder!r} has no weights for {sorted(info['missing_keys'])[0]}.")
     torch.manual_seed(given.seed)
-    how = {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
+    how: dict[str, Any] = {
+        "do_sample": given.temperature > 0,
+        "max_new_tokens": given.max_new_tokens,
+    }
     # At temperature 0 nothing is drawn, and transformers warns of settings for it.
     if given.temperature:
         how |= {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0}
