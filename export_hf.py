@@ -49,17 +49,20 @@ def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence(PROGRAM) as ending:
         arguments = parse_export(argv)
         output = Path(arguments.output)
+        # What is said if the command ends before the next assignment to `left`.
         ending.left = f"nothing was written to {output}"
         from fabric_llm.weights import checks
 
         checks.check(arguments)
         source = checkpoint_at(arguments.checkpoint)
+        # transformers must know a model class of the run's own code before it opens the checkpoint.
         register.load_of_run(source)
         # These import torch, which --help and mistakes don't wait for.
         from fabric_llm.weights import card, export
 
         # An export that was made before is pushed again once it is proven anew.
         is_there = output.exists() and not arguments.overwrite
+        # Which weights and which folder, before minutes of silence.
         what = f"the moving average of {source}" if arguments.ema else str(source)
         where = f"{output}, which is there: comparing them" if is_there else str(output)
         print(f"Exporting {what} to {where}", flush=True)
@@ -73,18 +76,22 @@ def main(argv: Optional[list[str]] = None) -> None:
             describe=lambda folder, proof: card.write(folder, proof, source, arguments),
         )
         print(export.read_proof(proof))
+        # The card was written for another name than the repository's.
         if is_there:
             card.rename(output, arguments.push_to_hub)
         if arguments.push_to_hub is not None:
+            # The export stays whatever becomes of the upload.
             ending.left = f"{output} is complete, but it isn't pushed (repeat the command)"
             push(output, arguments)
         ending.left = f"{output} is complete"
+        # As given, not as resolved: what is printed should work where the user stands.
         print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)
 
 
 def push(output: Path, arguments: ExportArguments) -> None:
     """Upload the folder, and print its address. Exits with code 2 and one sentence where that
     fails."""
+    # Only here, as in `main`: this module itself must not import torch.
     from fabric_llm.weights import export
 
     try:

@@ -12,6 +12,7 @@ from fabric_llm.base.program import plain_output
 
 def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence("prepare_data.py") as ending:
+        # Imported one after the other, so that --help and a mistake don't wait for torch.
         from prepare_arguments import parse_prepare
 
         arguments = parse_prepare(argv)
@@ -19,6 +20,7 @@ def main(argv: Optional[list[str]] = None) -> None:
 
         ending.left = f"nothing was written to {arguments.output}"
         checks.check(arguments)
+        # Tasks are made in one go, without a work folder.
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
@@ -31,15 +33,18 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import work_folder_of
 
+        # A flag that wasn't given is None, and `Options` has its default.
         given = {name: value for name, value in vars(arguments).items() if value is not None}
         inputs = given.pop("input")
         try:
             manifest = prepare.prepare(inputs=inputs, **given)
         except BaseException:
+            # Only complete pieces are taken up by the next start.
             if prepare.has_work(work_folder_of(Path(arguments.output).resolve())):
                 ending.left += "; the same command goes on from there"
             raise
         print(prepare.summary(manifest), flush=True)
+        # Whatever comes from here on, such as a closed pipe, must not read as a failure.
         ending.left = f"{arguments.output} is complete"
         following = command(
             "python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output

@@ -86,6 +86,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
     folders = []
     for name in given:
         path = Path(name)
+        # Only the cache: the hub isn't asked for a model that nobody has downloaded.
         if not path.is_dir():
             from huggingface_hub import try_to_load_from_cache
 
@@ -97,6 +98,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
                 f"No checkpoint, run or model at {name!r}, here or in the hub's "
                 f"cache.{nearest_of(path)}"
             )
+        # A checkpoint or a model is a part by itself, and a run stands for its newest checkpoints.
         if (path / MANIFEST).is_file() or (path / "config.json").is_file():
             folders.append(path)
             continue
@@ -106,6 +108,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
                 f"{name!r} is neither a checkpoint nor a run with one, nor a model with a "
                 "config.json."
             )
+        # Fewer than were asked for would pass for an average of all of them.
         if last is not None and last > len(there):
             raise ValueError(
                 f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}."
@@ -117,8 +120,10 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
 def weights_of(given: str, count: int) -> list[float]:
     """The weight of each of `count` parts, which add up to 1, for what --weights says. Raises
     ValueError."""
+    numbers = [1.0] * count
     try:
-        numbers = [1.0] * count if given == "equal" else [float(word) for word in given.split(",")]
+        if given != "equal":
+            numbers = [float(word) for word in given.split(",")]
     except ValueError:
         raise ValueError(
             f"--weights takes equal or a number for each part, such as 0.7,0.3, not {given!r}."
@@ -126,14 +131,17 @@ def weights_of(given: str, count: int) -> list[float]:
     if len(numbers) != count:
         raise ValueError(f"--weights {given}: {len(numbers)} numbers for {count} parts.")
     total = math.fsum(numbers)
+    # NaN fails these comparisons as well.
     if not all(number >= 0 for number in numbers) or not 0 < total < math.inf:
         raise ValueError(f"--weights {given}: weights are 0 or more, finite, and not all 0.")
+    # Shares of 1, so that the average of equal models is that model.
     return [number / total for number in numbers]
 
 
 def require_line(given: AverageArguments, count: int) -> None:
     """Raises ValueError unless evaluations of points between two of `count` parts can find the
     weights."""
+    # The sentences name the flag that was given.
     asked = "--weights knee" if given.forgetting_budget is None else "--forgetting_budget"
     if given.forgetting_budget is not None and given.weights != "equal":
         raise ValueError(
@@ -154,45 +162,59 @@ def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence(PROGRAM) as ending:
         given = AverageArguments(**parse(PROGRAM, ABOUT, [AverageArguments], argv, first="parts"))
         folders = named(given.parts, given.last)
+        # No weights yet where evaluations are to find them, below.
         budgets, weights, more = parse_budgets(given.forgetting_budget), [], {}
+        # What an evaluation of points needs is checked before torch is imported.
         if budgets or given.weights == KNEE:
             require_line(given, len(folders))
         else:
             weights = weights_of(given.weights, len(folders))
+        # The name of the last part: hf/step-00001000-average of a checkpoint.
         output = Path(given.output or f"hf/{Path(given.parts[-1]).resolve().name}-average")
         ending.left = f"nothing was written to {output}"
+        # --overwrite would remove a part once it was read.
         if output.resolve() in [folder.resolve() for folder in folders]:
             raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
+        # A place that can't be written to is told before any weight is read.
         exported_output(output, given.overwrite)
         files.writable(output)
         for folder in folders:
+            # transformers must know a model class of a run's own code before it opens the parts.
             register.load_of_run(folder)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.weights import average, card, line
 
         parts = average.open_parts(folders)
+        # The parts are verified by now: searching the line reads them many times.
         if not weights:
             weights, more = line.choose(parts, budgets, given.dtype)
         print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
+        # What average.json says of where the weights come from.
         how = {"weights": given.forgetting_budget or given.weights, **more}
-        verified, better = (
-            average.average(parts, weights, how, output, given.dtype, given.max_shard_size),
-            None,
-        )
+        better = None
+        size = given.max_shard_size
+        verified = average.average(parts, weights, how, output, given.dtype, size)
         print(verified, flush=True)
         ending.left = f"{output} is complete"
+        # The search has evaluated the points of the line, the chosen one among them.
         if more:
             try:
+                # The picture of the line stands beside the note that it is drawn from.
                 page_module("fabric_llm.report.line").write(output / average.NOTE)
+            # The average is complete without the picture, which needs a package of its own.
             except Fault as fault:
                 print(f"Not drawn: {fault}", flush=True)
         elif given.evaluate:
+            # Only a warning: which of the models is used is the user's choice.
             better = average.compare(parts, output)
+        # Last, since the card holds the losses that `compare` has put into average.json.
         card.write_of_average(output, verified)
+        # Whoever copies the last line should get the better model.
         best = output if better is None else better.path
         following = f"AutoModelForCausalLM.from_pretrained({str(best)!r})"
+        # A checkpoint may be sharded, and is loaded once it is exported.
         if better is not None and better.progress is not None:
             exports = command("python", "export_hf.py", better.path, output="hf/NAME")
             following = f"{exports} exports that part"

@@ -53,27 +53,35 @@ class ExtendArguments:
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
+        # All that can be wrong with the flags is told before torch is imported.
         given = ExtendArguments(
             **parse(PROGRAM, ABOUT, [ExtendArguments], argv, first="model_name")
         )
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
+        # Files that could run code, or aren't a model's, are refused before anything is read.
         check_model_folder(given.model_name)
+        # A mistake in any flag is told before the corpus is read.
         separator = inputs.separator(given.document_separator)
+        # A place that can't be written to is told before the corpus is read.
         exported_output(output, given.overwrite)
         files.writable(output)
         chosen = {"pattern": given.pattern or DEFAULT_PATTERNS, "exclude": given.exclude or []}
-        found = inputs.find_sources(given.input, output=output.resolve(), **chosen)
+        # The files are listed, but none is read yet.
+        corpus_files = inputs.find_sources(given.input, output=output.resolve(), **chosen)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.prepare import corpus
         from fabric_llm.weights.extend import extend
 
-        texts = corpus.read(found, given.text_field, separator)
+        # In memory: learning counts pairs over and over, and needs a sample and no more.
+        texts = corpus.read(corpus_files, given.text_field, separator)
         print(corpus.summary(texts), flush=True)
         print("\n".join(extend(given.model_name, texts, output, given.tokens)))
         ending.left = f"{given.output} is complete"
+        # The next commands, in full: the same corpus by the new tokenizer, then training.
         names = ("input", "pattern", "exclude", "text_field", "document_separator")
         of_corpus = {name: value for name in names if (value := getattr(given, name)) is not None}
+        # The new rows alone are trained first: all else is as it was.
         data, embeddings = "data/extended", {"train_only": "embeddings"}
         preparing = command(
             "python", "prepare_data.py", **of_corpus, tokenizer=given.output, output=data

@@ -4,7 +4,7 @@ as it is made (docs/runs.md)."""
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import option, parse
@@ -53,12 +53,14 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     from fabric_llm.model import loading
 
     loading.disable_progress_bar()
+    # Refuses a model that would run code of its own.
     config, tokenizer = loading.load_config(folder), loading.tokenizer_beside(folder)
     if tokenizer is None or not loading.has_weights(folder):
-        raise ValueError(
-            f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with."
-        )
+        lacking = "tokenizer" if tokenizer is None else "weights"
+        raise ValueError(f"{folder!r} has no {lacking} to generate with.")
+    # int64 [1, tokens]
     prompt = torch.tensor([loading.prompt_tokens(tokenizer, text)])
+    # Beyond its positions a model writes noise. Some have no such limit.
     most = getattr(config, "max_position_embeddings", sys.maxsize)
     if not 0 < prompt.shape[1] <= most - given.max_new_tokens:
         many = f"The prompt has {prompt.shape[1]} tokens, which must be one or more"
@@ -67,18 +69,20 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
             f"{most}."
         )
     device = "cuda" if given.device == "auto" and torch.cuda.is_available() else "cpu"
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, trust_remote_code=False, output_loading_info=True
     )
-    if found["missing_keys"]:
-        raise ValueError(f"{folder!r} has no weights for {sorted(found['missing_keys'])[0]}.")
+    # transformers would only warn, and draw them at random.
+    if info["missing_keys"]:
+        raise ValueError(f"{folder!r} has no weights for {sorted(info['missing_keys'])[0]}.")
     torch.manual_seed(given.seed)
-    how = (
-        {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0}
-        if given.temperature
-        else {}
-    )
-    how |= {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
+    how: dict[str, Any] = {
+        "do_sample": given.temperature > 0,
+        "max_new_tokens": given.max_new_tokens,
+    }
+    # At temperature 0 nothing is drawn, and transformers warns of settings for it.
+    if given.temperature:
+        how |= {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0}
     # What else the model's own file asks for, such as a penalty or beams, isn't what this command
     # says it does.
     how |= {
@@ -99,19 +103,26 @@ def main(argv: Optional[list[str]] = None) -> None:
         )
         ending.left = "the text is cut off"
         folder = Path(given.model)
+        # A run stands for its latest checkpoint, and a checkpoint must be whole.
         if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
             folder = keep.checkpoint_at(folder)
             keep.verified(folder)
             register.load_of_run(folder)
+        # transformers can't read a sharded checkpoint.
         if (folder / "weights").is_dir():
             exporting = command("python", "export_hf.py", folder, output="hf/NAME")
             raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")
+        # A terminal would wait for a text without a word.
         if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ValueError(
                 "There is no text to go on from: give --prompt TEXT, or pass it on standard input."
             )
+        # The line feed that `echo` adds would be part of the prompt.
         try:
-            text = sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt
+            text = given.prompt
+            if text is None:
+                text = sys.stdin.read().removesuffix("\n")
+            # Half of a surrogate pair stands for a byte that isn't UTF-8.
             text.encode()  # in the locale C, Python reads any bytes
         except UnicodeError as error:
             raise ValueError("The text on standard input isn't UTF-8.") from error

@@ -20,25 +20,31 @@ from fabric_llm.prepare.inputs import (
 def check(flags: Flags) -> None:
     """The flags of prepare_data.py, and what they name. Raises ValueError."""
     pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
+    # --tasks takes none of the flags that say how text is read.
     if flags.tasks is None:
         preparation(flags, flags.input)
         separator(flags.document_separator)
     else:
+        # A flag that differs from its default was given, and would be ignored without a word.
         known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
         others = [
             name
             for name, value in vars(flags).items()
             if value != getattr(type(flags), name) and name not in known
         ]
+        # Tasks have no texts that a tokenizer could be trained on, so it has to be named.
         if others or flags.tokenizer is None or not flags.tasks.strip(", "):
             words = f"not --{others[0]}" if others else "and needs the first"
             raise ValueError(
                 f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}."
             )
+    # A run of hours must not find only at its end that its result has no place.
     prepared_output(output, flags.overwrite)
     files.writable(output)
+    # Only lists files and reads first bytes, so that a mistyped --input fails at once.
     if flags.tasks is None:
         find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
+    # A name on the hub is checked by its form alone: the hub is asked later.
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         check_tokenizer_file(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:

@@ -46,6 +46,7 @@ class Piece(NamedTuple):
 
     def name(self, sources: Mapping[str, inputs.Source], encoded_with: Any) -> str:
         """Of its files: a hash of its parts, of sizes and times, and of what it is encoded with."""
+        # A source has the size and time of its file: a piece of a changed file gets another name.
         made_of = [(part, sources[part.path]) for part in self.parts]
         return hashlib.sha256(
             json.dumps([made_of, encoded_with], sort_keys=True).encode()
@@ -58,6 +59,7 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
 
     Raises ValueError for a dataset or table that can't be opened.
     """
+    # The pieces depend on the inputs alone: a resumed preparation must find the same ones.
     _note_files_named_as_splits(input_files)
     total = sum(source.bytes or 0 for source in input_files.sources)
     # The size grows in steps, so that pieces stay as they are when a file is added or taken away.
@@ -88,12 +90,14 @@ def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:
     doesn't say what a file is for."""
     trains, apart = False, []
     for source in input_files.sources:
+        # A text may be named test.txt for any reason.
         if inputs.KINDS.get(inputs.suffix(source.name), "text") == "text":
             continue
         split = _split_of_name(source.name)
         trains = trains or split == "train"
         if split not in ("", "train"):
             apart.append(source.name)
+    # Only beside a file named `train` is such a name likely to be that of a split.
     if apart and trains:
         more = f" and {len(apart) - 1} more" if apart[1:] else ""
         input_files.notes.append(
@@ -104,6 +108,7 @@ def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:
 
 def _split_of_name(path: str) -> str:
     """The split that a file, or else its folder, is named as; "" for none."""
+    # A file's own name says more than the folder's.
     file = path.rpartition(os.sep)[2].split(".")[0]
     folder = path.split(os.sep)[-2:][0]
     for name in (file, folder):
@@ -121,8 +126,10 @@ def _parts_of(
 ) -> Iterator[tuple[Part, int]]:
     """(part, its bytes on disk)"""
     part, size = Part(source.name, source.kind), source.bytes or 0
+    # "" is --document_separator none: the file stays one document.
     if part.kind == "text":
         part = part._replace(separator=separator or None)
+        # Many short files are documents each; a single or a long one is more likely a collection.
         is_long = len(input_files.sources) == 1 or size >= LONG_TEXT_BYTES
         if separator is None and is_long and _has_blank_lines(part):
             input_files.notes.append(
@@ -132,6 +139,7 @@ def _parts_of(
     has_lines = part.kind == "json_lines" or part.separator is not None
     if part.kind in ("dataset", "hub"):
         yield from _parts_of_dataset(part, size, input_files, piece_bytes)
+    # Only whole row groups can be read by themselves.
     elif size > piece_bytes and part.kind == "parquet":
         with documents.parquet_file(part.path) as file:
             groups = file.num_row_groups
@@ -145,6 +153,7 @@ def _parts_of(
 
 def _has_blank_lines(part: Part) -> bool:
     records = documents.read_part(part._replace(separator=BLANK_LINES), "")
+    # A record that begins at another byte than 0 stands behind a separator. One is enough.
     return any(number for number, _ in records)
 
 
@@ -153,6 +162,7 @@ def _ranges_of_bytes(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[
     start = 0
     with open(part.path, "rb") as file:
         while start < size:
+            # A range ends where the first document behind `place` begins: none is cut.
             end, place = size, start + piece_bytes
             if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
                 file.seek(place)
@@ -176,9 +186,11 @@ def _parts_of_dataset(
     part: Part, size: int, input_files: inputs.InputFiles, piece_bytes: int
 ) -> Iterator[tuple[Part, int]]:
     """The splits to train on, and those of validation. The others are left out, with a note."""
+    # Asks the hub, or opens the folder, so an input that can't be opened fails before any work.
     splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
     read = [name for name in splits if name in own or not is_no_training_text(name)]
+    # Validation alone leaves nothing for the split `train`.
     if read == own:
         raise ValueError(_nothing_to_train_on(part, [*splits]))
     for name in own:
@@ -188,16 +200,17 @@ def _parts_of_dataset(
     has_lengths = part.kind != "hub"  # a stream has none
     rows = sum(len(splits[name]) for name in read) if has_lengths else 0
     for name, split in splits.items():
+        # Rows that are left out are counted, so that the summary accounts for all of a dataset.
         if name not in read:
-            _note_left_out(
-                f"{part.path} [{name}]", len(split) if has_lengths else None, input_files
-            )
+            count = len(split) if has_lengths else None
+            _note_left_out(f"{part.path} [{name}]", count, input_files)
             continue
         part = part._replace(split=name)
         # A dataset that has a validation split keeps it, and no other rows of it are drawn.
         if own:
             goes = documents.TO_VALIDATION if name in own else documents.TO_TRAIN
             part = part._replace(goes=goes)
+        # A folder's bytes are known as a whole; each split gets its part by its number of rows.
         if has_lengths:
             yield from _ranges(part, len(split), size * len(split) // max(1, rows), piece_bytes)
         else:
@@ -241,6 +254,7 @@ def read(input_files: inputs.InputFiles, text_field: str, separator: Optional[st
     Raises ValueError where there are too few. How much text there is isn't known before it is read:
     files may be compressed.
     """
+    # One process reads all of it in order, so that the same inputs give the same texts.
     parts = [part for piece in plan(input_files, separator) for part in piece.parts]
     # of the hub, which may have no end
     is_stream = any(source.bytes is None for source in input_files.sources)
@@ -250,9 +264,10 @@ def read(input_files: inputs.InputFiles, text_field: str, separator: Optional[st
         if number % every == 0:
             taken.append(text)
             size += len(text.encode())
-        # A stream may have no end.
+        # Of a stream only the first texts are taken.
         if is_stream and size >= MAX_BYTES:
             break
+        # Every second text is dropped and the distance doubled, so that they stay evenly spread.
         while size > MAX_BYTES and len(taken) > 1:
             taken, every = taken[::2], 2 * every
             size = sum(len(text.encode()) for text in taken)
@@ -261,10 +276,11 @@ def read(input_files: inputs.InputFiles, text_field: str, separator: Optional[st
 
 def summary(corpus: Corpus) -> str:
     """One line that says what was read."""
-    learned, held_out = (
-        f"{len(some):,} texts ({sum(len(text.encode()) for text in some) / 1e6:,.1f} MB)"
-        for some in corpus[:2]
-    )
+    counts = []
+    for texts in (corpus.learned, corpus.held_out):
+        megabytes = sum(len(text.encode()) for text in texts) / 1e6
+        counts.append(f"{len(texts):,} texts ({megabytes:,.1f} MB)")
+    learned, held_out = counts
     taken = f", one text of {corpus.every}" if corpus.every > 1 else ""
     return f"Tokens are learned from {learned} and measured on {held_out} that are held out{taken}."
 
@@ -276,6 +292,7 @@ def hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
     if len(texts) == 1:
         cut = texts[0].rfind("\n", 0, len(texts[0]) * (ONE_OF - 1) // ONE_OF) + 1
         texts = [part for part in (texts[0][:cut], texts[0][cut:]) if part.strip()]
+    # Of fewer than ONE_OF texts the last one is held out.
     every = max(1, min(ONE_OF, len(texts)))
     held_out = texts[every - 1 :: every]
     # A copy of a text that is held out isn't learned from either.

@@ -81,9 +81,11 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
 
     Raises ValueError for a whole file that isn't what its name says, or has no `text_field`.
     """
+    # These aren't streams of bytes: their libraries open them by name.
     opens_it_itself = part.kind in ("parquet", "dataset", "hub")
     try:
         with nullcontext() if opens_it_itself else opened(part.path) as file:
+            # Only text and JSON lines are read from the middle, and neither is then compressed.
             if file is not None and part.start:
                 file.seek(part.start)
             yield from READERS[part.kind](part, text_field, file)
@@ -103,11 +105,13 @@ def where(part: Part, number: Optional[int]) -> str:
         return path
     if part.kind in ("dataset", "hub"):
         return f"{path} [{shown(part.split)}] row {number}"
+    # The other kinds have no lines that an editor would show by their number.
     if part.kind not in ("json_lines", "csv"):
         return f"{path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
     # Lines before the range are counted only where a message needs the number.
     if left := part.start:
         with open(part.path, "rb") as file:
+            # `number` counts from the beginning of the range; the lines before it are added.
             while block := file.read(min(left, BLOCK_BYTES)):
                 number, left = number + block.count(b"\n"), left - len(block)
     return f"{path}:{number}"
@@ -118,6 +122,7 @@ def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:
     for part in parts:
         for record in read_part(part, text_field):
             if not isinstance(record, BadRecord):
+                # White space alone counts as an empty document, and is used nowhere.
                 yield from filter(str.strip, sections(record[1]))
 
 
@@ -126,6 +131,7 @@ def sections(text: str) -> Iterator[str]:
     begin = 0
     while len(text) - begin > SECTION_CHARACTERS:
         end = begin + SECTION_CHARACTERS
+        # Behind the end of a line a cut seldom divides a word.
         cut = text.rfind("\n", begin, end) + 1 or end
         yield text[begin:cut]
         begin = cut
@@ -134,13 +140,16 @@ def sections(text: str) -> Iterator[str]:
 
 def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     for number, content in cut_text(file, part):
+        # Its end may come with the block that makes it too long, so its length is checked, too.
         if content is None or len(content) > RECORD_BYTES:
             yield BadRecord(
                 number,
                 f"is longer than {RECORD_BYTES >> 20} MiB: divide it with --document_separator",
             )
+        elif number:
+            yield _document(number, content)
         else:  # a byte order mark at the beginning isn't part of the text
-            yield _document(number, content if number else content.removeprefix(codecs.BOM_UTF8))
+            yield _document(number, content.removeprefix(codecs.BOM_UTF8))
 
 
 def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]]:
@@ -153,24 +162,28 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
     while True:
         # As much again as there is, so that a long document isn't searched anew for each block.
         room = max(BLOCK_BYTES, len(buffer))
+        # Not a byte behind the range, which belongs to the next part.
         if part.end is not None:
             room = min(room, part.end - begin - dropped - len(buffer))
         block, damage = read_block(file, room)
         buffer += block
         at = 0  # the first byte of `buffer` that belongs to the document at `begin`
-        for match in separator.finditer(buffer) if separator else ():
+        # Each separator ends the document at `begin`; `begin` then moves behind it.
+        matches = separator.finditer(buffer) if separator else ()
+        for match in matches:
             if match.end() == len(buffer) and block:  # it may go on in the next block
                 break
-            yield begin, None if dropped else buffer[at : match.start()]
+            yield begin, (None if dropped else buffer[at : match.start()])
             begin += dropped + match.end() - at
             at, dropped = match.end(), 0
         buffer = buffer[at:]
+        # All documents before the damage have been handed out.
         if damage is not None:
             raise damage
         if not block:
             # Nothing behind the last separator is no document, but an empty file is one.
             if buffer or dropped or begin == part.start:
-                yield begin, None if dropped else buffer
+                yield begin, (None if dropped else buffer)
             return
         if len(buffer) > RECORD_BYTES:
             # The end stays, where a separator may have begun. Each of its \n may match \r\n.
@@ -181,6 +194,7 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
 
 def read_block(file: BinaryIO, size: int) -> tuple[bytes, Optional[Exception]]:
     """(`size` bytes, or those before the end or a damage; the damage, to be raised after use)"""
+    # read1 reads once at a time. If a damage follows, read would lose the bytes before it.
     blocks = []
     while size > 0:
         try:
@@ -211,6 +225,7 @@ def _text_of(record: Any, text_field: str, number: int, place: str = "field") ->
 def _document(number: int, content: str | bytes) -> Record:
     """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such
     as "\\ud800"."""
+    # English in UTF-16 has a NUL in every second byte, and may pass for valid UTF-8.
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
         return BadRecord(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
     try:
@@ -225,6 +240,7 @@ def _document(number: int, content: str | bytes) -> Record:
 
 def _is_utf8(text: str) -> bool:
     """False for half of a surrogate pair, and for bytes decoded with `surrogateescape`."""
+    # Encoding fails on surrogates alone. A str knows whether it is ASCII, which saves that.
     if not text.isascii():
         try:
             text.encode()
@@ -234,6 +250,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _no_field(text_field: str, present: Iterable[str]) -> str:
+    # Only the first MAX_FIELDS are named: a table may have thousands of columns.
     names = list(present)
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
@@ -243,12 +260,14 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
 
 
 def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
+    # readline stops at RECORD_BYTES: a file without line feeds must not fill the memory.
     for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES), b""), 1):
         if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
             # What is left of the line is read away, so that a record begins with the next one.
             while line and not line.endswith(b"\n"):
                 line = file.readline(BLOCK_BYTES)
             yield BadRecord(number, f"is longer than {RECORD_BYTES >> 20} MiB")
+        # An empty line isn't a record, such as the one at the end of many files.
         elif line.strip():
             try:
                 record = JSON.decode(line.decode("utf-8-sig"))
@@ -258,6 +277,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
                 yield BadRecord(number, f"is not valid JSON: {one_line(error)}")
             else:
                 yield _text_of(record, text_field, number)
+        # The range ends behind a line, so this is exactly its end.
         if part.end is not None and file.tell() >= part.end:
             return
 
@@ -283,12 +303,14 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
     """
     while file.read(1) != b"[":  # behind a byte order mark and white space
         pass
+    # A block may end inside a character, and an invalid byte must only spoil its own element.
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
     buffer, at = "", 0  # the next element begins at buffer[at]
     is_first, is_all, damage = True, False, None
     while True:
         try:
             end = SPACE.match(buffer, at).end()
+            # `[]` has no element, and `_element` would wait for one.
             if is_first and buffer.startswith("]", end):
                 break
             element, end = _element(buffer, at)
@@ -296,9 +318,11 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
             # Either the element goes on behind the buffer, or it is no JSON.
             if damage is not None:
                 raise damage from None
+            # No more text is read for it, and where the next element begins can't be known.
             if is_all or len(buffer) - at > RECORD_BYTES:
                 yield f"is not valid JSON: {one_line(error)}; what comes after it is not read"
                 return
+            # As much again as there is: a long element isn't parsed anew for each block.
             block, damage = read_block(file, max(BLOCK_BYTES, len(buffer) - at))
             is_all = not block
             buffer, at = buffer[at:] + decode(block, is_all), 0
@@ -307,6 +331,7 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
         if buffer[end] == "]":
             break
         at, is_first = end + 1, False
+    # What follows is reported and not read, such as the second of two files joined with `cat`.
     rest = buffer[end + 1 :].strip()
     while not rest and not is_all:
         block, damage = read_block(file, BLOCK_BYTES)
@@ -327,11 +352,14 @@ def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
     try:
         value, end = JSON.raw_decode(buffer, begin)
     except json.JSONDecodeError as error:
+        # Raises again for text that neither reads, which may go on in the next block.
         value, end = LENIENT_JSON.raw_decode(buffer, begin)
         message = f"is not valid JSON: {error.msg}"
     behind = SPACE.match(buffer, end).end()
+    # Such as 12 of 123, of which the buffer doesn't hold the 3 yet.
     if not buffer.startswith((",", "]"), behind):
         raise ValueError("there is no comma or bracket behind it")
+    # An invalid byte shows here as a surrogate. `_document` finds those of escapes, as "\ud800".
     if not _is_utf8(buffer[begin:end]):
         message = NOT_UTF8
     return message or (value,), behind
@@ -340,8 +368,8 @@ def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
 class Lines:
     """The lines of a table, of which some can be read again.
 
-    taken: those of the row that is being read. waits: the lines end before a damage of the file,
-    which is kept in `damage`.
+    taken: those of the row that is being read. waits: at a damage of the file the lines end, and
+    the error is kept in `damage` instead of being raised.
     """
 
     def __init__(self, lines: Iterator[str], waits: bool) -> None:
@@ -366,6 +394,7 @@ class Lines:
         try:
             return next(self.lines)
         except Exception as error:
+            # The lines before the damage are read first; `_rows_of_tsv` then raises it.
             if not self.waits or not is_damage(error):
                 raise
             self.damage = error
@@ -373,24 +402,30 @@ class Lines:
 
     def keep_first(self) -> None:
         """Leave the first line to the row, and the others to the next ones."""
+        # extendleft turns the order around.
         self.again.extendleft(reversed(self.taken[1:]))
         del self.taken[1:]
 
 
 def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
+    # The default of 128 KiB is less than many a document.
     csv.field_size_limit(RECORD_BYTES)
     has_tabs = suffix(part.path) == ".tsv"
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         # A quotation mark that nothing ends takes all lines before a damage. In .tsv, where it is
         # text, they are read again.
         lines = Lines(text, waits=has_tabs)
-        rows = csv.reader(lines, "excel-tab" if has_tabs else "excel", strict=True)
+        dialect, read_rows = "excel", _rows_of_csv
+        if has_tabs:
+            dialect, read_rows = "excel-tab", _rows_of_tsv
+        rows = csv.reader(lines, dialect, strict=True)
         try:
             names = next(rows, [])
         except csv.Error as error:
             raise ValueError(
                 f"{part.path} has no first line that names the columns: {error}"
             ) from None
+        # index() would silently take the first of them.
         if (count := names.count(text_field)) > 1:
             raise ValueError(
                 f'{part.path} has {count} columns named "{text_field}": give each its own name'
@@ -399,8 +434,8 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
         # The other columns are read as well: a quotation mark in one may begin several lines.
         column = names.index(text_field)
-        read_rows = _rows_of_tsv if has_tabs else _rows_of_csv
         for number, row in read_rows(part, rows, lines, len(names)):
+            # A str is what is wrong with the row.
             if isinstance(row, str):
                 yield BadRecord(number, row)
             elif len(row) != len(names):
@@ -420,6 +455,7 @@ def _rows_of_csv(
     """
     number, escaped = 1, 0
     while True:
+        # A row has the number of its first line: quoted fields may have several lines.
         number += len(lines.taken)
         lines.taken.clear()
         row, message = [], ""
@@ -459,6 +495,7 @@ def _rows_of_tsv(
     while True:
         number += len(lines.taken)
         lines.taken.clear()
+        # It stays None where csv refuses the row, such as for a quotation mark that nothing ends.
         row: Optional[list[str]] = None
         try:
             row = next(rows)
@@ -469,6 +506,7 @@ def _rows_of_tsv(
         except csv.Error:
             pass
         has_several = len(lines.taken) > 1
+        # The mark is text: its line is a row, and the lines behind it are read again.
         if row is None or has_several and _are_rows(lines.taken, columns):
             if has_several:
                 apart = number
@@ -489,6 +527,7 @@ def _rows_of_tsv(
 def _are_rows(lines: list[str], columns: int) -> bool:
     """Whether each of several lines is a row of its own. One that begins with a tab is a line of an
     indented text."""
+    # Without a tab nothing tells a row from a line of a field.
     if columns == 1:
         return False
     return all(line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines)
@@ -497,6 +536,7 @@ def _are_rows(lines: list[str], columns: int) -> bool:
 def parquet_file(path: str) -> pq.ParquetFile:
     """A table, which the caller closes. Raises ValueError for what is none."""
     try:
+        # A buffer instead of whole column chunks, which may be as large as a row group.
         return pq.ParquetFile(path, buffer_size=BLOCK_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {one_line(error)}") from error
@@ -507,15 +547,16 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         schema = table.schema_arrow
         if text_field not in schema.names:
             raise ValueError(f"{part.path} {_no_field(text_field, schema.names)}")
+        # A repeated string is often stored once, as a dictionary.
         kind = schema.field(text_field).type
         if pa.types.is_dictionary(kind):
             kind = kind.value_type
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise ValueError(f'{part.path} holds {kind}, not strings, in its column "{text_field}"')
         # Rows have the numbers of the whole file, also in a range of its row groups.
-        groups = range(part.start, table.num_row_groups if part.end is None else part.end)
+        groups_end = table.num_row_groups if part.end is None else part.end
         number = end = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-        for group in groups:
+        for group in range(part.start, groups_end):
             end += table.metadata.row_group(group).num_rows
             try:
                 for batch in table.iter_batches(
@@ -548,6 +589,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
     try:
         if kind == "hub":
             repository, _, config = name.partition(":")
+            # Offline, it takes its cache at once, and would else try for half a minute.
             if not reach_hub():
                 datasets.config.HF_HUB_OFFLINE = True
             return dict(datasets.load_dataset(repository, config or None, streaming=True))
@@ -555,11 +597,13 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
         splits = [""]
         if (folder / "dataset_dict.json").is_file():
             splits = split_names(folder)
+        # `load_from_disk` would follow names of files that lead out of the folder.
         for split in splits:
             has_rows(folder / split)  # raises what is wrong with it
         loaded = datasets.load_from_disk(name)
         return dict(loaded) if isinstance(loaded, dict) else {"rows": loaded}
     except Exception as error:  # the hub, its client and file formats raise some twenty types
+        # A refusal for security keeps its own code and sentence.
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
         message = f"{name} is not a complete dataset folder"
@@ -579,6 +623,7 @@ def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:
             raise ValueError(f"{part.path} [{part.split}] {_no_field(text_field, columns)}")
         rows = rows.select_columns([text_field])  # so that no image is decoded
     for number, row in enumerate(rows, part.start):
+        # A null is an empty document, as in parquet. A row without the field is a bad record.
         if row.get(text_field, "") is None:
             yield number, ""
         else:

@@ -50,7 +50,7 @@ MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
 TOKEN_BYTES = "token_bytes.npy"  # in the work folder: bytes_of_tokens of the tokenizer
 MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
-# Its tokens, where it goes (documents.DRAWN ...), and the hash of its text.
+# How many tokens it has, where it goes (documents.DRAWN ...), and the hash of its text.
 DOCUMENT = np.dtype([("tokens", "<i8"), ("goes", "u1"), ("hash", "<u8", 2)])
 Report = Callable[[int], Any]
 
@@ -121,6 +121,7 @@ class PieceFiles:
             self.mark.empty += 1
             return
         content = text.encode()
+        # The ids are uint32 here, and the dtype of the job holds all of the vocabulary.
         tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
         self.tokens.write(tokens.data)
         # Of the text and not of its tokens: a split must not depend on the tokenizer.
@@ -137,6 +138,7 @@ def lock(descriptor: int, taken: str) -> None:
     """Lock an open file until it is closed. Raises Fault (73) where another process has it. Some
     file systems have no locks."""
     try:
+        # The lock ends with the process, so that a killed one leaves none behind.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Fault(f"{taken}: wait for it, or end it.", UNWRITABLE) from None
@@ -149,6 +151,7 @@ def lock(descriptor: int, taken: str) -> None:
 def without_panic() -> Iterator[None]:
     """Raises ValueError where tokenizers panics, such as for a regular expression that takes too
     long, and hides its report."""
+    # Rust reports a panic to the descriptor itself, which replacing sys.stderr wouldn't hide.
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -226,15 +229,17 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
         encoded = _encoded([_text_of(record) for _, record in batch], backend)
         # Of almost every batch this one look says that no document needs another.
         has_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
+        forbidden = job.forbidden if has_special else {}
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, BadRecord):
                 # Its message may quote what the file holds.
                 bad = record._replace(message=shown(record.message, MAX_MESSAGE))
+                # Kept for the sentence that is due if no record of the file can be read.
                 unreadable[number] += 1
                 first_bad.setdefault(number, bad)
             else:
                 readable.add(number)
-                message = _unencodable(record[1], ids, job.forbidden if has_special else {})
+                message = _unencodable(record[1], ids, forbidden)
                 if not message:
                     out.add(ids, record[1], piece.parts[number].goes)
                     continue
@@ -242,6 +247,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
             if job.stop_on_error:
                 raise ValueError(_sentence(piece, number, bad))
             out.mark.bad += 1
+            # A file of nothing but bad records must not fill the mark.
             if len(out.mark.named) < MAX_NAMED:
                 out.mark.named.append((number, bad))
     for number, count in unreadable.items():
@@ -250,6 +256,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
 
 
 def _text_of(record: Record) -> str:
+    # A bad record has no tokens, but keeps its place in the batch.
     return "" if isinstance(record, BadRecord) else record[1]
 
 
@@ -261,6 +268,7 @@ def _unencodable(text: str, ids: np.ndarray, forbidden: Mapping[int, str]) -> st
                 f"holds text that this tokenizer turns into its special token {shown(name)}: take "
                 "it out, or choose a byte-level one"
             )
+    # Such a document would be nothing but its BOS and EOS.
     if text.strip() and not len(ids):
         return "holds text of which this tokenizer makes no token"
     return ""
@@ -280,8 +288,10 @@ def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
     """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in
     sections."""
     # The working memory of the backend grows with the text.
-    if len(texts) == 1 and len(parts := list(sections(texts[0]))) > 1:
-        return [_joined(parts, backend)]
+    if len(texts) == 1:
+        parts = list(sections(texts[0]))
+        if len(parts) > 1:
+            return [_joined(parts, backend)]
     # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy
     # takes an array.array three times as fast as a list of int.
     return [np.frombuffer(ids, dtype=np.uint32) for ids in _ids(texts, backend)]
@@ -357,6 +367,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     """
     count = min(num_workers, len(pieces))
     context = multiprocessing.get_context("spawn")  # threads of the tokenizer don't outlive a fork
+    # Only the pool's processes are killed below, and none that the caller has started.
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
@@ -383,7 +394,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
 def _begin_process(parent: int, threads: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # of the terminal's group; the other process ends this one
+        # A terminal signals its whole group, and the parent ends this process.
         signal.signal(number, signal.SIG_IGN)
     # The threads of all processes together are as many as there are cores.
     os.environ |= {
@@ -398,6 +409,7 @@ def _error_of(piece: Piece, name: str, job: Job) -> Optional[Exception]:
     try:
         encode_piece(piece, name, job)
     except OSError as error:
+        # Made anew, as a subclass of some library may not come through a pipe.
         if error.errno:
             return OSError(error.errno, error.strerror, error.filename)
         return OSError(str(error))

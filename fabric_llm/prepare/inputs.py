@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
 
-PACKED = (".gz", ".zst", ".bz2", ".xz")  # which each of KINDS can be
+PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that may follow each of KINDS
 KINDS = {
     **dict.fromkeys((".txt", ".md", ".rst"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "json_lines"),
@@ -35,7 +35,7 @@ KINDS = {
 }
 DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in KINDS]
 WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers would pass for text
-# Among the files of folders that aren't read, which are counted by suffix:
+# Files of folders that aren't read are counted by suffix, and these two kinds by name.
 HIDDEN = "hidden files and folders"
 NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
@@ -67,6 +67,7 @@ def prepared_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"output {output} is a mount point, which cannot be replaced: name a folder inside it"
         )
+    # Nothing is lost with an empty folder.
     if not any(output.iterdir()):
         return
     if not overwrite:
@@ -89,6 +90,7 @@ def separator(given: Optional[str]) -> Optional[str]:
     """
     if given in (None, "none"):
         return None if given is None else ""
+    # A shell passes \n as two characters.
     escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     if not given.isprintable():  # half of a surrogate pair stands for a byte that isn't UTF-8
         try:
@@ -103,6 +105,7 @@ def separator(given: Optional[str]) -> Optional[str]:
             f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got "
             f"{given!r}"
         )
+    # Whoever gives \r says how lines end, and means nothing else.
     if "\r" in text:
         return re.escape(text)
     return r"\r?\n".join(map(re.escape, text.split("\n")))
@@ -192,6 +195,7 @@ def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
     a file of flags."""
     for given in map(str, inputs):
         matches: list[str] = []
+        # A file may have a bracket in its own name.
         if has_magic(given) and not os.path.lexists(given):
             matches = sorted(glob(given, recursive=True))
         yield from matches or [given]
@@ -223,8 +227,10 @@ def _sources_of(
             )
         _require_hub_name(given)
         return [Source(given, "hub", None)]  # corpus.plan asks the hub
+    # The library `datasets` reads its rows: .arrow files match no pattern.
     if is_dataset(given):
         files = [file.stat() for file in Path(given).rglob("*.arrow")]
+        # A dataset that is saved anew has newer files, so that its pieces aren't taken for done.
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
     paths = _files_of(given, pattern, exclude, output, input_files)
@@ -254,7 +260,8 @@ def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles)
     """Raises ValueError for a folder without a matching file."""
     words = " ".join(pattern)
     if list(pattern) == DEFAULT_PATTERNS:
-        words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
+        kinds = " ".join(f"*{kind}" for kind in KINDS)
+        words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
     if web := sum(input_files.not_read[kind] for kind in WEB):
         advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
@@ -285,6 +292,7 @@ def _files_of(
     matches = _matcher(pattern)
     walked_through = {identity_of(folder)}
     for root, walked, names in os.walk(folder, onerror=refuse, followlinks=True):
+        # Nothing in it matches a pattern, so that it would be left out without a word.
         if is_dataset(root):
             raise ValueError(
                 f"{root} is a dataset: name it as an input of its own, "
@@ -308,8 +316,10 @@ def _files_of(
                 walked.append(name)
         for name in sorted(names):
             path = os.path.join(root, name)
+            # isfile is also False for a pipe, which blocks whoever opens it.
             if matches(name.lower()) and os.path.isfile(path):
                 yield path
+            # Everything that isn't read is counted by its reason, for the summary.
             elif name.startswith("."):
                 input_files.not_read[HIDDEN] += 1
             elif matches(name.lower()):
@@ -330,11 +340,13 @@ def is_dataset(folder: str) -> bool:
 def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
     """Whether a name in lower case matches one of the patterns, as in a shell: only a dot matches a
     dot at its beginning."""
-    one_by_one = (
-        ("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower())
-        for one in pattern
-    )
-    return re.compile("|".join(one_by_one)).match
+    expressions = []
+    for one in pattern:
+        expression = fnmatch.translate(one.lower())
+        if not one.startswith("."):
+            expression = r"(?!\.)" + expression
+        expressions.append(expression)
+    return re.compile("|".join(expressions)).match
 
 
 def suffix(path: str) -> str:
@@ -348,6 +360,7 @@ def suffix(path: str) -> str:
 def _file_source(path: str) -> Source:
     if suffix(path) in WEB:
         raise ValueError(f"{path} holds web pages: extract their text first, into .jsonl or .txt")
+    # Size and time are part of a piece's name: what has changed is encoded anew.
     status = os.stat(path)
     return Source(path, KINDS.get(suffix(path), "text"), status.st_size, status.st_mtime_ns)
 
@@ -355,10 +368,12 @@ def _file_source(path: str) -> Source:
 def _is_text(path: str) -> bool:
     with opened(path) as file:
         try:
+            # NUL is valid UTF-8 that only binary files have. The probe may end inside a character.
             return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(
                 file.read(PROBE_BYTES)
             )
         except Exception as error:
+            # An error of the disk says nothing about the content.
             if isinstance(error, UnicodeDecodeError) or is_damage(error):
                 return False
             raise
@@ -397,9 +412,11 @@ class Streams(io.RawIOBase):
                     rest = block.lstrip(b"\0")
                 self.stream = self.new()
             else:
+                # What didn't fit into the last buffer comes first, and needs no input.
                 rest = self.raw.read(io.DEFAULT_BUFFER_SIZE) if self.stream.needs_input else b""
                 if self.stream.needs_input and not rest:
                     raise EOFError("it ends inside a stream")
+            # A read may bring no data, such as one of a header, and 0 would mean the end.
             if data := self.stream.decompress(rest, len(buffer)):
                 buffer[: len(data)] = data
                 return len(data)
@@ -423,20 +440,30 @@ def compression_of(path: str) -> Optional[str]:
     """A name of COMPRESSIONS, by the first bytes of a file; None for one that isn't compressed."""
     with open(path, "rb") as file:
         head = file.read(10)
-    return next((name for name, (magic, _) in COMPRESSIONS.items() if re.match(magic, head)), None)
+    for name, (magic, _) in COMPRESSIONS.items():
+        if re.match(magic, head):
+            return name
+    return None
 
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
     """The content of a file, decompressed."""
     name = compression_of(path)
-    with open(path, "rb") as raw, raw if name is None else COMPRESSIONS[name][1](raw) as file:
-        yield file
+    with open(path, "rb") as raw:
+        if name is None:
+            yield raw
+            return
+        # Closing a decompressor doesn't close the file that it was given.
+        _, decompress = COMPRESSIONS[name]
+        with decompress(raw) as file:
+            yield file
 
 
 def is_damage(error: BaseException) -> bool:
     """Whether a file that is being decompressed ends too early or isn't what its first bytes
     say."""
     if isinstance(error, OSError):  # gzip.BadGzipFile is one, too
+        # An error of the disk has a number, and those of decompressors have none.
         return error.errno is None
     return isinstance(error, (EOFError, zlib.error, lzma.LZMAError))

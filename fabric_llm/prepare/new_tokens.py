@@ -56,7 +56,9 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     """At most `most` new tokens, those that save most tokens first. The same texts give the same
     tokens."""
     of_bytes = is_byte_level(backend)
-    counts = Counter(word for text in texts for word in split(backend, text, of_bytes))
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(split(backend, text, of_bytes))
     words = Words(backend, counts)
     total = sum(time * len(symbols) for symbols, time in zip(words.symbols, words.times))
     # The smallest is taken first: what saves most, then characters, then pairs.
@@ -66,9 +68,11 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     while heap and len(learned) < most:
         rank = heapq.heappop(heap)
         candidate = rank[-1]
+        # Entries can't be removed from a heap, so each change of a count has added another.
         if rank != words.rank(candidate) or not words.can_be_token(candidate):
             continue  # its count has changed since, and it is in the heap anew
         saved = words.saved[candidate]
+        # No other candidate saves more than this one.
         if saved < MIN_COUNT:
             break
         pair = candidate if len(candidate) == 2 else None
@@ -121,15 +125,15 @@ class Words:
             index: joined(self.symbols[index], candidate) for index in self.places.pop(candidate)
         }
         # A character stays one symbol, but can now be part of a pair.
-        changed = [
-            index
-            for index in after
-            if len(candidate) == 1 or len(after[index]) < len(self.symbols[index])
-        ]
+        changed = []
+        for index, symbols in after.items():
+            if len(candidate) == 1 or len(symbols) < len(self.symbols[index]):
+                changed.append(index)
         # Words that change are taken out of the counts, and added again as they are then.
         recounted: set[Candidate] = set()
         for index in changed:
             recounted |= self._count(index, -1)
+        # Between the two passes: the first takes away what was counted without the new token.
         self.tokens.add("".join(candidate))
         for index in changed:
             self.symbols[index] = after[index]
@@ -147,6 +151,7 @@ class Words:
                 self.saved[(symbol,)] += time * tokens
                 candidates.add((symbol,))
         for pair in itertools.pairwise(symbols):
+            # A merge joins tokens; a character that is none is a candidate by itself.
             if pair[0] in self.tokens and pair[1] in self.tokens:
                 self.saved[pair] += time
                 candidates.add(pair)
@@ -166,7 +171,11 @@ def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
     if of_bytes:
         return [word for word, _ in parts]
     inner = pre_tokenizers.Split(WORDS, "isolated")
-    return [word for part, _ in parts if part for word, _ in inner.pre_tokenize_str(part)]
+    words: list[str] = []
+    for part, _ in parts:
+        if part:
+            words += [word for word, _ in inner.pre_tokenize_str(part)]
+    return words
 
 
 def joined(symbols: list[str], candidate: Candidate) -> list[str]:
@@ -192,6 +201,7 @@ def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:
         # aren't there behind all others.
         vocab |= {content: number for number, content in added.items()}
         vocab |= {token.text: number for number, token in enumerate(learned, first)}
+        # A merge that stands behind all others has the last rank.
         model["merges"] += [list(token.pair) for token in learned if token.pair is not None]
     else:
         # The place of a piece in the list is its id: added tokens behind the old pieces get places,
@@ -203,7 +213,9 @@ def extended(backend: Tokenizer, learned: list[NewToken]) -> Tokenizer:
             for number in range(len(vocab), first)
         ]
         for token in learned:
-            replaced = sum(scores[part] for part in token.pair) + MARGIN if token.pair else least
+            replaced = least
+            if token.pair:
+                replaced = sum(scores[part] for part in token.pair) + MARGIN
             scores[token.text] = max(math.log(token.share), replaced)
             vocab.append([token.text, scores[token.text]])
     return Tokenizer.from_str(json.dumps(state, ensure_ascii=False))

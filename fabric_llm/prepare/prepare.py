@@ -100,6 +100,7 @@ class Options:
         """The command that makes the same dataset."""
         flags = {}
         for name, value in vars(self).items():
+            # Workers and overwriting don't change the dataset, and the inputs are added below.
             is_default = value == getattr(Options, name, None)
             if not is_default and name not in ("inputs", "num_workers", "overwrite"):
                 flags[name] = value
@@ -115,6 +116,7 @@ def prepare(**arguments: Any) -> dict:
     Raises ValueError for everything that a user can correct, with a sentence that says how.
     """
     options = Options(**arguments)
+    # The cheap checks come first: planning reads files and may ask the hub.
     inputs.preparation(options, options.inputs)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
@@ -122,6 +124,7 @@ def prepare(**arguments: Any) -> dict:
         options.inputs, pattern=options.pattern, exclude=options.exclude, output=target
     )
     pieces = plan(input_files, inputs.separator(options.document_separator))
+    # Every dataset has both splits: train.py evaluates on the second.
     if not options.validation_fraction and not _has_own_validation(pieces):
         raise ValueError(
             "validation_fraction is 0, and no input has a validation split of its own: take more "
@@ -146,6 +149,7 @@ def prepare(**arguments: Any) -> dict:
         try:
             manifest = _make_dataset(folder, options, input_files, work, tokenizer)
             require_all_counted(manifest)
+            # The manifest is the last file: it has the hashes of all others.
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
             _publish(folder, target)
@@ -155,6 +159,7 @@ def prepare(**arguments: Any) -> dict:
             if getattr(error, "code", BAD_INPUT) == BAD_INPUT:
                 remove(folder)
             raise
+    # What a reader of the file gets, whose own hash is among the fields.
     return json.loads(content)
 
 
@@ -168,6 +173,7 @@ def _publish(folder: Path, target: Path) -> None:
         # A former dataset is removed with the folder, when the new one is in its place.
         if target.exists():
             target.rename(folder / "old")
+        # A kill between the two renames is mended by `work_folder` at the next start.
         failpoint("prepare.publish")
         (folder / "dataset").rename(target)
         files.fsync(target.parent)
@@ -196,6 +202,7 @@ def work_folder(output: Path) -> Iterator[Path]:
             (folder / "old").rename(output)
         yield folder
     finally:
+        # Closing the file releases the lock.
         os.close(descriptor)
 
 
@@ -222,14 +229,17 @@ def _put_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Put the tokenizer, or else a trained one, into the work folder. One that was trained on the
     same texts before stays there."""
+    # What a former start has left is used only with the same tokenizer and format.
     key: dict[str, Any] = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
     if tokenizer is None:
         by_name = input_files.by_name()
+        # A trained tokenizer is a function of the texts, so it is trained anew for others.
         key["texts"] = [piece.name(by_name, options.text_field) for piece in pieces]
     else:
         key["tokenizer_sha256"] = _sha256(tokenizer.backend_tokenizer)
     _clear_of_others(folder, key)
     saved, filling = folder / "tokenizer", folder / "tokenizer-incomplete"
+    # `_clear_of_others` has removed a tokenizer that was trained on other texts.
     if tokenizer is None and saved.is_dir():
         tokenizer = packing_tokenizer(str(saved))
     else:
@@ -273,6 +283,7 @@ def _clear_of_others(folder: Path, key: dict[str, Any]) -> None:
     files.fsync(folder)
     has_pieces = former.get("format") == PIECE_FORMAT
     for path in folder.iterdir():
+        # This process holds a lock on the file; a new one would be free to be locked again.
         if path.name == "lock" or has_pieces and path.name.startswith("piece-"):
             continue
         if path.is_dir() and not path.is_symlink():
@@ -302,10 +313,12 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Work:
     """Encode the pieces that aren't done yet."""
+    # The convention is asked of the file that every process loads.
     backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     stops = options.on_error == "stop"
     job = Job(str(folder), options.text_field, stops, **convention(backend, tokenizer))
     # Pieces with other names were made of other texts, or in another way.
+    # The place of the folder and what is done about errors change no token.
     of_all = job._replace(folder="", stop_on_error=False)
     made_with = [PIECE_FORMAT, metadata.version("tokenizers"), of_all, _sha256(backend)]
     of_sources = input_files.by_name()
@@ -314,6 +327,7 @@ def _encode(
     _tell_of_former_work(folder, by_name, left)
     total = sum(piece.bytes for piece in by_name.values())
     left_bytes = sum(piece.bytes for piece in left.values())
+    # The bar begins with what former starts have done.
     with tqdm(
         desc="tokenizing",
         total=total,
@@ -329,6 +343,7 @@ def _encode(
                 bar.update(piece.bytes)
         elif left:
             encoding.encode_locally(left, job, options.num_workers or cores(), bar.update)
+    # Every piece has a mark now, and marks are in the order of the inputs.
     return Work(by_name, [read_mark(folder / name) for name in by_name], job.dtype)
 
 
@@ -336,13 +351,16 @@ def _tell_of_former_work(
     folder: Path, pieces: Mapping[str, Piece], left: Mapping[str, Piece]
 ) -> None:
     """Remove the pieces of a former start that aren't used, and say on stderr what is."""
+    # Unused pieces would take room on the disk until the preparation is complete.
     others = [path for path in folder.glob("piece-*") if path.stem not in pieces]
+    # A piece without a mark was no work yet.
     if len(left) == len(pieces) and any(path.suffix == ".json" for path in others):
         message = "The work of a former preparation with other inputs or flags was thrown away."
         print(message, file=sys.stderr)
     for path in others:
         path.unlink()
     done = len(pieces) - len(left)
+    # Whoever repeats the command should see that its work isn't lost.
     if left and done:
         print(f"Going on: {done} of {len(pieces)} pieces are done.", file=sys.stderr)
 
@@ -363,13 +381,16 @@ def _make_dataset(
     left_out = f"{empty} empty documents and {bad} that can't be read were skipped"
     if bad:
         left_out += f": {sentences[0]}"
+    # Without a document nothing can be divided into splits.
     if not work.total("documents"):
         count = len(input_files.sources)
         raise ValueError(f"no document with text in {count} inputs and files: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
+    # A former start may have been killed while it wrote rows.
     made = folder / "dataset"
     shutil.rmtree(made, ignore_errors=True)
+    # Told now, since rows may take an hour to write.
     _require_room(folder, options, work)
     # Rows of best_fit are filled up, so that validation needs no text to fill one.
     fits_best, shortest = options.packing == "best_fit", options.min_document_tokens
@@ -384,6 +405,7 @@ def _make_dataset(
     # A document that is left out counts once: as short, or else as repeated.
     is_short = documents.lengths < shortest
     short, repeated = int(is_short.sum()), documents.lengths[documents.repeated & ~is_short]
+    # Only a dataset's own splits can share texts: what is drawn never does.
     if documents.in_both:
         input_files.notes.append(
             f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
@@ -398,6 +420,7 @@ def _make_dataset(
         if bad or short:
             raise ValueError(f"{error}; {left_out}") from error
         raise
+    # The dataset carries its tokenizer: train.py compares it with that of the model.
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     return {
         **_origin(options, input_files),
@@ -408,6 +431,7 @@ def _make_dataset(
         "dtype": work.dtype,
         "max_token_id": largest,
         "splits": splits,
+        # For bits per byte, and for what `summary` warns of.
         "text": {name: work.total(name) for name in OF_TEXT},
         "duplicates": {"documents": len(repeated), "tokens": int(repeated.sum())},
         "skipped": {
@@ -442,10 +466,12 @@ def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
         "inputs": [str(name) for name in options.inputs],
         "made_by": {
             "command": options.command(),
+            # The card of an exported model names them.
             "from_hub": [one.name for one in input_files.sources if one.kind == "hub"],
         },
         "files": [
             {"path": source.name, "bytes": source.bytes}
+            # Not all: a corpus may have millions, and train.py reads this at each start.
             for source in input_files.sources[:MAX_LISTED_FILES]
         ],
         "files_total": len(input_files.sources),
@@ -461,6 +487,7 @@ def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
 
 def _most_common(counts: Counter) -> dict[str, int]:
     """The MAX_LISTED_SUFFIXES largest of `counts`, and the sum of the others."""
+    # The files of a folder may have any number of suffixes.
     named = dict(counts.most_common(MAX_LISTED_SUFFIXES))
     if others := counts.total() - sum(named.values()):
         named["of other suffixes"] = others
@@ -505,16 +532,19 @@ def summary(manifest: dict) -> str:
         shortest = manifest["min_document_tokens"]
         count = f"{skipped['short']:,} documents of fewer than {shortest} tokens"
         lines.append(("too short", count))
+    # Also where nothing was repeated, since it was asked for.
     if manifest["deduplicate"] != "none":
         counts = "{documents:,} documents, {tokens:,} tokens, dropped"
         lines.append(("repeated", counts.format(**manifest["duplicates"])))
     if suffixes := skipped["files_by_suffix"]:
         lines.append(("not read", _of_suffixes(suffixes)))
+    # A link is no mistake, but a user may wonder where a file went.
     if skipped["files_twice"]:
         count = f"{skipped['files_twice']:,} links or names lead to what is read already"
         lines.append(("once", count))
     lines += [("note", note) for note in manifest["notes"][: encoding.MAX_NAMED]]
     text = manifest["text"]
+    # Such a dataset is complete, but a part of its text is lost.
     if text["unknown"]:
         percent = 100 * text["unknown"] / text["tokens"]
         lost = (
@@ -531,6 +561,7 @@ def summary(manifest: dict) -> str:
         lines.append(("warning", lost))
     lines.append(("tokenizer", f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"))
     lines.append(("written to", manifest["output"]))
+    # Names of files may have characters that a terminal would obey.
     return "\n".join(f"{about:<10} {printable(line)}" for about, line in lines)
 
 
@@ -540,9 +571,11 @@ def _of_split(split: dict[str, Any], context_length: int) -> str:
         f"{split['rows']:>12,} rows of {context_length}"
     )
     dropped = split["dropped_tokens"]
+    # Rows of --packing concat have no padding.
     if "padding_tokens" not in split:
         return f"{rows} ({dropped} tokens of the last, unfilled row dropped)"
     packed = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut"
+    # Of best_fit these are the EOS of documents whose text fills its rows.
     if dropped:
         packed += f", {dropped:,} of them without their end"
     return f"{rows} ({packed})"

@@ -59,7 +59,9 @@ def document_hashes(seed: int, texts: np.ndarray) -> np.ndarray:
 
     texts: hashes of the texts, uint64.
     """
+    # Hashed, so that seeds side by side draw independently.
     key = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
+    # Sums are meant to wrap at 2**64, and 53 bits are what a float64 below 1 holds exactly.
     with np.errstate(over="ignore"):
         return (splitmix64(texts + np.uint64(key)) >> np.uint64(11)) / 2.0**53
 
@@ -87,7 +89,8 @@ def drawn(
     numbers = document_hashes(seed, texts)
     in_validation = goes == TO_VALIDATION
     may_move = (goes == DRAWN) & ~left_out
-    # Where a text is kept, its copies are.
+    # Copies of a text that a dataset keeps in a split go into that split. Train comes first: it
+    # gets the copies of a text that both keep.
     for kept in (TO_TRAIN, TO_VALIDATION):
         copies = may_move & np.isin(texts, texts[(goes == kept) & ~left_out])
         may_move &= ~copies
@@ -97,12 +100,14 @@ def drawn(
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
     max_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
     chosen = np.flatnonzero(may_move & (numbers < fraction))
-    # A text that validation would hold too much with stays in train.
+    # A text with which validation would hold too much stays in train.
     _add_while(in_validation, _by_text(chosen, texts, numbers), lengths, 0, max_tokens)
+    # Without a fraction, validation holds only what a dataset keeps for it.
     if not fraction:
         return in_validation
     # Neither split may be empty.
     in_splits = in_validation[~left_out]
+    # all and any agree where every value is the same, which leaves one split empty.
     if len(in_splits) >= 2 and in_splits.all() == in_splits.any() and may_move.any():
         distances = np.abs(numbers - fraction)
         moved = _text_that_moves(lengths, texts, may_move, distances, len(in_splits), max_tokens)
@@ -130,6 +135,7 @@ def _add_while(
         if enough is not None and held >= enough:
             return
         size = int(lengths[documents].sum())
+        # A group that is too large is passed over, and a later one may fit.
         if held + size <= max_tokens:
             in_validation[documents] = True
             held += size
@@ -151,6 +157,7 @@ def _text_that_moves(
     _, place = np.unique(texts, return_inverse=True)
     copies = np.bincount(place, may_move)[place]
     sizes = np.bincount(place, lengths * may_move)[place]  # tokens of all copies
+    # To move the only text there is would leave the other split empty.
     movable = may_move & (copies < count)
     fitting = movable & (sizes <= max_tokens)
     if fitting.any():
@@ -166,6 +173,7 @@ def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Ite
 
     numbers: of all documents.
     """
+    # The last key counts most: by number, and texts whose numbers are equal stay together.
     order = indices[np.lexsort((texts[indices], numbers[indices]))]
     if len(order):
         yield from np.split(order, np.flatnonzero(np.diff(texts[order])) + 1)
@@ -194,12 +202,15 @@ def split_documents(
     about 50 bytes of memory a document, and 70 where they are compared with each other.
     """
     of_pieces = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
+    # Document i of all is document i - edges[p] of piece p.
     edges = np.cumsum([0, *map(len, of_pieces)])
     documents = np.concatenate(of_pieces)
     again = np.zeros(len(documents), bool)
     if deduplicate:
         again = repeated(documents["hash"])
+    # Copies, as a view would keep all of `documents` in memory.
     lengths, goes = documents["tokens"].copy(), documents["goes"].copy()
+    # Half of a hash is enough to draw by; only `repeated` compares all of it.
     texts = documents["hash"][:, 0].copy()
     del of_pieces, documents  # most of the memory
     left_out = again | (lengths < shortest)
@@ -222,6 +233,7 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
     largest = -1
     with open(path, "wb") as out:
         for number, (first, after) in enumerate(itertools.pairwise(documents.edges)):
+            # In tokens: where each document of the piece begins, and where the last one ends.
             starts = np.concatenate([[0], np.cumsum(documents.lengths[first:after])])
             # Documents that stand side by side are copied together: where each run of them begins,
             # and where it ends.
@@ -247,6 +259,7 @@ def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, in
     rooms: list[int] = []  # that some row has
     count = 0
     row, place = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    # Stable, so that items of one length are packed alike on every machine.
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         # The fullest row that has room for it, or else a new one.
@@ -281,6 +294,7 @@ def pack(
     packed: Counter[str] = Counter()
     begin = 0
     for some in _windows(lengths, context):
+        # The first token of each document, in `tokens`.
         starts = begin + np.cumsum(some) - some
         begin += int(some.sum())
         packed += _pack_window(tokens, starts, some, context, padding, write)
@@ -300,7 +314,9 @@ def _windows(lengths: np.ndarray, context: int) -> Iterator[np.ndarray]:
     done = 0
     while done < len(lengths):
         some = lengths[done : done + WINDOW_DOCUMENTS]
+        # Whole rows are written as they are, and only what is behind them has to be held.
         filled = np.cumsum(np.where(some > context, some % context, some))
+        # At least one, however long it is.
         some = some[: max(1, int(np.searchsorted(filled, WINDOW_TOKENS, side="right")))]
         done += len(some)
         yield some
@@ -328,6 +344,7 @@ def _pack_window(
     row, place, count = best_fit(item_lengths, context)
     packed = np.full(count * context, padding, dtype=tokens.dtype)
     targets = (row * context + place).tolist()
+    # Documents are copied over the padding, which is left behind the last one of each row.
     for start, length, to in zip(item_starts.tolist(), item_lengths.tolist(), targets):
         packed[to : to + length] = tokens[start : start + length]
     write(packed.reshape(count, context))
@@ -349,19 +366,22 @@ def save_rows(
     """
     failpoint("prepare.rows")
     total = sum(int(mine.sum()) for mine in documents.splits.values())
+    # best_fit fills up even a row of one token.
+    enough = 1 if packing == "best_fit" else context_length
     # Both splits are checked before one is written, which may take an hour.
     for name, mine in documents.splits.items():
         tokens = int(documents.lengths[mine].sum())
-        if tokens >= (1 if packing == "best_fit" else context_length):
+        if tokens >= enough:
             continue
+        other = "larger" if name == "validation" else "smaller"
         raise ValueError(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
             f"which do not fill one row of context_length {context_length}: choose a smaller "
-            f"--context_length or a {'larger' if name == 'validation' else 'smaller'} "
-            "--validation_fraction, or give more text (a plain-text file is one document unless "
-            "--document_separator says otherwise, and neither documents nor copies of one are ever "
-            "divided between splits)"
+            f"--context_length or a {other} --validation_fraction, or give more text (a plain-text "
+            "file is one document unless --document_separator says otherwise, and neither "
+            "documents nor copies of one are ever divided between splits)"
         )
+    # A flat file beside the dataset, which both splits use in turn.
     described, largest, path = {}, -1, folder.with_name("rows")
     for name, mine in documents.splits.items():
         largest = max(largest, _copy(documents, mine, np.dtype(dtype), path))
@@ -386,6 +406,7 @@ def _pack(
     documents."""
     packed = path.with_suffix(".packed")
     with open(path, "rb") as flat, open(packed, "wb") as file:
+        # Never empty here: `save_rows` refuses a split without a token.
         tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
 
         def write(rows: np.ndarray) -> None:
@@ -442,6 +463,7 @@ def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_le
     }
     state = {
         "_data_files": [{"filename": name} for name in names],
+        # `datasets` would draw a random one, and the same inputs should give the same bytes.
         "_fingerprint": digest.hexdigest()[:16],
         "_format_columns": None,
         "_format_kwargs": {},

@@ -42,10 +42,11 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     is that fraction of each task. Raises ValueError for what a user can correct.
     """
     target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
-    # By the place in its task, so that any first rows hold the same fraction of each.
+    # Sorted by their place in their task, so that any first rows hold the same fraction of each.
     documents = sorted(_documents(_loaded(tasks), encoder), key=itemgetter(0))
     rows = []
     for number, (_, document) in enumerate(documents):
+        # Rows of one document stay side by side, as data/tasks.py judges them together.
         rows += [{**row, "document": number} for row in document]
     longest = max(len(row["input_ids"]) for row in rows)
     length = min(-(-longest // MULTIPLE) * MULTIPLE, context_length)
@@ -57,8 +58,10 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
         TemporaryDirectory(dir=target.parent) as folder,
         on_disk(target, Path(folder), "rows need 8 bytes a token"),
     ):
+        # Beside the target, and so on its file system, where a rename is enough.
         made = Path(folder, "dataset")
         datasets.DatasetDict({"validation": datasets.Dataset.from_list(rows)}).save_to_disk(made)
+        # train.py compares it with the model's own.
         encoder.save_pretrained(made / "tokenizer")
         (made / TASKS).write_text(json.dumps(counts))
         manifest = {"tasks": counts, "tokenizer": tokenizer}
@@ -67,6 +70,7 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
         (made / "manifest.json").write_bytes(files.encode(manifest))
         # The folder appears as a whole, or not at all.
         with uninterrupted():
+            # An older folder is removed with the temporary one.
             if target.exists():
                 target.rename(Path(folder, "old"))
             made.rename(target)
@@ -87,6 +91,7 @@ def _pad(row: dict[str, Any], length: int, context_length: int, eos: int) -> Non
         )
     # Only the answer is predicted, and neither its context nor padding.
     labels = np.full(length, IGNORED, dtype=np.int32)
+    # Each label stands at the place of its own token: language_model.py shifts them by one.
     labels[len(ids) - targets : len(ids)] = ids[-targets:]
     row["input_ids"] = np.pad(ids, (0, length - len(ids)), constant_values=eos)
     row["labels"] = labels
@@ -108,16 +113,24 @@ def _loaded(tasks: str) -> dict[str, Any]:
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     paths = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
+    # What isn't a file or a folder of them is a name that lm_eval may know.
     unknown = [name for name in names if not paths[name][0].is_file()]
-    described = _described([file for name in names if name not in unknown for file in paths[name]])
+    given_files: list[Path] = []
+    for name in names:
+        if name not in unknown:
+            given_files += paths[name]
+    described = _described(given_files)
+    # Which of the two is meant can't be known.
     if twice := [name for name in unknown if name in described]:
         there = str(described[twice[0]][0])
         raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {there!r}")
+    # A group names its tasks, of which some may be described in these files as well.
     members = {member for _, content in described.values() for member in _members(content)}
     own: dict[str, Any] = {}
     for path, content in described.values():
         TaskIndex.process_cfg(content, path, own)
     # lm_eval's own tasks are thousands of files, which take a while to list.
+    # They are only needed for a name that isn't described here.
     manager = TaskManager(include_defaults=bool(unknown) or not members <= own.keys())
     for name in unknown:
         if name not in manager.all_tasks:
@@ -129,18 +142,25 @@ def _loaded(tasks: str) -> dict[str, Any]:
             )
     index = manager.task_index
     index.update(own)
+    # The error below may be about these names, so its sentence has them.
     lacking = "".join(
         f", with {name!r}, which isn't known," for name in sorted(members - index.keys())
     )
     for member in members & index.keys():
         members |= index[member].tags  # which are tasks, if it is a tag
+    # A described task goes by its own name, and not by that of its file.
     name_in = {path: name for name, (path, _) in described.items()}
-    specs = dict.fromkeys(name_in.get(path, name) for name in names for path in paths[name])
+    specs: list[str] = []
+    for name in names:
+        specs += [name_in.get(path, name) for path in paths[name]]
+    not_in_groups = [name for name in dict.fromkeys(specs) if name not in members]
+    # Without a network, the datasets of tasks are taken from the cache at once.
     reach_hub()
     random.seed(0)  # as lm_eval.simple_evaluate does, for tasks that shuffle their choices
     np.random.seed(SEED)
     with _errors_of_lm_eval(f"--tasks {tasks}{lacking}: lm_eval can't load this"):
-        loaded = manager.load([name for name in specs if name not in members])["tasks"]
+        loaded = manager.load(not_in_groups)["tasks"]
+    # A group without tasks loads without an error.
     if not loaded:
         raise ValueError(f"--tasks {tasks}: this is no task, but a group without tasks")
     return loaded
@@ -155,6 +175,7 @@ def _described(paths: Iterable[Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
     for path in dict.fromkeys(paths):
         with _errors_of_lm_eval(f"--tasks: {str(path)!r} can't be read"):
             content = load_yaml(path, resolve_func=False)
+        # A file with `group` describes a group, whose `task` is a list.
         name = content.get("group", content.get("task"))
         if not isinstance(name, str):
             ending = "if others include it, let its name end otherwise"
@@ -170,6 +191,7 @@ def _members(content: dict[str, Any]) -> Iterator[str]:
     """Names of what a group consists of, none of a task."""
     if isinstance(members := content.get("task"), list):
         for member in members:
+            # A group within a group may be written out in place.
             if isinstance(member, dict):
                 yield from _members(member)
                 member = member.get("group", member.get("task"))
@@ -184,6 +206,7 @@ def _errors_of_lm_eval(wrong: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # The innermost cause says what went wrong, and those around it only where.
         cause = error
         while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
             cause = cause.__cause__  # datasets raises its own error from that of a file
@@ -210,6 +233,7 @@ def _documents(
 
     for name, task in tasks.items():
         kind, metrics = task.OUTPUT_TYPE, task.aggregation()
+        # A function of the task's own may judge answers by more than their likelihoods.
         own = callable(task.config.process_results)
         if kind not in KINDS or own or "acc" not in metrics or "acc_mutual_info" in metrics:
             raise ValueError(
@@ -218,12 +242,15 @@ def _documents(
             )
         task.set_fewshot_seed(SEED)
         _build_requests(name, task)
+        # Only encodes: `Encoder` returns the requests instead of asking a model.
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
+        # lm_eval builds the requests of a document one after the other, as groupby needs them.
         documents = [
             list(requests) for _, requests in groupby(encoded, lambda each: each[0].doc_id)
         ]
         has_answers = False
         for number, document in enumerate(documents):
+            # A task of kind loglikelihood has one answer, and no list of choices.
             rows, doc, alone = [], document[0][0].doc, kind == "loglikelihood"
             choices = [""] if alone else task.doc_to_choice(doc)
             for choice, (request, (_, context, continuation)) in enumerate(document):
@@ -257,11 +284,14 @@ def _build_requests(name: str, task: Any) -> None:
         examples = task.config.num_fewshot or 0
         if not examples or not hasattr(task, "sampler"):
             raise
+        # One cause is told in words of its own: too few documents to draw examples from.
         there = len(task.sampler.fewshot_docs())
         own = task.fewshot_cfg.split == task.config.test_split  # a document isn't its own example
         if examples + own <= there:
             raise
-        drawn = f"{there} documents" + (", of which one is asked itself" if own else "")
+        drawn = f"{there} documents"
+        if own:
+            drawn += ", of which one is asked itself"
         raise ValueError(
             f"--tasks: {name!r} has num_fewshot {examples}, drawn from {drawn}"
         ) from error

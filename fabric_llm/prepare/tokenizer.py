@@ -25,6 +25,7 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         neither = f"tokenizer {name} is neither a folder here nor one that can be read from the hub"
         raise ValueError(f"{neither}: {one_line(error)}") from error
+    # `encoding` uses the library `tokenizers`, which reads nothing else.
     if not tokenizer.is_fast:
         raise ValueError(
             f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs"
@@ -43,6 +44,7 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
     EOS and padding. The same texts give the same tokenizer.
     """
     backend = Tokenizer(models.BPE())
+    # A prefix space would come back as a character more when a text is decoded.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     # All 256 bytes, whether the texts have them or not.
@@ -70,6 +72,7 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dic
     # them in text. Only the unknown token may come from text.
     forbidden = sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos})
     unknown = unknown_id(backend)
+    # The dtype must hold every id, also those of tokens that were added behind the vocabulary.
     largest = max([*backend.get_vocab(with_added_tokens=True).values(), *before, *after, eos])
     return {
         # Exactly one EOS ends a document, whatever the tokenizer itself puts around a text.

@@ -35,11 +35,13 @@ undisturbed run bit for bit."""
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse itself would print its usage and exit.
         raise Fault(f"{message}; see --help.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """`train_flags` is what follows `--`. Raises Fault (2)."""
+    # Flags of train.py stand behind --, and argparse mustn't take them for its own.
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="python -m fabric_llm.verify", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
@@ -77,13 +79,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="where to make the folder of the two runs (default: the temporary one)",
     )
     given = parser.parse_args(argv[:cut])
+    # train.py itself checks its flags, and the drill's first run tells what is wrong with them.
     given.train_flags = argv[cut + 1 :]
     if given.train_flags and not given.drill:
         raise Fault("flags of train.py after -- go with --drill.")
+    # A drill needs no run: flags of train.py are enough.
     if given.run is None and not given.drill:
         raise Fault("which run? python -m fabric_llm.verify checkpoints/RUN.")
+    # One step to save, one to be killed at behind it, and one that a resume goes on with.
     if given.steps < 3:
         raise Fault(f"--steps must be at least 3, not {given.steps}.")
+    # A certificate that can't be written is told before hours of reading.
     if given.output is not None:
         files.require_name(Path(given.output), "--output")
         files.writable(Path(given.output))
@@ -95,22 +101,33 @@ def main(argv: Optional[list[str]] = None) -> int:
     different."""
     with in_one_sentence("fabric_llm.verify"):
         given = parse(sys.argv[1:] if argv is None else argv)
+        # The certificate: what is printed is the same as what is written.
         document = drilled(given) if given.drill else verified(given)
+        # Which programs found this, and when.
         document["versions"] = {**versions(), "python": platform.python_version()}
         document["date_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         print("\nCertificate")
         for key, value in document.items():
+            # A list, such as of findings, has a line for each.
+            lines = value if isinstance(value, list) else [value]
+            # Counts and versions take one line. Commas make large numbers readable.
             if isinstance(value, dict):
-                value = ", ".join(
-                    f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in value.items()
-                )
-            for line in value if isinstance(value, list) else [value]:
+                pairs = []
+                for name, entry in value.items():
+                    pairs.append(f"{name} {entry:,}" if type(entry) is int else f"{name} {entry}")
+                lines = [", ".join(pairs)]
+            for line in lines:
                 print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
+            # Written before the error is raised: a bad certificate is the one that is looked at.
             Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
+        # The exit code is that of the worst finding, and the sentence that of the first.
         if document["code"] != DONE:
-            first, *others = document["differences" if given.drill else "findings"]
-            raise Fault(first + f" And {len(others)} more." * bool(others), document["code"])
+            problems = document["differences" if given.drill else "findings"]
+            sentence = problems[0]
+            if len(problems) > 1:
+                sentence += f" And {len(problems) - 1} more."
+            raise Fault(sentence, document["code"])
     return DONE
 
 
@@ -119,11 +136,14 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
     flags = given.train_flags
     if given.run is not None:
         arguments = Path(given.run) / "arguments.yaml"
+        # The flags of a run are in the file that it wrote at its start.
         if not arguments.is_file():
             raise Fault(
                 f"No run at {given.run!r}: it has no {arguments.name}.{nearest_of(Path(given.run))}"
             )
+        # Flags behind it win over those of the run.
         flags = ["--config", str(arguments), *flags]
+    # Printed and in the certificate, so that the same drill can be repeated.
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     where = {"prefix": "fabric_llm-drill-", "dir": given.output_dir, "ignore_cleanup_errors": True}
     with tempfile.TemporaryDirectory(**where) as folder:
@@ -137,10 +157,12 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
     run = Path(given.run)
     if not run.is_dir():
         raise Fault(f"No run at {str(run)!r}.{nearest_of(run)}")
+    # The logs that a checkpoint is compared with are in its run.
     if (run / files.MANIFEST).is_file():
         raise Fault(
             f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}."
         )
+    # transformers must know a model class of the run's own code before it opens a checkpoint.
     if (newest := files.latest(run)) is not None:
         register.load_of_run(newest)
     from transformers.utils.logging import set_verbosity_error
@@ -150,6 +172,7 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
         verify_run,
     )
 
+    # Warnings of transformers would stand between the findings.
     set_verbosity_error()
     report = verify_run(run, exports=not given.no_export)
     return {

@@ -40,9 +40,11 @@ def drill(
 
     Raises Fault (2) if the undisturbed run fails, (66) if the other can't be resumed.
     """
+    # A checkpoint is due before the kill, and steps are left behind it to go on with.
     interval = max(1, steps // 3)
     own = f"{OWN} --max_step {steps} --save_step_interval {interval} --output_dir".split()
     start = find_launcher(launcher) if launcher else [sys.executable]
+    # A failpoint or a setting of the caller's would disturb both runs.
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith("FABRIC_LLM_")
     }
@@ -60,19 +62,23 @@ def drill(
     )
     whole, broken = folder / "undisturbed", folder / "killed"
     code, message = train(whole.name, "undisturbed.log")
+    # The flags alone are to blame here, since nothing was killed yet.
     if code != DONE:
         raise Fault(f"the undisturbed run ended with code {code}: {message}")
     last = files.latest(whole)
     if last is None:
         raise Fault(f"the undisturbed run ended with code 0 and no checkpoint: {message}")
+    # How many ranks a launcher starts is only known from a run of it.
     world_size = files.read(last)["world_size"]
 
+    # The same seed kills the same rank at the same step.
     chance = random.Random(seed)
     rank = chance.randrange(world_size)
     step = chance.randint(min(interval + 1, steps - 1), steps - 1)  # after the first checkpoint
     print(f"The same, killed with SIGKILL on rank {rank} at the end of step {step}", flush=True)
     kill = f"between_steps:rank={rank}:count={step}"
     code, _ = train(broken.name, "killed.log", **{failpoints.VARIABLE: kill})
+    # A drill in which nothing was killed proves nothing.
     if code == DONE:
         raise Fault(
             f"the run ended with code 0, although rank {rank} was to be killed at step {step}.",
@@ -85,7 +91,9 @@ def drill(
     if code != DONE:
         raise Fault(f"the killed run couldn't be resumed, code {code}: {message}", NO_CHECKPOINT)
 
+    # Only what must be equal: speed and memory never are.
     compared, differences = compare(whole, broken)
+    # A kill before the first checkpoint has started the run again, which proves less.
     verdict = "identical" if newest else "identical, but nothing was saved to resume"
     code = DONE
     if differences:
@@ -118,6 +126,7 @@ def run_training(
     """
     # Not a pipe, which a rank that doesn't end could hold open.
     with log.open("w") as output:
+        # A session of its own, so that all that it starts can be killed as one group.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -136,11 +145,13 @@ def run_training(
                 process.wait(SECONDS_FOR_LAUNCHER)
         deadline = time.monotonic() + SECONDS_FOR_RANKS
         with suppress(ProcessLookupError):
+            # killpg fails once nothing of the group is left, which ends the loop.
             while time.monotonic() < deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.poll()
                 time.sleep(0.02)
         process.wait()
+    # The errors of train.py say more than whatever a launcher prints behind them.
     lines, errors = [], []
     for line in log.read_text(errors="replace").splitlines():
         if line.strip():
@@ -155,12 +166,15 @@ def run_training(
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     """Compare the tensors' files of the newest checkpoints of two runs, and their logs. Returns
     (counts, every difference)."""
+    # Both runs made the same steps, so that their newest checkpoints have the same name.
     ours, theirs = files.latest(first), files.latest(second)
     written, others, differences = {}, {}, []
     if ours is None or theirs is None or ours.name != theirs.name:
         differences.append(f"the newest checkpoints are {ours} and {theirs}.")
     else:
-        written, others = (files.describe(path, tensor_files(path)) for path in (ours, theirs))
+        written = files.describe(ours, tensor_files(ours))
+        others = files.describe(theirs, tensor_files(theirs))
+    # A file that only one of them has is a difference as well.
     for name in sorted(written.keys() | others.keys()):
         if written.get(name) != others.get(name):
             differences.append(f"{name} of {ours.name} isn't the same in both.")
@@ -168,6 +182,7 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     for one, other in zip(lines, more):
         if one != other:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
+    # zip has left out the end of the longer log.
     if len(lines) != len(more):
         differences.append(f"metrics.jsonl has {len(lines)} and {len(more)} lines to compare.")
     size = sum(entry["bytes"] for entry in written.values())
@@ -192,9 +207,9 @@ def find_launcher(launcher: str) -> list[str]:
     """The words of --launcher with the program's path, also looked for beside Python, for
     environments that aren't activated."""
     words = shlex.split(launcher)
-    found = words and (
+    program = words and (
         shutil.which(words[0]) or shutil.which(Path(sys.executable).parent / words[0])
     )
-    if not found:
+    if not program:
         raise Fault(f"--launcher {launcher!r}: there is no such program.")
-    return [found, *words[1:]]
+    return [program, *words[1:]]

@@ -63,6 +63,7 @@ class Report:
     def find(self, sentence: str, code: int = NO_CHECKPOINT) -> None:
         """Something is wrong. A refusal for security, 77, decides the exit code."""
         self.findings.append(sentence)
+        # 77 is larger than 66.
         self.code = max(self.code, code)
         say(f"  WRONG: {sentence}")
 
@@ -76,11 +77,14 @@ class Report:
     def look(self, check: Callable[..., str], path: Path, *facts: Any) -> None:
         """Call `check(path, *facts, self)` and print its line if it finds nothing. Unreadable files
         are a finding."""
+        # A check that adds a finding prints it itself, and its good line is then left out.
         before = len(self.findings)
         try:
             good = check(path, *facts, self)
+        # Other codes, such as of bad input, would say here that the command was wrong.
         except Fault as fault:
-            self.find(str(fault), fault.code if fault.code == REFUSED else NO_CHECKPOINT)
+            code = REFUSED if fault.code == REFUSED else NO_CHECKPOINT
+            self.find(str(fault), code)
         except UNREADABLE as error:
             self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
         if len(self.findings) == before:
@@ -108,15 +112,18 @@ def verify_run(run: Path, exports: bool) -> Report:
         document = verify_checkpoint(path, report)
         # A run that is still going has pruned it, so that its files seemed to be missing.
         if not path.exists():
+            # Its findings came of files that vanished while they were read.
             del report.findings[before:]
             report.code = code
             report.note(f"{path.name} was pruned meanwhile.")
         elif document is not None:
             documents[files.step_of(path)] = document
+    # What a killed save or a rewind has left, see checkpoint/keep.py.
     for left in sorted(path.name for path in run.iterdir()):
         if left.startswith((".tmp-step-", ".trash-step-", "aside-")):
             report.note(f"{left} isn't a checkpoint of the run and wasn't verified.")
     newest = files.latest(run)
+    # The newest step that a restart could go on from.
     durable = 0 if newest is None else files.step_of(newest)
     if newest is None:
         report.find(f"{str(run)!r} holds no complete checkpoint (step-N).")
@@ -125,14 +132,17 @@ def verify_run(run: Path, exports: bool) -> Report:
         report.newest = {"name": newest.name, "step": durable, "manifest_sha256": hashed}
     # A second signal prevents the save at the end.
     saved_at_the_end = status.get("step") == status.get("last_durable_step")
+    # Only then is every line of the log one of a saved step.
     over = status.get("code") in (DONE, STOPPED) and saved_at_the_end
     report.look(check_status, run / run_directory.STATUS, status, durable)
     report.look(check_metrics, run / "metrics.jsonl", over, durable, documents)
+    # Only an undamaged checkpoint is in `documents`, and an export of another proves nothing.
     if exports and durable in documents:
         stored = [*newest.glob("*.safetensors"), *newest.glob("weights/*.safetensors")]
         size = sum(file.stat().st_size for file in stored)
         advice = "set TMPDIR to a larger disk, or leave it out with --no_export"
         try:
+            # The export is as large as the weights that it is made from.
             files.room(Path(tempfile.gettempdir()), size, "The export", advice)
         except Fault as fault:
             # With the exit code of a bad argument: no save has failed.
@@ -155,11 +165,13 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
         progress, manifest = keep.verified(path, hashes=True), files.read(path)
     except (Fault, OSError) as first:
         report.find(str(first), getattr(first, "code", NO_CHECKPOINT))
+        # The first fault ended `verified`; this names all files.
         for sentence in damaged_files(path):
             if sentence != str(first):
                 report.find(sentence)
         say("  What is in it wasn't verified.")
         return None
+    # The counts of the certificate are of checkpoints whose bytes are all right.
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
     report.count("checkpoints", 1)
     report.count("files", len(sizes) + 1)
@@ -169,6 +181,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
         f"{manifest.get('world_size')}"
     )
     step, reached = files.step_of(path), progress["progress"]
+    # A whole checkpoint under the name of another step would be resumed as that step.
     for name, written in (
         (files.MANIFEST, manifest.get("step")),
         ("trainer/progress.json", reached["step"]),
@@ -178,23 +191,27 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_shapes, path, progress)
     report.look(check_finite, path)
     report.look(check_rows, path / "trainer" / "progress.json", progress)
+    # The log isn't compared with numbers of a damaged checkpoint.
     if len(report.findings) > before:
         return None
     mixture, position = mixture_of(progress), reached["position"]
     # Of one dataset, the log names no sources.
+    # The evaluation has taken the shares of the last row that was read.
     read, shares = mixture.read_before(position) or None, mixture.shares_at(max(position - 1, 0))
     evaluated = dict(progress.get("eval_losses") or {})
     if shares.keys() <= evaluated.keys():
+        # As the log has it: the mean over the sources by their shares.
         together = sum(share * evaluated[name] for name, share in shares.items())
         evaluated["eval_loss"] = together / sum(shares.values())
-    said = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
-    return {**said, "position": position, "evaluated": evaluated}
+    document = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
+    return {**document, "position": position, "evaluated": evaluated}
 
 
 def damaged_files(path: Path) -> Iterator[str]:
     """What is wrong with each file of a checkpoint; nothing where its manifest can't be read."""
     with suppress(Fault):
         wrong, entries = f"{str(path)!r} is damaged", files.read(path)["files"]
+        # Files that were added to it, then those that are missing or changed.
         for name in sorted(set(files.files_in(path)) - entries.keys() - {files.MANIFEST}):
             yield f"{wrong}: {name} isn't listed in its {files.MANIFEST}."
         for name, entry in entries.items():
@@ -211,8 +228,10 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     skeleton = checked_skeleton(str(path), config, dtype)
     # Raises Fault, which names what is missing or has another shape.
     open_weights(str(path), config, dtype)
+    # A frozen parameter has no optimizer state.
     given = [progress["schedule"].get(flag) for flag in freezing.FLAGS]
     frozen = freezing.frozen_names(skeleton, *given)
+    # Every trained parameter has a tensor of its own shape for each moment of the optimizer.
     moments = {}
     for name, parameter in skeleton.named_parameters():
         if parameter.requires_grad and name not in frozen:
@@ -223,6 +242,7 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
         if stored.shapes.get(name) != shape:
             there = stored.shapes.get(name, "missing")
             wrong.append(f"{name} is {there}, in the model {shape}")
+    # What a sharded save holds in parts must add up to the whole tensor.
     for name in stored:
         if missing := stored.missing(name):
             wrong.append(f"{name} lacks {missing} elements")
@@ -243,6 +263,7 @@ def check_finite(path: Path, report: Report) -> str:
     say("  reading every tensor")
     count = 0
     for file in sorted(path.rglob("*.safetensors")):
+        # One tensor in memory at a time, however large the file is.
         with safe_open(file, framework="pt") as stored:
             names = list(stored.keys())
             bad = [name for name in names if not torch.isfinite(stored.get_tensor(name)).all()]
@@ -256,12 +277,14 @@ def check_finite(path: Path, report: Report) -> str:
 def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     """Compare the rows that all ranks have read, as `progress` of the `file` progress.json records,
     with those of its position."""
-    said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
-    first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
+    rows, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
+    # A count and a sum of hashes over all ranks: the same rows give the same, in any order.
+    first, read = rows["from_position"], RowsRead(rows["count"], rows["hash_sum"])
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
     mixture, order = mixture_of(progress), fixed.get("row_order")
     # the rows of a stream are their positions
     rows_at = np.asarray if order == STREAM_ORDER else mixture.rows_at
+    # The checks that need no hashing come first.
     if read.count != end - first:
         report.find(
             f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}."
@@ -286,6 +309,7 @@ def check_export(newest: Path, report: Report) -> str:
     """Export the newest checkpoint to a temporary directory, which compares it with plain
     transformers."""
     say(f"{newest}: exporting to compare with plain transformers")
+    # The run itself isn't written to.
     with tempfile.TemporaryDirectory(prefix="fabric_llm-verify-") as folder:
         try:
             proof = export(newest, Path(folder) / "export")
@@ -296,23 +320,22 @@ def check_export(newest: Path, report: Report) -> str:
     return read_proof(proof)
 
 
-# ---------------------------------------------------------------------------- what a run has logged
-
-
 def check_status(file: Path, status: dict[str, Any], durable: int, report: Report) -> str:
     """Compare `status`, the content of STATUS.json, with `durable`, the step of the newest
     checkpoint."""
     if not file.is_file():
         report.note(f"there is no {file.name}.")
         return f"no {file.name}"
+    # A file without the field isn't the status of a run either.
     if type(status.get("last_durable_step", "")) not in (int, type(None)):
         raise ValueError("it isn't the status of a run")
-    said = status["last_durable_step"]
-    if (said or 0) > durable and not any(file.parent.glob(f"aside-step-{said:08d}-*")):
-        report.find(f"{str(file)!r} says that step {said} was saved, which isn't there.")
+    saved = status["last_durable_step"]
+    # A checkpoint that a rewind has set aside isn't missing.
+    if (saved or 0) > durable and not any(file.parent.glob(f"aside-step-{saved:08d}-*")):
+        report.find(f"{str(file)!r} says that step {saved} was saved, which isn't there.")
     running = status.get("code") is None
     ended = "still running, or killed" if running else f"code {status['code']}, {status['reason']}"
-    return f"{file.name}: {ended}; step {status.get('step')}, last durable step {said}"
+    return f"{file.name}: {ended}; step {status.get('step')}, last durable step {saved}"
 
 
 NumberedLine = tuple[int, dict[str, Any]]  # its number in metrics.jsonl, and what it holds
@@ -331,6 +354,7 @@ def check_metrics(
     lines = _numbered_lines(file, over, report)
     training, evaluation, guarded = [], [], set()
     for number, record in lines:
+        # One line may be a training line and an evaluation.
         if "loss" in record and "tokens" in record:
             training.append((number, record))
         if "eval_loss" in record:
@@ -338,6 +362,7 @@ def check_metrics(
         if "verdict" in record:
             guarded.add(record["step"])  # skipped, or rolled back
     _check_order(name, training, report)
+    # A step that the guard skipped or undid may have a loss that isn't finite.
     taken = [(number, record) for number, record in training if record["step"] not in guarded]
     for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
         if bad := [number for number, record in some if not is_finite(record.get(key))]:
@@ -345,11 +370,13 @@ def check_metrics(
     evaluated = Counter(record["step"] for _, record in evaluation)
     if twice := sorted(step for step, count in evaluated.items() if count > 1):
         report.find(f"{name} has more than one evaluation of step {listed(twice)}.")
+    # A run that ended well has saved after its last line.
     if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
         sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
-        report.find(f"{sentence}.") if over else report.note(
-            f"{sentence}: a resumed run writes them anew."
-        )
+        if over:
+            report.find(f"{sentence}.")
+        else:
+            report.note(f"{sentence}: a resumed run writes them anew.")
     _compare_training(
         name, {record["step"]: record for _, record in training}, durable, documents, report
     )
@@ -366,6 +393,7 @@ def _numbered_lines(file: Path, over: bool, report: Report) -> list[NumberedLine
     for number, (line, record) in enumerate(files.json_lines(file), 1):
         if type(record.get("step")) is type(record.get("tokens", 0)) is int:
             lines.append((number, record))
+        # Only a kill leaves half a line, and only at the end.
         elif not line.endswith("\n") and not over:
             report.note(f"the last line of {name} was cut off by a kill; a resumed run removes it.")
         else:
@@ -392,6 +420,7 @@ def _check_order(name: str, training: list[NumberedLine], report: Report) -> Non
                 f"{name} line {number} has {record['tokens']} tokens, after {before['tokens']}."
             )
         places.setdefault(step, number)
+        # Compared with the line before, whatever was wrong with that, so that a jump counts once.
         before = record
 
 
@@ -406,6 +435,7 @@ def _compare_training(
     # Each checkpoint records the step at which its process has started, and how often it logs; a
     # save logs as well. If all checkpoints of an earlier process were pruned, this isn't known, and
     # no line of it is required.
+    # Step 0 has no training line.
     wanted = set(documents) - {0}
     for saved_at, document in documents.items():
         every, after = document["logged"]["every"], document["logged"]["after"]
@@ -438,7 +468,9 @@ def _compare_evaluations(
         losses = {key: one.get("loss") for key, one in record.get("eval", {}).items()}
         losses["eval_loss"] = record["eval_loss"]
         for key, there in document["evaluated"].items():
+            # A log that doesn't name a set isn't wrong about it.
             here = losses.get(key, there)
+            # `verify_checkpoint` has computed eval_loss anew, which may round otherwise.
             is_same = is_finite(here) and math.isclose(here, there, rel_tol=1e-9)
             if is_finite(there) and not is_same:
                 what = "eval_loss" if key == "eval_loss" else f"loss of {key}"

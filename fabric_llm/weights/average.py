@@ -66,7 +66,9 @@ class Part:
     @property
     def name(self) -> str:
         """Short, for a table."""
-        return str(self.path) if self.progress is None else "/".join(self.path.resolve().parts[-2:])
+        if self.progress is None:
+            return str(self.path)
+        return "/".join(self.path.resolve().parts[-2:])
 
 
 def open_parts(folders: Sequence[Path]) -> list[Part]:
@@ -82,12 +84,14 @@ def open_parts(folders: Sequence[Path]) -> list[Part]:
 def require_same_model(first: Part, other: Part) -> None:
     """Raises ValueError unless weights of both mean the same."""
     both = f"{str(first.path)!r} and {str(other.path)!r}"
+    # Two families may have tensors of the same names and shapes.
     if type(first.config) is not type(other.config):
         kinds = f"{first.config.model_type} and {other.config.model_type}"
         raise ValueError(f"{both} are different models: {kinds}.")
     one, two = first.config.to_dict(), other.config.to_dict()
     differing = []
     for key in sorted(one.keys() | two.keys()):
+        # Versions of transformers write different sets of fields; a missing one counts as None.
         if one.get(key) != two.get(key) and not NO_MATTER.search(key):
             differing.append(f"{key} {one.get(key)}, and {two.get(key)}")
     if differing:
@@ -102,6 +106,7 @@ def require_same_model(first: Part, other: Part) -> None:
 
 
 def open_part(folder: Path) -> Part:
+    # A damaged checkpoint may lack one of them, and must not pass for a plain model.
     is_of_run = any((folder / name).is_file() for name in (files.MANIFEST, "trainer/progress.json"))
     progress = keep.verified(folder, hashes=True) if is_of_run else None
     config = loading.load_config(str(folder))
@@ -110,10 +115,12 @@ def open_part(folder: Path) -> Part:
             f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing."
         )
     dtype = config.dtype or torch.float32
+    # The weights of a checkpoint have the dtype of the run's precision.
     if progress is not None:
         dtype = loading.DTYPES[progress["fixed"]["precision"]]
-    # It holds what the files hold, be it of 16 or of 32 bits.
+    # Weights of 16 bits are exact in float32, so that reading rounds nothing.
     exact = torch.promote_types(dtype, torch.float32)
+    # Refuses a config.json that makes no possible model, before any weight is read.
     loading.checked_skeleton(str(folder), config, exact)
     weights = loading.open_weights(str(folder), config, exact)
     return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
@@ -132,6 +139,7 @@ def average(
     weights: they add up to 1. how: what the note says of them. Raises Fault (76) for NaN in a part,
     and VerificationError; nothing is then left behind.
     """
+    # Nothing is summed yet: tensors are read and averaged when they are written.
     averaged = average_of(parts, weights, dtype)
     skeleton = averaged.skeleton
     newest = parts[-1]  # its generation config and tokenizer are taken
@@ -139,6 +147,7 @@ def average(
     note = {"what": "weighted average of models, summed in float64", **how}
     note |= {"dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
+        # None tells a plain model from a checkpoint: the card of the average asks.
         step = None if part.progress is None else part.progress["progress"]["step"]
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
     with replacing(output, skeleton, "The average") as folder:
@@ -146,8 +155,10 @@ def average(
         (folder / NOTE).write_text(
             json.dumps({**note, "versions": keep.versions()}, indent=2) + "\n"
         )
+        # The folder gets its name only if plain transformers opens it to these very weights.
         loaded = opened(folder)
         require_weights(loaded, averaged, "{} isn't the average of the parts")
+        # Any tokens do: only whether logits are finite is asked.
         input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
         if not torch.isfinite(logits_of(loaded, input_ids)).all():
             raise VerificationError("it gives NaN or infinity.")
@@ -179,9 +190,11 @@ class Average:
                     if name not in sums:  # with 0.0, a -0.0 would lose its sign
                         sums[name] = torch.full(tensor.shape, -0.0, dtype=torch.float64)
                     add(sums[name], tensor, weight)
+                # Integers, such as positions, are the same in all parts or can't be averaged.
                 elif not torch.equal(sums.setdefault(name, tensor), tensor):
                     kind = f"which holds {tensor.dtype} and can't be averaged"
                     raise ValueError(f"The parts differ in {name}, {kind}.")
+        # Rounded once, after all parts are added.
         wanted = self.skeleton.state_dict()
         for name in sums:
             sums[name] = sums[name].to(wanted[name].dtype)
@@ -202,6 +215,7 @@ def average_of(parts: Sequence[Part], weights: Sequence[float], dtype: str) -> A
 
 def add(total: Tensor, tensor: Tensor, weight: float) -> None:
     """Add weight x tensor to a float64 total, in blocks."""
+    # A float64 copy of a whole tensor would take four times the memory of its bfloat16.
     for sums, block in zip(
         total.view(-1).split(BLOCK_ELEMENTS), tensor.reshape(-1).split(BLOCK_ELEMENTS)
     ):
@@ -215,6 +229,7 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     Returns the best part, if it is better than the average, of which a line then warns. What counts
     is the loss of the run's training data, of a mixture the mean over its sources.
     """
+    # The average is complete without an evaluation, so what it lacks is only printed.
     try:
         plan, flags, sets = as_in_run(parts)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -229,6 +244,7 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     models = []  # name, folder, dtype, and where its losses are noted
     for part, entry in zip(parts, note["parts"]):
         models.append((part.name, part.path, part.dtype, entry))
+    # The average is read from its folder: the loss is that of what was written.
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
     print(f"Validation loss, as in {run}, of {note['rows']}:", flush=True)
     for name, folder, dtype, entry in models:
@@ -238,13 +254,16 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
         entry["eval_loss"] = losses_of(computing, config, weights, dtype, sets)
         words = [f"{of} {loss:.4f}" for of, loss in entry["eval_loss"].items()]
         print(f"  {name}", *words, sep="  ", flush=True)
+    # The losses were put into `note` and its parts above.
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
     of_training = list(plan.data.sources)
+    # Losses of --eval_data don't count: they may be of text that nobody trains on.
     means = []
     for *_, entry in models:
         means.append(sum(entry["eval_loss"][of] for of in of_training) / len(of_training))
     *of_parts, whole = means
     best = min(range(len(parts)), key=of_parts.__getitem__)
+    # Written so that a loss that is NaN returns, too.
     if not of_parts[best] < whole:
         return None
     print(
@@ -270,6 +289,7 @@ def as_in_run(
 
     budgets: {set: nats}; probes that have one are sets as well.
     """
+    # Of several runs the last one counts, as for the tokenizer and the generation config.
     newest = next((part for part in reversed(parts) if part.progress is not None), None)
     if newest is None:
         raise ValueError("none of the parts is a checkpoint, whose run would say on which data.")
@@ -277,12 +297,15 @@ def as_in_run(
     if not (run / "arguments.yaml").is_file():
         raise ValueError(f"{str(run)!r} has no arguments.yaml, which would say on which data.")
     flat = command_line.read_yaml(run / "arguments.yaml")
+    # Both callers begin the sentence: such as "Not evaluated".
     if flat["eval_iters"] == 0:
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
+    # Hashing the data again would take longer than to evaluate on it.
     every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
     # A source of --code may read any group of flags.
     names = "devices data model fsdp save logging checkpoint training guard evaluation own"
     flags = SimpleNamespace(**dict.fromkeys(names.split(), every))
+    # The sets must be those of the run, so they are opened by its own flags.
     sources = open_sources(flags, mixture_text.mix_of(flat["data_mix"], flat["train_data_dir"]))
     first = next(iter(sources.values()))
     masks = bool(newest.progress["schedule"]["document_masking"])
@@ -317,20 +340,25 @@ def losses_of(
     """Mean loss of a model over each set. config: the model's, of its own. The model's memory is
     free again afterwards."""
     fabric, precision = computing
+    # As train.py chooses it on this device.
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
     # float32 holds float16 exactly, and isn't too narrow for what is computed.
     if dtype == torch.float16:
         model = model.float()
+    # Where the run kept documents apart, they are kept apart here.
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
-    with gate.attention(model, packed_attention.PACKED) if packs else nullcontext():
+    attention = gate.attention(model, packed_attention.PACKED) if packs else nullcontext()
+    with attention:
         # As runs have it, with the loss in chunks where it can.
         wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(
             fabric.device
         )
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
+        # Without requests to stop: this process ends at the first signal.
         losses = Evaluation(fabric, sets, lambda: False, lambda: None).of(wrapped, None).losses
+    # Modules refer to each other in circles, which only the collector frees.
     del model, wrapped
     gc.collect()
     return losses

@@ -35,6 +35,7 @@ ALWAYS = {
 def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     """Write README.md and curves.png into `folder`, an export of checkpoint `source`. given: the
     command's flags."""
+    # The checkpoint was verified by `export`, so its files can be read.
     progress, manifest = keep.read_progress(source), files.read(source)
     run = source.resolve().parent
     of_base, commit = begun_with(progress)
@@ -47,6 +48,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     evaluations = [line for line in lines if "eval" in line]
     measured = []
     reached = progress["progress"]["step"]
+    # Losses of an earlier step, or of other weights, would be wrong in a table of results.
     if evaluations and evaluations[-1]["step"] == reached and not proof.of_ema:
         for name, numbers in evaluations[-1]["eval"].items():
             for measure in MEASURES:
@@ -54,7 +56,11 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
                     measured.append(
                         EvalResult("text-generation", name, name, measure, numbers[measure])
                     )
-    from_hub = {name.partition(":")[0] for one in data for name in one.get("from_hub", ())}
+    # Without the configuration that may follow a colon.
+    from_hub: set[str] = set()
+    for one in data:
+        from_hub |= {name.partition(":")[0] for name in one.get("from_hub", ())}
+    # The hub reads this: it links the base and the datasets, and lists the results.
     front = ModelCardData(
         **of_base,
         datasets=sorted(from_hub) or None,
@@ -63,10 +69,17 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         **ALWAYS,
     )
 
-    arguments = run / "arguments.yaml"
+    file, arguments = run / "arguments.yaml", ""
+    if file.is_file():
+        arguments = file.read_text("utf-8", "replace")
+    left_out: list[str] = []
+    for event in events:
+        left_out += event.get("tensors", ())
     versions = {}
     for name, then in manifest["versions"].items():
+        # Those of the run, and those of this export.
         versions[name] = then, keep.versions()[name]
+    # Before the card, which shows the picture if the folder has it.
     draw(lines, folder / "curves.png")
     fill_in(
         folder,
@@ -75,7 +88,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         name=given.push_to_hub or given.output,
         title=title,
         commit=commit,
-        left_out=[name for event in events for name in event.get("tensors", ())],
+        left_out=left_out,
         given=given,
         source=source,
         progress=progress,
@@ -88,7 +101,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         proof=proof,
         verified=read_proof(proof),
         versions=versions,
-        arguments=arguments.read_text("utf-8", "replace") if arguments.is_file() else "",
+        arguments=arguments,
     )
 
 
@@ -97,7 +110,10 @@ def write_of_average(folder: Path, verified: str) -> None:
     in a sentence."""
     note = json.loads((folder / "average.json").read_bytes())
     checkpoints = [Path(part["path"]) for part in note["parts"] if part["step"] is not None]
-    of_base, _ = begun_with(keep.read_progress(checkpoints[-1])) if checkpoints else ({}, None)
+    # Plain models have no run that would say what they began with.
+    of_base: dict[str, Any] = {}
+    if checkpoints:
+        of_base, _ = begun_with(keep.read_progress(checkpoints[-1]))
     front = ModelCardData(**{**of_base, **ALWAYS, "tags": [*ALWAYS["tags"], "merge"]})
     fill_in(folder, "average.md", front=front, name=folder, note=note, verified=verified)
 
@@ -108,6 +124,7 @@ def fill_in(folder: Path, template: str, **facts: Any) -> None:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"quoted": lambda value: shlex.quote(str(value)), "as_text": as_text}
+    # Nothing is escaped: the template is Markdown.
     card = environment.from_string(Path(__file__).with_name(template).read_text("utf-8")).render(
         **facts
     )
@@ -130,10 +147,13 @@ def begun_with(progress: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[st
 def rename(folder: Path, name: str) -> None:
     """Give a card, whatever was written into it since, the name of the repository that it is pushed
     to."""
+    # A user may have removed the card.
     if (card := folder / "README.md").is_file():
         text = card.read_text("utf-8", "replace")
+        # Only the name is replaced: a user may have edited the rest.
         loads = re.search(r"AutoModelForCausalLM(\.from_pretrained\(\".*\"\))", text)
         title = re.search(r"\n# (.*)\n", text)
+        # A card without one of these places isn't ours any more.
         if loads and title:
             text = text.replace(loads[1], f".from_pretrained({as_text(name)})")
             for place in ("\n# %s\n", "\n- name: %s\n"):
@@ -152,6 +172,7 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     step = progress["progress"]["step"]
     lines = []
     for _, line in files.json_lines(run / "metrics.jsonl"):
+        # A line that a kill cut off is {} here. Later steps belong to a run that went on.
         if type(line.get("step")) is int and line["step"] <= step:
             lines.append(line)
 
@@ -162,6 +183,7 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
         if line["step"] == step and "eval" in line:
             logged_losses = {name: one["loss"] for name, one in line["eval"].items()}
     is_same = logged_losses.keys() == losses[step].keys()
+    # Equal to the last bit: both were written from the same number.
     for name in logged_losses.keys() & losses[step].keys():
         # What isn't finite is null in the log.
         is_same = is_same and logged_losses[name] in (losses[step][name], None)
@@ -183,6 +205,7 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
 def part_read(measured: Sequence[Any]) -> dict[str, int]:
     """How many rows of how many a loss is of, as metrics.jsonl has it, from the entry of
     DataPlan.measured_on for its set; {} if it is of all."""
+    # What older versions wrote has no numbers of rows here.
     match measured:
         case [_, int(rows), int(of_rows), *_] if rows < of_rows:
             return {"rows": rows, "of_rows": of_rows}
@@ -192,6 +215,7 @@ def part_read(measured: Sequence[Any]) -> dict[str, int]:
 def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of each source of the data its name, tokens, epochs, and what the manifest says of its
     dataset, which those of older checkpoints don't."""
+    # {source: what the checkpoint's manifest says of its dataset}
     reached, datasets = progress["progress"], manifest.get("data", {})
     if "mixture" in progress:
         read = mixture_of(progress).read_before(reached["position"])
@@ -208,8 +232,10 @@ def licence(card: Path) -> dict[str, Any]:
         suppress(OSError, ValueError, TypeError, AttributeError),
         card.open(encoding="utf-8-sig", errors="replace") as text,
     ):
+        # A card may come from anywhere, so only as much is read as YAML is allowed to have.
         block = REGEX_YAML_BLOCK.search(text.read(MAX_YAML_BYTES))[2]
         for key, value in load_yaml(block).items():
+            # Also license_name and license_link, which the hub asks for with license: other.
             if key.startswith("license") and isinstance(value, (str, list)):
                 front[key] = value
     return front
@@ -218,13 +244,16 @@ def licence(card: Path) -> dict[str, Any]:
 def draw(lines: list[dict[str, Any]], file: Path) -> None:
     """Draw the losses of a run over its steps, if there are any, or print what is missing for
     it."""
+    # A line of the log has a training loss, an evaluation or both.
     curves = {"training": [(line["step"], line["loss"]) for line in lines if "loss" in line]}
+    # Such as for a checkpoint whose run is elsewhere.
     if not curves["training"]:
         return
     for line in lines:
         for name, numbers in line.get("eval", {}).items():
             curves.setdefault(f"{name}, validation", []).append((line["step"], numbers["loss"]))
     try:
+        # Unlike pyplot, a Figure of its own needs no display.
         from matplotlib.figure import Figure
     except ImportError:
         print(
@@ -233,7 +262,8 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
         return
     axes = Figure((8, 4), 120, layout="constrained").subplots()
     for name, points in curves.items():
-        axes.plot(*zip(*points), "-" if name == "training" else ".-", label=name)
+        line_style = "-" if name == "training" else ".-"
+        axes.plot(*zip(*points), line_style, label=name)
     axes.set(xlabel="Step", ylabel="Loss, nats a token")
     axes.legend()
     axes.figure.savefig(file)

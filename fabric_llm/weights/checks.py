@@ -12,6 +12,7 @@ from fabric_llm.checkpoint import keep
 def check(flags: Flags) -> None:
     """The flags of export_hf.py, and what they name. Raises ValueError."""
     if flags.push_to_hub is not None:
+        # A wrong name must not be found only after the export, which may take many minutes.
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(flags.push_to_hub)
@@ -28,6 +29,7 @@ def check(flags: Flags) -> None:
 def exported_output(output: Path, overwrite: bool) -> None:
     """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies
     in a checkpoint."""
+    # A checkpoint with a file that its manifest doesn't list counts as damaged.
     if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
         raise ValueError(
             f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take "
@@ -38,6 +40,7 @@ def exported_output(output: Path, overwrite: bool) -> None:
     # such as a run
     if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):
         raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")
+    # The rename would replace the link, and leave what it leads to.
     if output.is_symlink():
         raise ValueError(
             f"{str(output)!r} is a link, which isn't replaced: name the folder itself."

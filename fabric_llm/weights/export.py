@@ -76,21 +76,26 @@ def export(
     replaced.
     """
     loading.disable_progress_bar()
+    # Every byte is compared: an export must not spread a damaged weight.
     precision = keep.verified(source, hashes=True)["fixed"]["precision"]
     config = loading.load_config(str(source))
     # transformers keeps some parameters in float32 all the same.
     wanted = loading.DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)
     skeleton = loading.checked_skeleton(str(source), config, wanted)
+    # Nothing is read yet, and reading fills a skeleton of its own.
     weights = loading.open_weights(str(source), config, wanted)
+    # Tokens, and the logits that the run itself computed for them when it saved.
     probe = reading.read_probe(source)
     if ema:
         weights = MovingAverage(source, weights)
         model = load_reference(loading.build_skeleton(config, wanted), weights)
         # The checkpoint has recorded the logits of the weights themselves.
         probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]
+        # `verify` opens another whole model.
         del model
     if is_there:
         try:
+            # It is pushed as it is, so it must be this export to the bit.
             return replace(verify(output, weights, probe, precision), of_ema=ema)
         except VerificationError as error:
             advice = f"take another --output, or --overwrite true ({error})"
@@ -109,10 +114,12 @@ def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: s
     require_weights(loaded, trained, "{} isn't what the checkpoint holds")
     logits = logits_of(loaded, probe["input_ids"])[probe["positions"]]
     recorded = probe["logits"]
+    # Such as of another vocabulary, whose difference couldn't be computed.
     if logits.shape != recorded.shape:
         raise VerificationError(
             f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}."
         )
+    # Relative to their spread, since models have logits of different sizes.
     difference = ((logits - recorded).abs().mean() / recorded.std()).item()
     # Training computed in another dtype than its weights have where its precision is mixed.
     computed_in = torch.float32
@@ -120,6 +127,7 @@ def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: s
         computed_in = torch.bfloat16
     elif "16" in precision:
         computed_in = torch.float16
+    # The coarser of the two decides what rounding explains.
     tolerance = max(TOLERANCE[computed_in], TOLERANCE[loaded.dtype])
     if not difference <= tolerance:  # also where it is NaN
         raise VerificationError(
@@ -149,7 +157,9 @@ def read_proof(proof: Proof) -> str:
 def push(folder: Path, repository: str, private: bool) -> str:
     """Upload a verified directory to the Hugging Face hub, and return its address. Can be
     repeated."""
+    # The token is that of `hf auth login` or of the environment.
     api = huggingface_hub.HfApi()
+    # A repository that is there keeps its visibility: `private` is only for a new one.
     api.create_repo(repository, private=private, exist_ok=True)
     return str(
         api.upload_folder(
@@ -167,6 +177,7 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
     nothing is left behind, and an older `output` is unchanged. Raises Fault (73, 74) where it can't
     be written.
     """
+    # A tied weight counts once, as it is stored.
     needed_bytes = sum(parameter.nbytes for parameter in skeleton.parameters())
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -177,11 +188,13 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
     try:
         with on_disk(output, temporary, f"the weights need {needed_bytes / 2**30:,.2f} GiB"):
             yield temporary
+        # An older folder is removed only now that its successor is complete.
         with uninterrupted():
             if output.exists():
                 shutil.rmtree(output)
             temporary.rename(output)
     finally:
+        # After the rename nothing has this name.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -200,6 +213,7 @@ def write_model(
     folder.mkdir()
     loading.set_generation_config(skeleton, str(source))
     whole.write_configuration(folder, skeleton, loading.tokenizer_beside(str(source)))
+    # The memory holds one unit, however large the files are.
     files_of_weights = whole.WeightFiles(folder, skeleton, max_shard_size)
     for unit in units(skeleton):
         files_of_weights.write(weights.read(unit))
@@ -219,11 +233,13 @@ def opened(folder: Path) -> PreTrainedModel:
         raise VerificationError(
             f"transformers can't open the export: {one_line(error)[:400]}"
         ) from error
+    # transformers only warns of them, and draws what is missing at random.
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise VerificationError(
                 f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}."
             )
+    # A weight that lost its second name has the right values, but would train as two.
     wanted = tied_names(loading.build_skeleton(loading.load_config(str(folder)), loaded.dtype))
     if (ties := tied_names(loaded)) != wanted:
         raise VerificationError(f"tied weights {sorted(wanted)} came out as {sorted(ties)}.")
@@ -241,6 +257,7 @@ def require_weights(
     there = model.state_dict()
     for unit in units(model):
         for name, tensor in weights.read(unit).items():
+            # `...` takes all of a tensor, also of one without dimensions.
             compared = slice(rows[name]) if name in rows else ...
             if not same_bits(there[name][compared], tensor[compared]):
                 raise VerificationError(f"{otherwise.format(name)}.")
@@ -276,6 +293,7 @@ class MovingAverage:
     def __init__(self, path: Path, source: Source) -> None:
         """source: the weights. Raises ValueError where the checkpoint holds no average."""
         self.source, self.stored = source, reading.optimizer_state(path)
+        # One is enough: every trained parameter has an average, or none.
         if not any(key.endswith(f".{EMA}") for key in self.stored):
             raise ValueError(
                 f"{str(path)!r} holds no moving average of the weights: its run had no "
@@ -285,6 +303,7 @@ class MovingAverage:
     def read(self, unit: str) -> dict[str, Tensor]:
         tensors = self.source.read(unit)
         for name, tensor in tensors.items():
+            # Frozen weights have no average: it would be what they are.
             if (key := f"state.{PREFIX}{name}.{EMA}") in self.stored:
                 tensors[name] = torch.empty_like(tensor).copy_(self.stored[key])
         return tensors

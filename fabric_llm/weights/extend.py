@@ -40,7 +40,7 @@ PROBE_TOKENS = 64
 # The largest difference of float32 logits, as a fraction of their standard deviation, that
 # another kernel explains.
 ROUNDING = 1e-5
-MULTIPLE = 128  # of rows: a vocabulary that is padded to a divisor of it, at least 8, stays so
+MULTIPLE = 128  # of rows: a table padded to a divisor of it, from 8 on, stays so
 MIN_MULTIPLE = 8
 
 
@@ -52,6 +52,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     then left behind. For its logits the model is held in float32, before it is extended and after.
     """
     loading.disable_progress_bar()
+    # A checkpoint says what its files should be, and a plain model doesn't.
     if (Path(model_name) / files.MANIFEST).is_file():
         keep.verified(Path(model_name), hashes=True)
     tokenizer = extendable_tokenizer(model_name)
@@ -62,12 +63,14 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
             "The corpus has no pair of tokens that comes twice within a word: there is nothing to "
             "learn."
         )
+    # The tokens that the text of each new one is made of until now.
     parts = [made_of(old, token.text) for token in learned]
     tokenizer._tokenizer = extended(old, learned)
     # From here on a text is encoded as it is, whatever the tokenizer's file asks for.
     old.no_truncation()
     old.no_padding()
     first = size(old)
+    # Of a text that nothing was learned from.
     probe = torch.tensor(
         [old.encode(corpus.held_out[0], add_special_tokens=False).ids[:PROBE_TOKENS]]
     )
@@ -77,17 +80,23 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     weights = loading.open_weights(model_name, config, dtype)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
     tables, rows = tables_of(model), model.get_input_embeddings().num_embeddings
+    # Rows behind the last token aren't compared: new tokens take them.
     before = logits_of(model.float(), probe)[:, :first]
+    # `compare_models` opens another whole model.
     del model
     now = rows_for(first + len(learned), rows)
+    # Reads the old weights and makes the new rows when they are written.
     longer = Extended(weights, tables, first, parts, now)
     config = deepcopy(config)  # the former is that of the weights
+    # Of a model with other parts, such as images, the text has a configuration of its own.
     config.get_text_config().vocab_size = now
     skeleton = loading.build_skeleton(config, dtype)
     with replacing(output, skeleton, "The extended model") as folder:
         write_model(folder, model_name, skeleton, longer)
+        # In place of the old one, which `write_model` has put there.
         save_tokenizer(tokenizer, folder)
         (folder / SENTENCEPIECE).unlink(missing_ok=True)  # it has no new tokens
+        # Read back, so that what is compared is what a user will load.
         new = loading.tokenizer_beside(str(folder)).backend_tokenizer
         return [
             (
@@ -112,6 +121,7 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     model = loading.checked_skeleton(model_name, loading.load_config(model_name), torch.float32)
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     sizes = (config.vocab_size, getattr(config, "vocab_size_per_layer_input", None))
+    # Some models, such as Gemma 3n, have tables for each layer, which would need rows as well.
     tables = [
         m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings in sizes
     ]
@@ -125,6 +135,7 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
             f"{name} has not one plain embedding and one output head {rows}: it can't be extended "
             "here."
         )
+    # The ids behind the last row would have no embedding.
     if (tokens := size(tokenizer.backend_tokenizer)) > config.vocab_size:
         rows = config.vocab_size
         raise ValueError(
@@ -138,6 +149,7 @@ def rows_for(tokens: int, rows: int) -> int:
     first, padding is kept."""
     if tokens <= rows:
         return rows
+    # Padded tables, such as to a multiple of 64, are fast on GPUs and divide among ranks.
     multiple = math.gcd(rows, MULTIPLE)
     return tokens if multiple < MIN_MULTIPLE else -(-tokens // multiple) * multiple
 
@@ -145,6 +157,7 @@ def rows_for(tokens: int, rows: int) -> int:
 def tables_of(model: PreTrainedModel) -> set[str]:
     """Names of what has a row for each token: the embedding, and the weight and bias of the output
     head."""
+    # By identity: a head that is tied to the embedding has no name of its own.
     tables = {
         id(model.get_input_embeddings().weight),
         *map(id, model.get_output_embeddings().parameters()),
@@ -179,11 +192,15 @@ def with_rows(table: Tensor, first: int, parts: Sequence[Sequence[int]], rows: i
     largest of its parts: it can't take the place of what the model knows, which random rows can
     (Hewitt 2021, nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
+    # A mean of rows in 16 bits would be rounded at each step.
     old, end = table[:first].float(), first + len(parts)
     mean = old.mean(dim=0)
-    new = torch.stack([old[list(part)].mean(dim=0) if part else mean for part in parts])
+    new = []
+    for part in parts:
+        new.append(old[list(part)].mean(dim=0) if part else mean)
+    # Rows that the model has but no token uses stay as they are.
     unused = table[end:] if rows == len(table) else mean.expand(rows - end, *mean.shape)
-    return torch.cat([table[:first], new.to(table.dtype), unused.to(table.dtype)])
+    return torch.cat([table[:first], torch.stack(new).to(table.dtype), unused.to(table.dtype)])
 
 
 def compare_models(
@@ -197,22 +214,18 @@ def compare_models(
     """
     model, first = opened(folder), longer.first
     rows = len(model.get_input_embeddings().weight)
-    if (
-        not len(model.get_output_embeddings().weight)
-        == model.config.get_text_config().vocab_size
-        == rows
-        >= tokens
-    ):
+    of_head = len(model.get_output_embeddings().weight)
+    if {of_head, model.config.get_text_config().vocab_size} != {rows} or rows < tokens:
         raise VerificationError(
             f"the model has {rows} embeddings for {tokens} tokens, which its output head or its "
             "config.json contradicts."
         )
+    # Behind `first` the tables have new rows, or padding that was taken.
     old_rows = dict.fromkeys(longer.tables, first)
     require_weights(model, longer.weights, "the old values of {} have changed", old_rows)
     parameters = len(list(model.parameters()))
-    difference = (
-        (logits_of(model.float(), probe)[:, :first] - before).abs().max() / before.std()
-    ).item()
+    now = logits_of(model.float(), probe)[:, :first]
+    difference = ((now - before).abs().max() / before.std()).item()
     differ = f"{difference:.1e} of their standard deviation"
     if not difference <= ROUNDING:  # also where it is NaN
         raise VerificationError(f"the logits of old tokens differ by up to {differ}.")
@@ -232,16 +245,19 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
         raise VerificationError(
             f"the token {moved[0]!r} has the id {after.get(moved[0])}, not {before[moved[0]]}."
         )
+    # Old special tokens must still be found in text, with their options.
     added, added_now = (sorted(map(str, t.get_added_tokens_decoder().items())) for t in (old, new))
     if added != added_now:
         raise VerificationError("its added tokens have changed.")
     unknown, count, count_now, with_unknown = unknown_id(old), 0, 0, 0
     for text in held_out:
         ids, ids_now = (t.encode(text, add_special_tokens=False).ids for t in (old, new))
+        # What the old tokenizer makes of its own tokens: the text itself, but for normalization.
         same = old.decode(ids, skip_special_tokens=False)
         if new.decode(ids, skip_special_tokens=False) != same:
             raise VerificationError(f"old ids of a text decode otherwise: {text[:60]!r}.")
-        if unknown in ids:  # the text didn't come back before either
+        if unknown in ids:
+            # The text didn't come back before either: what <unk> stood for was lost.
             with_unknown += 1
         elif new.decode(ids_now, skip_special_tokens=False) != same:
             raise VerificationError(f"a text doesn't come back: {text[:60]!r}.")

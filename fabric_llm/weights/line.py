@@ -45,6 +45,7 @@ def goal_of(guard: Forgetting, of_run: Losses, of_training: Sequence[str]) -> Go
     """
     rises = guard.rises(of_run)
     free = [name for name in of_training if name not in guard.budgets]
+    # A set with a budget is to be kept, and can't be what is learned.
     if not free:
         words = ", ".join(map(repr, of_training))
         raise ValueError(
@@ -58,6 +59,7 @@ def goal_of(guard: Forgetting, of_run: Losses, of_training: Sequence[str]) -> Go
     forgotten = [name for name, rise in rises.items() if rise > 0]
     price = 0.0
     if forgotten:
+        # At this price the base and the run are both worth 0, and the chord between them is level.
         price = max(-_mean(rises, learned) / _mean(rises, forgotten), 0.0)
     return Goal(learned, forgotten, price)
 
@@ -67,6 +69,7 @@ def worth_of(losses: Losses, guard: Forgetting, goal: Goal) -> float:
     budget."""
     rises = guard.rises(losses)
     for name, budget in guard.budgets.items():
+        # No learning outweighs a budget that is exceeded.
         if rises[name] > budget:
             return -math.inf
     return -_mean(rises, goal.learned) - goal.price * _mean(rises, goal.forgotten)
@@ -82,6 +85,7 @@ def search(
     """{share: losses} of the points that were evaluated, the best one first. `evaluate` tells the
     guard the first."""
     points = {}
+    # The first of them is the base, share 0, against whose losses all others are judged.
     for share in FIRST if guard.budgets else FIRST_OF_KNEE:
         points[share] = evaluate(share)
     goal = goal_of(guard, points[1.0], of_training)
@@ -90,6 +94,7 @@ def search(
         # Of equally good points the one that learned more.
         best = max(points, key=lambda share: (worth[share], share))
         share = next_share(worth, best)
+        # `next_share` gives the best point itself once its neighbours are close.
         if share in points or len(points) == MAX_POINTS:
             return {best: points.pop(best), **points}
         points[share] = evaluate(share)
@@ -97,11 +102,14 @@ def search(
 
 def next_share(worth: Mapping[float, float], best: float) -> float:
     """Halfway from the best point to a neighbour; the best point itself where they are close."""
+    # At an end of the line the best point is its own neighbour.
     left = max((share for share in worth if share < best), default=best)
     right = min((share for share in worth if share > best), default=best)
     # The edge of a budget lies between, where the most is learned; else the wider gap is halved.
     is_edge = right > best and worth[right] == -math.inf
-    neighbour = right if is_edge or right - best >= best - left else left
+    neighbour = left
+    if is_edge or right - best >= best - left:
+        neighbour = right
     if abs(neighbour - best) <= CLOSE * best:
         return best
     return round((best + neighbour) / 2, 3)
@@ -128,6 +136,7 @@ def choose(
         raise ValueError(
             f"Points of a line are evaluated as the run was: {one_line(error)}"
         ) from error
+    # A mistyped set would silently have no budget.
     for name in budgets:
         require_set("--forgetting_budget", name, [*plan.data.validation_splits(), *PROBES])
     computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
@@ -139,6 +148,7 @@ def choose(
 
     def evaluate(share: float) -> Losses:
         weights = average.average_of(parts, weights_at(share), dtype)
+        # `losses_of` changes the configuration, so that each point needs its own.
         config = loading.load_config(str(run.path))
         losses = average.losses_of(computing, config, weights, weights.skeleton.dtype, sets)
         guard.accept_evaluation(math.ceil(share), losses)  # those of step 0 are the base's
@@ -155,6 +165,7 @@ def choose(
 
     points = search(evaluate, guard, list(plan.data.sources))
     share, losses = next(iter(points.items()))
+    # The base model alone is no average, and it is there already.
     if share == 0:
         inside = "inside the budget" if budgets else "better"
         raise Fault(
@@ -166,6 +177,7 @@ def choose(
     if share == 1:
         message += " This is the run itself: no point before it is better."
     print(message, flush=True)
+    # For the drawing of the line, from the base to the run.
     line = [{"weight_of_run": share, "eval_loss": points[share]} for share in sorted(points)]
     note = {"eval_loss": losses, "forgetting_budget": dict(budgets), "line": line}
     note |= {"evaluated_as_in": str(plan.run_directory), "rows": rows_in_words(sets)}
