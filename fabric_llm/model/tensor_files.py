@@ -91,6 +91,10 @@ class Tensors(Mapping[str, Tensor]):
         # The rows that hold the elements: from `begin` up to, and without, `end`.
         begin, end = first // max(of_row, 1), -(-(first + count) // max(of_row, 1))
         rows = None
+        # Asked before memory is taken for the tensor, and where no part holds any of these elements.
+        if missing := self.missing(name):
+            with readable(self.of or repr(name), self.code):
+                raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")
         for offsets, (path, lengths) in self.parts[name].items():
             offsets, lengths = offsets or (0,), lengths or (1,)
             low, high = max(begin, offsets[0]), min(end, offsets[0] + lengths[0])
@@ -100,9 +104,6 @@ class Tensors(Mapping[str, Tensor]):
                 readable(self.of or repr(str(path)), self.code),
                 safe_open(path, framework="pt") as file,
             ):
-                # Asked before memory is taken for the tensor.
-                if missing := self.missing(name):
-                    raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")
                 part = file.get_tensor(name).view(lengths)[low - offsets[0] : high - offsets[0]]
                 # One part holds all that is wanted, and needn't be copied.
                 if part.numel() == (end - begin) * of_row:

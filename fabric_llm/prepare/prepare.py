@@ -151,8 +151,8 @@ def prepare(**arguments: Any) -> dict:
             require_all_counted(manifest)
             # The manifest is the last file: it has the hashes of all others.
             content = files.encode(manifest)
-            (folder / "dataset" / "manifest.json").write_bytes(content)
-            _publish(folder, target)
+            files.write_atomically(folder / "dataset" / "manifest.json", content, durable=True)
+            publish(folder, target)
         except ValueError as error:
             # All pieces are done. The next start goes on with them after a full disk, which is a
             # Fault of another code, but not after a mistake in the flags or the text.
@@ -167,7 +167,7 @@ def _has_own_validation(pieces: Sequence[Piece]) -> bool:
     return any(part.goes != DRAWN for piece in pieces for part in piece.parts)
 
 
-def _publish(folder: Path, target: Path) -> None:
+def publish(folder: Path, target: Path) -> None:
     """Rename the complete dataset of the work folder, and remove the folder."""
     with uninterrupted():
         # A former dataset is removed with the folder, when the new one is in its place.

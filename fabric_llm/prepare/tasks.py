@@ -6,6 +6,7 @@ of an exported model are the run's.
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from importlib import metadata
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -21,11 +21,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
-from fabric_llm.base.ending import on_disk, uninterrupted
+from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import nearest, reach_hub
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
+from fabric_llm.prepare.prepare import publish, remove, work_folder
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 KINDS = ("multiple_choice", "loglikelihood")  # of tasks that compare likelihoods of answers
@@ -55,25 +56,25 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     counts = Counter(document[0]["task"] for _, document in documents)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        TemporaryDirectory(dir=target.parent) as folder,
-        on_disk(target, Path(folder), "rows need 8 bytes a token"),
+        work_folder(target) as folder,
+        on_disk(target, folder, "rows need 8 bytes a token"),
     ):
-        # Beside the target, and so on its file system, where a rename is enough.
-        made = Path(folder, "dataset")
-        datasets.DatasetDict({"validation": datasets.Dataset.from_list(rows)}).save_to_disk(made)
-        # train.py compares it with the model's own.
-        encoder.save_pretrained(made / "tokenizer")
-        (made / TASKS).write_text(json.dumps(counts))
-        manifest = {"tasks": counts, "tokenizer": tokenizer}
-        manifest["lm_eval"] = metadata.version("lm_eval")
-        manifest["written"] = files.describe(made, files.files_in(made))
-        (made / "manifest.json").write_bytes(files.encode(manifest))
-        # The folder appears as a whole, or not at all.
-        with uninterrupted():
-            # An older folder is removed with the temporary one.
-            if target.exists():
-                target.rename(Path(folder, "old"))
-            made.rename(target)
+        try:
+            made = folder / "dataset"
+            shutil.rmtree(made, ignore_errors=True)  # of a preparation that was killed
+            split = datasets.Dataset.from_list(rows)
+            datasets.DatasetDict({"validation": split}).save_to_disk(made)
+            # train.py compares it with the model's own.
+            encoder.save_pretrained(made / "tokenizer")
+            (made / TASKS).write_text(json.dumps(counts))
+            manifest = {"tasks": counts, "tokenizer": tokenizer}
+            manifest["lm_eval"] = metadata.version("lm_eval")
+            manifest["written"] = files.describe(made, files.files_in(made))
+            content = files.encode(manifest)
+            files.write_atomically(made / "manifest.json", content, durable=True)
+            publish(folder, target)
+        finally:
+            remove(folder)
     words = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     return (
         f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"
