@@ -2,6 +2,7 @@
 of the whole model."""
 
 import json
+import math
 import shutil
 import tempfile
 from contextlib import nullcontext
@@ -321,6 +322,14 @@ def test_parts_of_any_split_are_blocks_that_together_are_the_tensor(shape, cuts,
         first = data.draw(st.integers(0, count))
         end = data.draw(st.integers(first, count))
         assert torch.equal(stored.elements("x", first, end - first), whole.flatten()[first:end])
+        # Without one of the files no elements are given, wherever they lie.
+        files = sorted(Path(name).iterdir())
+        dropped = data.draw(st.sampled_from(files)) if files else None
+        left = Tensors(file for file in files if file != dropped)
+        if len(left) and left.missing("x"):
+            first = data.draw(st.integers(0, math.prod(left.shapes["x"]) - 1))
+            with pytest.raises(Fault, match="lacks"):
+                left.elements("x", first, 1)
 
 
 def test_a_folder_that_is_not_there_is_no_name_on_the_hub(monkeypatch, tmp_path):
