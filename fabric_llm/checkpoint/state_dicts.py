@@ -48,8 +48,10 @@ def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[tuple[str, Par
     rank, ranks = 0, 1
     if not alone():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    # With HSDP several groups of ranks hold the same shards. Only the group of rank 0 writes them.
     is_sharded, is_first_replica = shard_group(model) is not None, 0 in shard_ranks(model)
     parts: list[tuple[str, Part]] = []
+    # Sorted, so that each tensor has the same number, and so the same writer, on all ranks.
     for number, (name, (tensor, first, shape)) in enumerate(sorted(held.items())):
         if is_sharded and first is not None:
             is_own = is_first_replica
@@ -136,6 +138,7 @@ def optimizer_held(
                 # A counter of steps stays 0 on a rank that holds nothing of the parameter.
                 if not local_part(shard.parameter).numel():
                     first = 1
+            # Such as a factored moment: FSDP doesn't say how that would be split.
             elif tensor.shape != shard.parameter.shape:
                 if shard_group(model) is not None:
                     raise ValueError(
