@@ -54,6 +54,7 @@ def of_code(at: AfterStep) -> dict[str, float]:
     numbers: dict[str, float] = {}
     if not register.METRICS:
         return numbers
+    # Not at the top, because arguments.py imports this file, and --help is to come at once.
     import torch
 
     from fabric_llm.model.sharded import reshard
@@ -61,7 +62,8 @@ def of_code(at: AfterStep) -> dict[str, float]:
     for name, metric in register.METRICS.items():
         with register.of_user(f"metric {name!r}"), torch.no_grad():
             numbers[name] = float(metric(at))
-    reshard(at.model)  # one may have called it
+    # A metric may have called the model, which leaves its outermost unit whole.
+    reshard(at.model)
     return numbers
 
 
@@ -90,10 +92,12 @@ class MetricsFile:
             return
         kept, removed = [], []
         for line, record in json_lines(self.path):
+            # A line that was cut off is {} here, so it is removed.
             lines = removed
             if last is not None and is_before(record, last):
                 lines = kept
             lines.append(f"{line.rstrip()}\n")
+        # Before the log is cut: a kill in between leaves lines twice, and loses none.
         if removed and undone is not None:
             title = {"step": last.step, "position": last.position, "undone": len(removed)}
             with undone.open("a") as file:
@@ -152,9 +156,11 @@ class Trackers:
         known = TRACKERS | register.TRACKERS
         for name in named(names):
             opening = partial(known[name], folder, config, entity, project)
+            # Before the first new line is written: a tracker may begin with what the file holds.
             tracker = self._try(f"--logger {name}", opening)
             if tracker is not None:
                 self.opened[name] = tracker
+        # A daemon, so that a tracker that hangs doesn't keep the process alive.
         self.thread = Thread(target=self._work, name="trackers", daemon=True)
         self.thread.start()
 
@@ -162,7 +168,9 @@ class Trackers:
         """Returns at once. A tracker that has failed gets no more numbers."""
         for name, (log, *_) in self.opened.items():
             if f"--logger {name}" not in self.warned:
+                # A copy, because the thread reads it later.
                 self.waiting.put((f"--logger {name}", partial(log, step, dict(record))))
+        # The queue has no limit, because training mustn't wait for a tracker.
         if self.waiting.qsize() > MANY_LINES:
             self._warn_once(
                 "--logger", "falls behind; the run goes on, and metrics.jsonl has every line"
@@ -174,6 +182,7 @@ class Trackers:
         Returns at once.
         """
         for name, (_, _, *cut) in self.opened.items():
+            # None or one: a tracker needn't have this third function.
             for can_cut in cut:
                 self.waiting.put((f"--logger {name}", partial(can_cut, there)))
 
@@ -186,6 +195,7 @@ class Trackers:
         """Close all trackers. Together they have `patience_seconds` for what is waiting."""
         for name, (_, close, *_) in self.opened.items():
             self.waiting.put((f"--logger {name}", close))
+        # Behind all that is waiting, this ends the thread.
         self.waiting.put(None)
         self.thread.join(patience_seconds)
         if self.thread.is_alive():
@@ -236,8 +246,10 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
         """Write the table anew, from metrics.jsonl up to there: later lines come by `log`."""
         file.seek(0)
         file.truncate()
+        # In place, because the DictWriter holds the same list.
         columns[1:] = []
         for _, record in json_lines(folder / METRICS):
+            # Verdicts are words, which aren't in the table.
             if "verdict" not in record and (last is None or is_before(record, last)):
                 log(record.pop("step"), flat(record))
 
@@ -275,6 +287,7 @@ def _tensorboard(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     def cut(there: Progress) -> None:
         nonlocal writer
         writer.close()
+        # Nothing can be removed from an event file, but a new writer hides later steps.
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=there.step + 1)
 
     return log, lambda: writer.close(), cut
@@ -297,6 +310,7 @@ def _wandb(
         "entity": entity,
         "name": folder.name,
         "dir": str(folder),
+        # From the folder, so that a resumed run goes on with the same run there.
         "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
         "resume": "allow",
         "config": config,
@@ -314,6 +328,7 @@ def _wandb(
         except wandb.errors.Error as error:
             reason = f"there is no connection ({str(error).splitlines()[0]})"
             wandb.teardown()  # or the id stays in use by the run that failed
+        # Without a key or a connection, what is logged stays in the run directory.
         if run is None:
             warnings.warn(
                 f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2
@@ -321,7 +336,8 @@ def _wandb(
             settings["mode"] = "offline"
     if run is None:
         run = wandb.init(**settings)
-    # Its own step can't go back, as those of a rewind do.
+    # Plots are drawn over this column, because the step of wandb itself can't go back as a rewind
+    # does.
     run.define_metric("*", step_metric="step")
 
     def close() -> None:

@@ -102,8 +102,10 @@ def leave(run: Run) -> None:
     log, has_ranks = run.log, torch.distributed.is_initialized()
     if has_ranks:
         run.fabric.barrier()
+    # From here on a rank that ends is no fault, so it isn't watched.
     run.watch.close()
     if has_ranks:
+        # The run must outlive its process group, see `kept_alive`.
         kept_alive.append(run)
         torch.distributed.destroy_process_group()
     if log.trackers is not None and run.is_over and run.flags.logging.log_model in (True, "last"):
@@ -123,7 +125,7 @@ def say_what_comes_next(run: Run) -> None:
             if run.requests.is_out_of_time()
             else "on request"
         )
-        # "true" would branch off again
+        # With --checkpoint, `true` would go back to that again, and `auto` goes on from the newest.
         resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"
         print(f"\nStopped {why}. Checkpoint: {last}")
         print(

@@ -30,6 +30,7 @@ def due_after(
     saves = _is_due(progress, flags.save.save_step_interval, schedule)
     evaluates = evaluation_is_due(progress, progress.position - before.position, schedule, flags)
     logs = _is_due(progress, flags.logging.log_step_interval, schedule)
+    # The first step of a process is logged, too, so that its user sees early that it trains.
     return logs or saves or evaluates or before == schedule.start, evaluates, saves
 
 
@@ -42,8 +43,10 @@ def evaluation_is_due(progress: Progress, sequences: int, schedule: Schedule, fl
     if _is_due(progress, flags.evaluation.eval_step_interval, schedule):
         return True
     saves = _is_due(progress, flags.save.save_step_interval, schedule)
+    # A rewind chooses a checkpoint by its losses, so each that is saved at an interval has them.
     if saves and goes_back_by_losses(flags):
         return True
+    # A step seldom ends exactly at a half epoch, so the first one behind it counts.
     before = max(progress.position - sequences, 0)
     return schedule.half_epochs(progress.position) > schedule.half_epochs(before)
 
@@ -69,6 +72,7 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
         return False
     if plan.start.step == 0:
         return True
+    # The last step was made with the batch size of the run before, which this run may have changed.
     sequences = plan.resumed["schedule"]["global_batch_size"]
     return evaluation_is_due(plan.start, sequences, plan.schedule, flags)
 
@@ -79,6 +83,7 @@ def save(run: Run, *, stops: bool) -> None:
     # One checkpoint at a time: the one before, if it is still being written, is published first.
     publish(run)
     step, plan = run.progress.step, run.plan
+    # This save answers all requests so far. A later one gets a save of its own.
     run.requests.answer_save()
     if stops:  # a slow disk takes minutes, in which who asked would see nothing
         run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
@@ -93,9 +98,11 @@ def save(run: Run, *, stops: bool) -> None:
             tokenizer=plan.model.tokenizer,
             progress=run.progress,
             facts=facts(run),
+            # Rank 0 alone writes the manifest, and hashing takes time.
             origin=origin(plan) if run.fabric.global_rank == 0 else {},
             probe=writing.record_probe(run.model, plan.data.probe_input(), run.fabric.device),
             state_dict_type=run.flags.fsdp.state_dict_type,
+            # The last save has no training beside it, so it needs no copies.
             copy=run.background is not None and not (run.is_over or stops),
         )
         # From copies the files are written while training goes on, and published after a later
@@ -127,15 +134,19 @@ def facts(run: Run) -> dict[str, Any]:
         loss = losses.get(followed, math.nan)
     # `fabric_llm.verify` compares the rows that all ranks have read with the data.
     before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
+    # A resumed run adds to the record of the processes before it.
     before = plan.resumed.get("rows_read", before)
     read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
+    # Rows of a stream don't follow from a position, so the stream's state is saved.
     rows: Any = plan.data.dataset.train
     stream = {"stream": rows.state_at(run.progress.position)} if is_stream(rows) else {}
     return {
         **same_run.facts(plan, run.schedule, run.flags),
         **stream,
+        # The losses before step 1 can't be measured again.
         "guard": {**run.guard.state(), "before": run.forgetting.before},
         "scaler": run.fabric.strategy.precision.state_dict(),
+        # JSON has no NaN.
         "eval_loss": loss if math.isfinite(loss) else None,
         "eval_losses": losses,
         "rows_read": {"from_position": before["from_position"], **asdict(read)},
@@ -192,6 +203,7 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
 
     ranks_that_have_written: how many; None: wait for all. All ranks call it.
     """
+    # All ranks know the same number, so all publish after the same step.
     if run.saving is not None and ranks_that_have_written in (None, run.fabric.world_size):
         pending, run.saving = run.saving.result(), None
         _publish(run, pending)
@@ -204,6 +216,7 @@ def kept(run: Run) -> keep.Kept:
     def has_room(document: dict[str, Any]) -> bool:
         return run.forgetting.has_room(document.get("eval_losses"))
 
+    # Otherwise no rewind depends on losses.
     if goes_back_by_losses(run.flags):
         to_go_back_to = has_room
     return keep.Kept(
@@ -219,6 +232,7 @@ def kept(run: Run) -> keep.Kept:
 
 def _publish(run: Run, pending: writing.Pending) -> None:
     """Give the written checkpoint its name, once the log of its steps is durable, and prune."""
+    # A lambda, because ranks other than 0 have no metrics.
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
     if run.fabric.global_rank != 0:
         return
