@@ -148,6 +148,7 @@ def require_opens(skeleton: PreTrainedModel) -> None:
             if dict(saved_shapes(again)) != dict(saved_shapes(skeleton)):
                 problem = f"makes another model, {type(again).__name__}"
         except Exception as error:  # whatever transformers makes of it
+            # The user can't look into the temporary folder, so its name isn't shown.
             problem = f"makes no model ({one_line(error).replace(folder, 'it')[:200].rstrip('.')})"
     if problem is not None:
         raise ValueError(

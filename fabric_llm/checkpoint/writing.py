@@ -300,6 +300,7 @@ def _shares(parts: list[tuple[str, Part]]) -> list[dict[str, Part]]:
     """The parts of each file: at most one of each tensor, and about as many bytes as in the other
     files."""
     count = 1
+    # Few bytes aren't worth several files.
     if sum(part.tensor.nbytes for _, part in parts) >= MANY_BYTES:
         count = files.THREADS
     shares: list[dict[str, Part]] = [{} for _ in range(count)]

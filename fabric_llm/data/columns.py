@@ -48,6 +48,7 @@ class Rows:
         """
         self.chunks = list(chunks)
         self.padding = np.array([NO_PADDING] * len(chunks) if padding is None else padding)
+        # The number of the first row of each chunk, and behind them the number of all rows.
         self.starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in chunks)])
 
     def __len__(self) -> int:
@@ -57,18 +58,21 @@ class Rows:
         wanted = (
             np.arange(len(self))[numbers] if isinstance(numbers, slice) else np.asarray(numbers)
         )
+        # A negative number would silently read another row, from the end.
         if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         # One row is read as a batch of one, and taken out of it in the end.
         places = np.atleast_1d(wanted)
+        # The chunk that holds each row, and below the row's number in that chunk.
         inside = np.searchsorted(self.starts, places, side="right") - 1
         chunks = [self.chunks[chunk] for chunk in inside]
         rows = (places - self.starts[inside]).tolist()
         columns = {}
+        # If no row is asked for, the first chunk still says which columns there are.
         for name, values in (chunks or self.chunks)[0].items():
             columns[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
             for place, (chunk, row) in enumerate(zip(chunks, rows)):
-                # from the file into the batch; Python's lock is free meanwhile
+                # Copied from the mapped file into the batch. Python's lock is free meanwhile.
                 out[place] = chunk[name][row]
         if is_padded(self):
             eos, ids = self.padding[inside][:, None], columns["input_ids"]
@@ -86,6 +90,7 @@ def pads_before_text(rows: Any) -> bool:
         for chunk in getattr(rows, "chunks", ())
         if "attention_mask" in chunk
     )
+    # A zero right before a one is a row that is padded on the left.
     return any(bool((mask[:, :-1] < mask[:, 1:]).any()) for mask in masks)
 
 
@@ -98,6 +103,7 @@ def some_of(rows: Any) -> dict[str, np.ndarray]:
     """64 evenly spaced rows, or the first ones of a stream."""
     if is_stream(rows):
         return rows.head
+    # A set, because a split of fewer rows has some of these numbers twice.
     return rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})]
 
 
@@ -111,7 +117,9 @@ def shifts_labels(rows: Any) -> bool:
         return False
     ids, labels = columns["input_ids"], columns["labels"][:, :-1]
     targets = labels != IGNORED
+    # How many labels equal the token at their own place, and how many the token after it.
     here, after = (int((labels == of)[targets].sum()) for of in (ids[:, :-1], ids[:, 1:]))
+    # Repeated tokens count as both, so one of the two numbers isn't enough.
     return after > 0.9 * targets.sum() and here < 0.5 * targets.sum()
 
 

@@ -38,12 +38,15 @@ def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
     ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
     slots = []
     for slot in range(length):
+        # The next row of these sources may come from this slot on.
         while waiting and waiting[0][0] <= slot:
             source = heapq.heappop(waiting)[1]
+            # It must come before the end of its window, rounded up to a whole slot.
             heapq.heappush(ready, (-(-(taken[source] + 1) * length // weights[source]), source))
         source = heapq.heappop(ready)[1]
         slots.append(source)
         taken[source] += 1
+        # The window of its next row begins at this slot, rounded down.
         if taken[source] < weights[source]:
             heapq.heappush(waiting, (taken[source] * length // weights[source], source))
     return tuple(slots)
@@ -65,6 +68,7 @@ def read_before(stages: Sequence[Stage], position: int) -> tuple[int, ...]:
     for stage, end in zip(stages, ends):
         length = min(end, position) - stage.begins
         if length > 0:
+            # Whole periods, and of the last one the slots that come before the end.
             periods, rest = divmod(length, sum(stage.weights))
             for source, (weight, slots) in enumerate(zip(stage.weights, places(stage.weights))):
                 counts[source] += periods * weight + bisect_left(slots, rest)
@@ -78,6 +82,7 @@ def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[i
         weight = stage.weights[source]
         left = number - read_before(stages, stage.begins)[source]
         if weight and left >= 0:
+            # Where the row would come if this stage went on. A later stage may begin before.
             position = (
                 stage.begins
                 + left // weight * sum(stage.weights)

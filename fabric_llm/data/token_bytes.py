@@ -9,8 +9,8 @@ from typing import Any, Optional
 import numpy as np
 from tokenizers import Tokenizer
 
-# of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another
-# text
+# The fraction of a text's bytes, or of its tokens, that may be lost. With more, a loss in bits per
+# byte would be that of another text.
 MAX_LOST = 0.01
 COUNTED = ("tokens", "unknown", "bytes", "bytes_of_tokens")  # `text` of a manifest
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
@@ -45,7 +45,8 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
         # Decoding would put a space behind each. The words of a vocabulary of letters are its text.
         counts[words] = [_bytes_of_word(name, state) for name in names]
         return counts
-    # What each of the others adds behind itself: at the beginning of a text decoders drop a space.
+    # The bytes that each of the others adds behind itself. Alone it wouldn't do: at the beginning
+    # of a text decoders drop a space.
     once, twice = (
         tokenizer.backend_tokenizer.decode_batch(
             [[number] * times for number in words], skip_special_tokens=False
@@ -58,6 +59,7 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
 
 def _bytes_of_word(name: str, state: dict[str, Any]) -> int:
     """Bytes that a token stands for by its name, in a tokenizer.json without a decoder."""
+    # The prefix or suffix says how words are joined, and stands for no text.
     for affix, remove in (
         ("continuing_subword_prefix", name.removeprefix),
         ("end_of_word_suffix", name.removesuffix),
@@ -87,6 +89,7 @@ def is_byte_level(backend: Tokenizer) -> bool:
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
     steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
+    # A decoder or pre-tokenizer may be a sequence of several.
     return "ByteLevel" in [
         one.get("type")
         for step in steps
@@ -97,6 +100,7 @@ def _is_byte_level(state: dict[str, Any]) -> bool:
 def unknown_id(backend: Tokenizer) -> Optional[int]:
     """The id of characters that no token has, None where there is no such token."""
     model = json.loads(backend.to_str())["model"]
+    # This kind of model names it by its id, the others by its text.
     if model["type"] == "Unigram":
         return model.get("unk_id")
     return backend.token_to_id(model.get("unk_token") or "")

@@ -128,6 +128,7 @@ class Log:
         record: Record = {"eval_loss": self.eval_loss, "eval": sets}
         if self.schedule.mixture.is_named:  # without the shares, the average can't be compared
             record["shares"] = self.schedule.shares_at(self.progress.position)
+        # Averaged by the same shares, so that it compares with `eval_loss`.
         if result.of_average is not None:
             record["eval_loss_ema"] = self.overall(result.of_average)
         self._write(record)
@@ -146,6 +147,7 @@ class Log:
 
     def verdict(self, before: Progress, guard: Guard) -> None:
         """Write and print that the last step, from `before`, was left out, or is a spike."""
+        # The sequences that the step has read.
         first, last = before.position, self.progress.position - 1
         self._write_verdict(
             {"verdict": guard.verdict, "from_position": first, "reason": guard.reason}

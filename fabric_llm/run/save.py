@@ -70,6 +70,7 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
     # Losses that are known are those of an evaluation here, of this process or one before.
     if keep.is_evaluated(plan.resumed):
         return False
+    # A new run measures the model before it changes it. What is forgotten is judged by that.
     if plan.start.step == 0:
         return True
     # The last step was made with the batch size of the run before, which this run may have changed.
@@ -239,6 +240,7 @@ def _publish(run: Run, pending: writing.Pending) -> None:
     # Only now, when the new checkpoint has its name, may older ones go.
     step, position = pending.progress.step, pending.progress.position
     flags, folder = run.flags, run.plan.run_directory
+    # Without --keep_last all checkpoints stay.
     if flags.save.keep_last is not None:
         keep.prune(folder, kept(run))
     run_directory.write_status(folder, None, "running", step, True)

@@ -54,6 +54,7 @@ class Speed:
     def lap(self) -> dict[str, float]:
         """Metrics of the steps since the last lap, with `mfu` if the device's peak is known."""
         read, waited = self.batches.seconds_waited, self.waits.seconds
+        # Totals so far: a lap is what came to them since the last one.
         now = np.array([self.seconds, self.tokens, self.steps, read, waited])
         seconds, tokens, steps, read, waited = (now - self.at_last_lap).tolist()
         self.at_last_lap = now
