@@ -60,8 +60,8 @@ def damaged(path: Path, how: str) -> Fault:
 def read_progress(path: Path) -> dict[str, Any]:
     """progress.json of a checkpoint, with its losses. Raises Fault (66) where it isn't one.
 
-    A request to stop saves without the evaluation that is due. A resumed run makes it, and its log
-    has the losses.
+    If a request to stop came before the evaluation that was due, the file has no losses. They are
+    then taken from the log, where the resumed run has written them.
     """
     try:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
@@ -204,16 +204,16 @@ class Kept:
 def is_due(step: int, interval: Optional[int]) -> bool:
     """Whether a run saves after this step by itself.
 
-    Other checkpoints were asked for. A rewind doesn't go there, because a run that wasn't stopped
-    hasn't got them.
+    Other checkpoints exist because somebody asked for them. Rewinds avoid these, so that a run goes
+    back to the same checkpoint whether or not it was stopped in between.
     """
     return step == 0 or interval is not None and step % interval == 0
 
 
 def prune(run_directory: Path, kept: Kept) -> list[Path]:
-    """Remove what isn't to be `kept`, nor pinned. Returns what was removed.
+    """Remove the checkpoints that are neither `kept` nor pinned. Returns those that were removed.
 
-    Renamed first, so that a kill leaves none half there.
+    Each is renamed first, so that a kill leaves none that is half there.
     """
     there, removed = checkpoints(run_directory), []
     documents = {path: _progress_or_nothing(path) for path in there}

@@ -138,7 +138,7 @@ def _write_config(folder: Path, skeleton: PreTrainedModel) -> None:
 
 
 def require_opens(skeleton: PreTrainedModel) -> None:
-    """Raises ValueError where the configuration that would be saved makes this model no more."""
+    """Raises ValueError unless the configuration that would be saved makes this model again."""
     problem = None
     with TemporaryDirectory() as folder:
         _write_config(Path(folder), skeleton)

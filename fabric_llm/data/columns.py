@@ -6,7 +6,7 @@ from typing import Any, Optional
 import numpy as np
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
-# label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
+# Label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy.
 IGNORED = -100
 NO_PADDING = -1  # in place of a token id
 ENDLESS = 2**62  # rows of a stream, see own.py

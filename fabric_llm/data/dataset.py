@@ -32,7 +32,7 @@ from fabric_llm.data.folders import has_rows, split_names
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
-# of the manifest of a packed dataset
+# Keys of a packed dataset's manifest whose values must be integers.
 PACKED_NUMBERS = (
     "context_length",
     "max_token_id",

@@ -33,8 +33,8 @@ class Tasks(Rows):
         self.about = about
 
     def sample(self, count: int) -> np.ndarray:
-        """All choices of documents that are evenly spread over each task, as many as have `count`
-        rows together, or one."""
+        """The rows of documents that are evenly spread over each task: all choices of as many
+        documents as have at most `count` rows together, or of one document."""
         firsts = np.append(0, np.flatnonzero(np.diff(self.about["document"])) + 1)
         sizes = np.diff(np.append(firsts, len(self)))
         # Task by task, so that evenly spread documents give each task its share.

@@ -84,9 +84,10 @@ class MetricsFile:
         self.cut(last)
 
     def cut(self, last: Optional[Progress], undone: Optional[Path] = None) -> None:
-        """Remove what a run that is at `last` does again, or all, and lines that aren't whole.
+        """Remove the lines of steps that a run at `last` makes again, or all lines if it is None.
+        Lines that aren't whole are removed, too.
 
-        They are added to the file `undone`, if there is one, behind a line that counts them.
+        undone: a file to which they are added, behind a line that counts them.
         """
         if not self.path.exists():
             return
@@ -187,7 +188,7 @@ class Trackers:
                 self.waiting.put((f"--logger {name}", partial(can_cut, there)))
 
     def upload(self, checkpoint: Path) -> None:
-        """--log_model: returns at once."""
+        """Upload a checkpoint, for --log_model. Returns at once."""
         if "wandb" in self.opened:
             self.waiting.put(("--log_model", partial(upload_to_wandb, checkpoint)))
 
