@@ -93,10 +93,12 @@ def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
     for _, line in files.json_lines(log, having='"eval_loss"'):
         at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
         if at == (progress.step, progress.position) and isinstance(sets, dict):
-            losses = {name: one.get("loss") for name, one in sets.items() if isinstance(one, dict)}
-            # JSON has no NaN, so the log has null in its place.
-            for name, loss in losses.items():
-                losses[name] = loss if isinstance(loss, float) else math.nan
+            losses = {}
+            for name, numbers in sets.items():
+                if isinstance(numbers, dict):
+                    loss = numbers.get("loss")
+                    # JSON has no NaN, so the log has null in its place.
+                    losses[name] = loss if isinstance(loss, float) else math.nan
             return {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
     return {}
 
@@ -222,7 +224,8 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
     aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
     # The last ones in this order stay: those that were moved aside are removed first, then those
     # that a user asked for.
-    ordered = [*aside, *(path for path in there if path not in due), *due]
+    asked_for = [path for path in there if path not in due]
+    ordered = [*aside, *asked_for, *due]
     # The newest checkpoint always stays, because the run resumes from it.
     stays = {*ordered[-kept.last :], *there[-1:]}
     # Of equal losses the older checkpoint stays. Without a loss, one is never among the best.
@@ -232,7 +235,8 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
         stays.update(path for path in there if step_of(path) % kept.every == 0)
     # The newest suitable one stays, however old it is, so that a rewind has somewhere to go.
     if kept.to_go_back_to is not None:
-        stays.update([path for path in due if kept.to_go_back_to(documents[path])][-1:])
+        suitable = [path for path in due if kept.to_go_back_to(documents[path])]
+        stays.update(suitable[-1:])
     # The user may name it through a link or another folder, so real paths are compared.
     named = kept.named and kept.named.resolve()
     for path in ordered:
@@ -258,23 +262,22 @@ def _progress_or_nothing(path: Path) -> dict[str, Any]:
 
 
 def _eval_loss(document: dict[str, Any], of_set: Optional[str]) -> float:
+    loss, losses = document.get("eval_loss"), document.get("eval_losses")
+    if of_set and losses:
+        loss = losses.get(of_set)
     # A checkpoint without an evaluation counts as worse than all others.
-    losses = document.get("eval_losses")
-    loss = losses.get(of_set) if of_set and losses else document.get("eval_loss")
     return loss if isinstance(loss, float) else math.inf
 
 
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
-    # .tmp-step-* of saves, .trash-* of removals, .STATUS.json-* of `files.write_atomically`.
-    leftovers = [
-        p
-        for p in run_directory.glob(".*")
-        if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", p.name)
-    ]
-    for path in leftovers:
-        _discard(path)
-    return sorted(path.name for path in leftovers)
+    names = []
+    for path in list(run_directory.glob(".*")):
+        # .tmp-step-* of saves, .trash-* of removals, .STATUS.json-* of `files.write_atomically`.
+        if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", path.name):
+            _discard(path)
+            names.append(path.name)
+    return sorted(names)
 
 
 def _discard(path: Path, renamed: bool = False) -> bool:

@@ -42,8 +42,9 @@ def load_optimizer(
     # Most optimizers make their state in the first step: before it there is nothing to fill.
     _begin_state(stored, model, optimizer)
     for key, (tensor, first, shape) in optimizer_held(model, skeleton, optimizer).items():
-        may = parameter_of(key) in may_lack or key.endswith(f".{EMA}") and not has_average
-        if key in stored or not may:
+        may_be_missing = key.endswith(f".{EMA}") and not has_average
+        may_be_missing = may_be_missing or parameter_of(key) in may_lack
+        if key in stored or not may_be_missing:
             # A key that is missing, and mustn't be, is reported with the shape "nothing".
             # Left out: parameters that aren't trained, the average, and what is there already.
             if (there := stored.shapes.get(key, "nothing")) != shape:
@@ -51,8 +52,9 @@ def load_optimizer(
                     path, f"the optimizer's state holds {there} as {key}, the model {shape}."
                 )
             # A number isn't split: its `first` says only on which ranks it is valid.
+            begin = first if shape else 0
             part = local_part(tensor).view(-1)
-            part.copy_(stored.elements(key, first if shape else 0, len(part)))
+            part.copy_(stored.elements(key, begin, len(part)))
 
 
 def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

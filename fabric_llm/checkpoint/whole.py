@@ -54,24 +54,28 @@ class Pieces:
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
         # Another group of ranks has the same weights: the one with rank 0 sends them.
-        for name in saved(skeleton) if 0 in sharded.shard_ranks(model) else ():
-            tensor, counts = held[PREFIX + name]
-            self.held[name] = Piece(tensor.detach().flatten(), counts)
+        if 0 in sharded.shard_ranks(model):
+            for name in saved(skeleton):
+                tensor, counts = held[PREFIX + name]
+                self.held[name] = Piece(tensor.detach().flatten(), counts)
 
     def of_units(self, group: Optional[ProcessGroup] = None) -> Iterator[dict[str, Tensor]]:
         """The whole weights of one unit after the other, on rank 0. All ranks call it.
 
         group: of the same ranks, to use instead of the model's own, whose device the pieces are on.
         """
+        # Ranks of other replicas have nothing to send.
+        if not self.held:
+            return
         expected = self.skeleton.state_dict()
-        # Rank 0 holds one whole unit at a time. Ranks of other replicas have nothing to send.
-        for names in units(self.skeleton).values() if self.held else ():
-            weights = {name: self._sent(name, group or self.group) for name in names}
-            yield {
-                name: weight.view(expected[name].shape)
-                for name, weight in weights.items()
-                if weight is not None
-            }
+        # Rank 0 holds one whole unit at a time.
+        for names in units(self.skeleton).values():
+            weights = {}
+            for name in names:
+                weight = self._sent(name, group or self.group)
+                if weight is not None:
+                    weights[name] = weight.view(expected[name].shape)
+            yield weights
 
     def _sent(self, name: str, group: Optional[ProcessGroup]) -> Optional[Tensor]:
         """The pieces of all ranks together, flattened, on rank 0, which is the first in its
@@ -81,19 +85,16 @@ class Pieces:
         if self.group is None or counts is None:
             return piece
         # gloo sends from the CPU, NCCL from the GPU.
-        piece, is_first = (
-            piece.to(sharded.communication_device(group)),
-            torch.distributed.get_rank(group) == 0,
-        )
-        # A gather of pieces of unequal size, which torch's own gather doesn't take.
+        piece = piece.to(sharded.communication_device(group))
+        is_first = torch.distributed.get_rank(group) == 0
+        # A gather of pieces of unequal size, which torch's own gather doesn't take: each rank sends
+        # its piece to the first rank only, which alone receives.
         nothing = [0] * len(counts)
-        weight = piece.new_empty(sum(counts) if is_first else 0)
-        waits_for_others()
-        # Each rank sends its piece to the first rank only, which alone receives.
         to_first = [len(piece), *nothing[1:]]
-        torch.distributed.all_to_all_single(
-            weight, piece, counts if is_first else nothing, to_first, group=group
-        )
+        received = counts if is_first else nothing
+        weight = piece.new_empty(sum(received))
+        waits_for_others()
+        torch.distributed.all_to_all_single(weight, piece, received, to_first, group=group)
         return weight if is_first else None
 
 
@@ -176,12 +177,10 @@ class WeightFiles:
             layout, filename_pattern=pattern, max_shard_size=largest
         )
         self.skeleton, self.file_of = skeleton, split.tensor_to_filename
-        self.files = {
-            file: TensorFile(
-                folder / file, {name: layout[name] for name in names}, {"format": "pt"}
-            )
-            for file, names in split.filename_to_tensors.items()
-        }
+        self.files = {}
+        for file, names in split.filename_to_tensors.items():
+            of_file = {name: layout[name] for name in names}
+            self.files[file] = TensorFile(folder / file, of_file, {"format": "pt"})
         # With several files, from_pretrained looks up in the index which one holds a tensor.
         if split.is_sharded:
             index = {"metadata": {"total_parameters": skeleton.num_parameters(), **split.metadata}}
@@ -191,10 +190,10 @@ class WeightFiles:
 
     def write(self, weights: dict[str, Tensor]) -> list[str]:
         """Write the weights of a unit. Returns the names of files that are complete now."""
+        complete = []
         # A unit's weights may end up in several files, and a file may hold those of several units.
-        tensors = in_files(self.skeleton, weights)
-        return [
-            self.file_of[name]
-            for name in tensors
-            if self.files[self.file_of[name]].write(name, tensors[name])
-        ]
+        for name, tensor in in_files(self.skeleton, weights).items():
+            file = self.file_of[name]
+            if self.files[file].write(name, tensor):
+                complete.append(file)
+        return complete

@@ -208,9 +208,8 @@ def _copy_to_host(pending: Pending) -> None:
     """Training goes on to change the tensors while copies of them are written."""
     # copy=True, because on a CPU `to` alone returns the tensor that training goes on to change.
     for parts in pending.parts.values():
-        parts[:] = [
-            (name, part._replace(tensor=part.tensor.to("cpu", copy=True))) for name, part in parts
-        ]
+        for number, (name, part) in enumerate(parts):
+            parts[number] = name, part._replace(tensor=part.tensor.to("cpu", copy=True))
     if pending.pieces is not None:
         held = pending.pieces.held
         for name, piece in held.items():
@@ -223,9 +222,11 @@ def tightest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, flo
     # Ranks of one host share its memory, and each has asked for the free memory at another moment.
     hosts: dict[str, tuple[int, float]] = {}
     for host, size, free in sizes:
-        # A host whose free memory is unknown counts as large enough.
         total, least = hosts.get(host, (0, math.inf))
-        hosts[host] = total + size, min(least, math.inf if free is None else free)
+        # A host whose free memory is unknown counts as large enough.
+        if free is not None:
+            least = min(least, free)
+        hosts[host] = total + size, least
     # The host with the least memory left. If that is unknown, the one with most bytes to copy.
     return max(hosts.values(), key=lambda host: (host[0] - host[1], host[0]))
 
@@ -364,7 +365,9 @@ def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
     answers = gather((pending.entries, pending.problem))
     # All ranks know all answers now, so they all raise or all go on.
     _agree(pending, [problem for _, problem in answers])
-    written = {name: entry for entries, _ in answers for name, entry in entries.items()}
+    written: dict[str, files.Entry] = {}
+    for entries, _ in answers:
+        written |= entries
 
     def seal() -> None:
         # All that can fail comes before the rename, which can't be taken back.
@@ -412,7 +415,8 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
     failpoint("publish.manifest")
     # The manifest and all folders must be on the disk before the checkpoint has its name. The other
     # files are, since `write` has flushed them.
-    for path in [temporary / MANIFEST, *(d for d in temporary.rglob("*") if d.is_dir()), temporary]:
+    folders = [path for path in temporary.rglob("*") if path.is_dir()]
+    for path in (temporary / MANIFEST, *folders, temporary):
         fsync(path)
     failpoint("publish.before_rename")
     temporary.rename(target)
