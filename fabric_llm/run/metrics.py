@@ -122,7 +122,9 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def flat(record: Mapping[str, Any]) -> Record:

@@ -51,7 +51,9 @@ class Profile:
 
     def _costs(self, recorder: profile) -> list[str]:
         # The time of an operation without those that it calls, in microseconds.
-        time_of = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        time_of = "self_cpu_time_total"
+        if self.device.type == "cuda":
+            time_of = "self_device_time_total"
         costs = []
         for event in recorder.key_averages():
             costs.append((getattr(event, time_of), event.count, event.key))

@@ -129,5 +129,7 @@ def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> s
         added = added[: added.index(tokenizer.eos_token_id)]
     # Decoded with the prompt: whether a space comes first depends on what is before.
     whole, before = tokenizer.decode([*prompt, *added]), tokenizer.decode(prompt)
+    if whole.startswith(before):
+        return whole.removeprefix(before)
     # Some tokenizers decode the prompt differently with text behind it: then decode the rest alone.
-    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(added)
+    return tokenizer.decode(added)

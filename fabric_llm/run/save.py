@@ -90,6 +90,10 @@ def save(run: Run, *, stops: bool) -> None:
         run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
     with run.log.untimed:
         run.watch.mark(step, "saving")
+        # Rank 0 alone writes the manifest, and hashing takes time.
+        made_from = {}
+        if run.fabric.global_rank == 0:
+            made_from = origin(plan)
         pending = writing.begin(
             step_directory(plan.run_directory, step),
             run.fabric,
@@ -99,8 +103,7 @@ def save(run: Run, *, stops: bool) -> None:
             tokenizer=plan.model.tokenizer,
             progress=run.progress,
             facts=facts(run),
-            # Rank 0 alone writes the manifest, and hashing takes time.
-            origin=origin(plan) if run.fabric.global_rank == 0 else {},
+            origin=made_from,
             probe=writing.record_probe(run.model, plan.data.probe_input(), run.fabric.device),
             state_dict_type=run.flags.fsdp.state_dict_type,
             # The last save has no training beside it, so it needs no copies.
@@ -137,10 +140,14 @@ def facts(run: Run) -> dict[str, Any]:
     before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
     # A resumed run adds to the record of the processes before it.
     before = plan.resumed.get("rows_read", before)
-    read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
+    read = RowsRead(before["count"], before["hash_sum"])
+    for of_rank in gather(run.batches.rows_read):
+        read += of_rank
     # Rows of a stream don't follow from a position, so the stream's state is saved.
     rows: Any = plan.data.dataset.train
-    stream = {"stream": rows.state_at(run.progress.position)} if is_stream(rows) else {}
+    stream = {}
+    if is_stream(rows):
+        stream["stream"] = rows.state_at(run.progress.position)
     return {
         **same_run.facts(plan, run.schedule, run.flags),
         **stream,

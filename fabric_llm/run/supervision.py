@@ -61,7 +61,8 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda to use them, or cpu."
         )
     this.fabric = make_fabric(placement, flags.model.precision, flags.devices.hang_timeout)
-    watched = 1 if flags.devices.tpu else placement.world_size  # on TPUs there is no store
+    # On TPUs there is no store in which ranks could hear of each other.
+    watched = 1 if flags.devices.tpu else placement.world_size
     this.rank = int(os.environ["RANK"]) if watched > 1 else 0
     this.watch = Watch(this.rank, watched, stuck, this.children, signals.is_asked)
     try:
@@ -80,9 +81,10 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             traceback.print_exc()
         code = _end(this, flags, fault)
     else:
-        code = faults.STOPPED if stopped else faults.DONE
+        code, reason = faults.DONE, "done"
+        if stopped:
+            code, reason = faults.STOPPED, "stopped on request"
         if this.rank == 0:
-            reason = "stopped on request" if stopped else "done"
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
     this.watch.close()  # as in tests, the process may go on
@@ -166,7 +168,9 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
 def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:
     """(the checkpoint to resume from or None, its progress.json). Called on rank 0."""
     path = run_directory.choose(flags, this.directory)
-    return path, {} if path is None else keep.verified(path)
+    if path is None:
+        return None, {}
+    return path, keep.verified(path)
 
 
 def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:

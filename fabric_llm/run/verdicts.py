@@ -128,7 +128,8 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     began = plan.branch_point
     if last is None and began is not None and began.is_dir():
         # A branch that hasn't saved yet goes back to where it began, if not too much was forgotten.
-        last = began if is_one(keep.verified(began, hashes)) else None
+        if is_one(keep.verified(began, hashes)):
+            last = began
     # Spikes can be met with one that a user asked for, rather than with none.
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
@@ -190,12 +191,10 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
     has_learned = latest is not None and latest != step_directory(folder, 0)
     # With changed rotary positions the base is another model, which can't be merged with this one.
     if forgot and has_learned and run.flags.model.rope is None:
-        base, budget = (
-            loading.folder_of(run.flags.model.model_name),
-            run.flags.evaluation.forgetting_budget,
-        )
+        base = Path(loading.folder_of(run.flags.model.model_name))
+        budget = run.flags.evaluation.forgetting_budget
         merging = command(
-            "python", "-m", "fabric_llm.average", Path(base), folder, forgetting_budget=budget
+            "python", "-m", "fabric_llm.average", base, folder, forgetting_budget=budget
         )
         merge = f"Next: {merging} merges it with its base model inside the budget. Or: "
     at = f"at step {run.progress.step}; the last checkpoint is {latest or 'none'}"
