@@ -89,9 +89,11 @@ class Batches:
         if is_stream(self.rows):
             self.rows.mark(position)
         rows = self.indices(positions)  # of all at once: the order costs most for a few rows
-        counted = positions < (math.inf if self.end is None else self.end)
+        end = math.inf if self.end is None else self.end
+        counted, read = positions < end, RowsRead()
         # Of ranks that share rows, only the first one counts them.
-        read = RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()
+        if self.part == 0:
+            read = RowsRead.of(positions[counted], rows[counted])
         return list(map(self._micro_batch, positions, rows)), read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
@@ -131,26 +133,26 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     those of the whole rows. Rows that don't divide, such as those of a probe, end with padding.
     """
     if rest := -batch["input_ids"].shape[1] % parts:
-        pads = {
-            name: IGNORED if name == "labels" else 0
-            for name, tensor in batch.items()
-            if tensor.ndim == 2
-        }
-        padded = {
-            name: torch.nn.functional.pad(batch[name], (0, rest), value=value)
-            for name, value in pads.items()
-        }
-        batch = {**padded, **({"questions": batch["questions"]} if "questions" in batch else {})}
+        padded = {}
+        for name, tensor in batch.items():
+            # The others have no columns: ends of documents are found anew below.
+            if tensor.ndim == 2:
+                value = IGNORED if name == "labels" else 0
+                padded[name] = torch.nn.functional.pad(tensor, (0, rest), value=value)
+        if "questions" in batch:
+            padded["questions"] = batch["questions"]
+        batch = padded
     rows, context = batch["input_ids"].shape
     # A rank sees its columns only, so it is told at which places of the row they are.
     whole = {"position_ids": torch.arange(context).expand(rows, context), **batch}
-    ends = (
-        whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
-    )
+    ends = whole.get("document_ends")
+    if ends is None:
+        ends = document_ends(whole["position_ids"])
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
     cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
-    cut |= {"questions": batch["questions"]} if "questions" in batch else {}
+    if "questions" in batch:
+        cut["questions"] = batch["questions"]
     # One label more than tokens: the first of the next part is the last target of this one.
     cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
     return {**cut, "document_ends": ends}
@@ -193,22 +195,23 @@ class PinnedCopies:
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The copies, once they are there. Called in a thread that reads ahead."""
+        copies, device = [], self.stream.device
         with torch.cuda.stream(self.stream):  # and on its device: a thread begins on the first one
-            copies = [
-                {
-                    name: tensor.pin_memory().to(self.stream.device, non_blocking=True)
-                    for name, tensor in batch.items()
-                }
-                for batch in micro_batches
-            ]
+            for batch in micro_batches:
+                copied = {}
+                for name, tensor in batch.items():
+                    copied[name] = tensor.pin_memory().to(device, non_blocking=True)
+                copies.append(copied)
         self.stream.synchronize()  # only this thread waits
         return copies
 
     def hand_out(self, micro_batches: list[MicroBatch]) -> None:
         """Keep the memory of the copies until the model's stream has used them. Called in the
         step."""
-        for tensor in (tensor for batch in micro_batches for tensor in batch.values()):
-            tensor.record_stream(torch.cuda.current_stream(self.stream.device))
+        models_stream = torch.cuda.current_stream(self.stream.device)
+        for batch in micro_batches:
+            for tensor in batch.values():
+                tensor.record_stream(models_stream)
 
 
 class Prefetch:
@@ -239,7 +242,8 @@ class Prefetch:
             # Most were started by earlier steps.
             if other not in self.pending:
                 self.pending[other] = self.pool.submit(self._ready, other)
-        micro_batches, read, tokens_at = self._ready(position) if now is None else now.result()
+        ready = self._ready(position) if now is None else now.result()
+        micro_batches, read, tokens_at = ready
         self.seconds_waited += time.monotonic() - began
         self.rows_read += read
         self.tokens_at = added(self.tokens_at, tokens_at)
@@ -252,7 +256,9 @@ class Prefetch:
         their `token_places`)."""
         micro_batches, read = self.batches.read(position)
         tokens_at = token_places(micro_batches)
-        return micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at
+        if self.copies is not None:
+            micro_batches = self.copies(micro_batches)
+        return micro_batches, read, tokens_at
 
     def go_on_with(self, mixture: Optional[Mixture], end: Optional[int]) -> None:
         """Hand out the rows of another mixture, to another end, from the next step on."""
@@ -273,21 +279,19 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
 
     Of rows that ranks share, all tokens count.
     """
-    found = np.zeros(1, dtype=np.int64)
+    counts = np.zeros(1, dtype=np.int64)
     for batch in micro_batches:
         rows, context = batch["input_ids"].shape
         # Without documents each row counts as one.
         lengths = np.full(rows, context)
         if "position_ids" in batch:
-            ends = (
-                batch["document_ends"]
-                if "document_ends" in batch
-                else document_ends(batch["position_ids"])
-            )
+            ends = batch.get("document_ends")
+            if ends is None:
+                ends = document_ends(batch["position_ids"])
             lengths = ends.diff().numpy()
         # At k: the number of documents that are longer than k, a sum from the longest one down.
-        found = added(found, np.bincount(lengths)[::-1].cumsum()[::-1][1:])
-    return found
+        counts = added(counts, np.bincount(lengths)[::-1].cumsum()[::-1][1:])
+    return counts
 
 
 def added(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -55,9 +55,9 @@ class Rows:
         return int(self.starts[-1])
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
-        wanted = (
-            np.arange(len(self))[numbers] if isinstance(numbers, slice) else np.asarray(numbers)
-        )
+        if isinstance(numbers, slice):
+            numbers = np.arange(len(self))[numbers]
+        wanted = np.asarray(numbers)
         # A negative number would silently read another row, from the end.
         if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
@@ -76,8 +76,10 @@ class Rows:
                 out[place] = chunk[name][row]
         if is_padded(self):
             eos, ids = self.padding[inside][:, None], columns["input_ids"]
+            # The first EOS ends a document, and the model learns it. Those behind it are padding.
+            is_padding = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)
             columns["labels"] = ids.copy()
-            columns["labels"][:, 1:][(ids[:, 1:] == eos) & (ids[:, :-1] == eos)] = IGNORED
+            columns["labels"][:, 1:][is_padding] = IGNORED
         if wanted.ndim:
             return columns
         return {name: values[0] for name, values in columns.items()}
@@ -85,13 +87,12 @@ class Rows:
 
 def pads_before_text(rows: Any) -> bool:
     """Whether the `attention_mask` of a row has zeros before its ones. Reads all of them."""
-    masks = (
-        chunk["attention_mask"]
-        for chunk in getattr(rows, "chunks", ())
-        if "attention_mask" in chunk
-    )
-    # A zero right before a one is a row that is padded on the left.
-    return any(bool((mask[:, :-1] < mask[:, 1:]).any()) for mask in masks)
+    for chunk in getattr(rows, "chunks", ()):
+        mask = chunk.get("attention_mask")
+        # A zero right before a one is a row that is padded on the left.
+        if mask is not None and (mask[:, :-1] < mask[:, 1:]).any():
+            return True
+    return False
 
 
 def is_stream(rows: Any) -> bool:
@@ -104,7 +105,8 @@ def some_of(rows: Any) -> dict[str, np.ndarray]:
     if is_stream(rows):
         return rows.head
     # A set, because a split of fewer rows has some of these numbers twice.
-    return rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})]
+    numbers = {index * (len(rows) - 1) // 63 for index in range(64)}
+    return rows[sorted(numbers)]
 
 
 def shifts_labels(rows: Any) -> bool:
@@ -118,7 +120,8 @@ def shifts_labels(rows: Any) -> bool:
     ids, labels = columns["input_ids"], columns["labels"][:, :-1]
     targets = labels != IGNORED
     # How many labels equal the token at their own place, and how many the token after it.
-    here, after = (int((labels == of)[targets].sum()) for of in (ids[:, :-1], ids[:, 1:]))
+    here = int((labels == ids[:, :-1])[targets].sum())
+    after = int((labels == ids[:, 1:])[targets].sum())
     # Repeated tokens count as both, so one of the two numbers isn't enough.
     return after > 0.9 * targets.sum() and here < 0.5 * targets.sum()
 

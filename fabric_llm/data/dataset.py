@@ -66,10 +66,8 @@ class TokenDataset:
 
 def fingerprint(split: Any) -> str:
     """Hash of a split's length and of 64 evenly spaced rows."""
-    count, rows = len(split), some_of(split)["input_ids"]
-    return hashlib.sha256(
-        json.dumps([count, [list(map(int, row)) for row in rows]]).encode()
-    ).hexdigest()
+    rows = np.asarray(some_of(split)["input_ids"]).tolist()
+    return hashlib.sha256(json.dumps([len(split), rows]).encode()).hexdigest()
 
 
 def concatenate(sources: Sequence[TokenDataset]) -> TokenDataset:
@@ -106,11 +104,8 @@ def open_dataset(
     manifest = _read_manifest(folder / "manifest.json")
     entries = manifest.get("written", {})
     # Hashes notice every change, but for a large dataset they take minutes.
-    hashed = (
-        verify == "full"
-        or verify == "auto"
-        and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
-    )
+    listed_bytes = sum(entry["bytes"] for entry in entries.values())
+    hashed = verify == "full" or verify == "auto" and listed_bytes <= SMALL_BYTES
     files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
     declared = None  # tokens in a row, and the largest id
     # With such a manifest no row is read to learn the length and the largest id.
@@ -122,7 +117,9 @@ def open_dataset(
     for name in (*parts[:-1], validation_name):
         if name not in names:
             missing = f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}."
-            raise ValueError(missing + (_with_splits(folder, names) if "test" in names else ""))
+            if "test" in names:
+                missing += _with_splits(folder, names)
+            raise ValueError(missing)
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
@@ -132,9 +129,8 @@ def open_dataset(
             and pa.types.is_fixed_size_list(kind)
             and kind.list_size == declared[0]
         )
-        length, max_token_id = (
-            declared if is_declared else _scan(split.data.table.select(columns), where)
-        )
+        table = split.data.table.select(columns)
+        length, max_token_id = declared if is_declared else _scan(table, where)
         # The rows were changed after prepare_data.py had written them.
         if declared and (length != declared[0] or max_token_id > declared[1]):
             there = f"rows of {length} tokens with ids up to {max_token_id}"
@@ -144,15 +140,13 @@ def open_dataset(
             )
         # A record batch becomes arrays that are views of the file, so no row is read yet.
         chunks = []
-        for batch in split.data.table.select(columns).to_batches():
-            # A column of bools isn't made of whole bytes, so it alone is copied.
-            flat = {
-                name: batch.column(name).flatten().to_numpy(zero_copy_only=False)
-                for name in columns
-            }
-            chunks.append(
-                {name: values.reshape(len(batch), length) for name, values in flat.items()}
-            )
+        for batch in table.to_batches():
+            chunk = {}
+            for column in columns:
+                # A column of bools isn't made of whole bytes, so it alone is copied.
+                values = batch.column(column).flatten().to_numpy(zero_copy_only=False)
+                chunk[column] = values.reshape(len(batch), length)
+            chunks.append(chunk)
         splits.append(Rows(chunks, [padding] * len(chunks)))
         unread |= dict.fromkeys(name for name in split.column_names if name not in columns)
         kinds.append(f"{', '.join(columns)} in rows of {length} tokens")
@@ -217,11 +211,10 @@ def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:
     these hold lists of integers."""
     try:
         # `datasets` can't open a split without files, which is only empty.
-        split = (
-            datasets.load_from_disk(str(folder))
-            if has_rows(folder)
-            else datasets.Dataset.from_dict({})
-        )
+        if has_rows(folder):
+            split = datasets.load_from_disk(str(folder))
+        else:
+            split = datasets.Dataset.from_dict({})
         split.data.validate()  # cheap: finds buffers that are shorter than the declared rows
     # has_rows has told what is wrong in words of its own.
     except Fault:
@@ -268,12 +261,11 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
             lengths.update(pc.list_value_length(rows).unique().to_pylist())
             flat[name] = np.asarray(values)
         # Labels that are targets are token ids as well.
-        ids = [
-            flat["input_ids"],
-            *([flat["labels"][flat["labels"] != IGNORED]] if "labels" in flat else []),
-        ]
-        low = min(low, *(int(some.min(initial=0)) for some in ids))
-        high = max(high, *(int(some.max(initial=0)) for some in ids))
+        ids = [flat["input_ids"]]
+        if "labels" in flat:
+            ids.append(flat["labels"][flat["labels"] != IGNORED])
+        for some in ids:
+            low, high = min(low, int(some.min(initial=0))), max(high, int(some.max(initial=0)))
         # Rows of several lengths have no shape, and the error below names these.
         if len(lengths) == 1:
             columns = {name: values.reshape(len(batch), *lengths) for name, values in flat.items()}

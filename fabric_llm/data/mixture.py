@@ -107,16 +107,16 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
             whole = (Stage(0, (1,)),)
             return Mixture((ONE_SET,), (rows,), (contexts,), whole, seed, is_named=False)
         names = tuple(document["mixture"]["sources"])
-        stages = tuple(
+        stages = []
+        for segment in document["mixture"]["segments"]:
             # A source that a rewind or a later stage added has no weight before.
-            Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names))
-            for one in document["mixture"]["segments"]
-        )
+            weights = tuple(segment["weights"].get(name, 0) for name in names)
+            stages.append(Stage(segment["begins"], weights))
         return Mixture(
             names,
             tuple(rows[name] for name in names),
             tuple(contexts[name] for name in names),
-            stages,
+            tuple(stages),
             seed,
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -53,10 +53,11 @@ class DataMix:
         """The same with the sources `names` first."""
         # dict.fromkeys drops names that come twice, and keeps the order.
         order = [self.names.index(name) for name in dict.fromkeys([*names, *self.names])]
-        stages = tuple(
-            stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages
-        )
-        return DataMix(tuple(self.sources[i] for i in order), stages)
+        stages = []
+        for stage in self.stages:
+            weights = tuple(stage.weights[index] for index in order)
+            stages.append(stage._replace(weights=weights))
+        return DataMix(tuple(self.sources[index] for index in order), tuple(stages))
 
 
 # ------------------------------------------------------------------------------- from text
@@ -121,12 +122,15 @@ def parse(given: str) -> DataMix:
     at."""
     text = text_of(given.strip())
     try:
-        return _parsed(
-            command_line.load_yaml(text) if text.startswith("{") else _of_short_form(text)
-        )
+        if text.startswith("{"):
+            return _parsed(command_line.load_yaml(text))
+        return _parsed(_of_short_form(text))
     except ValueError as error:
+        sentence = f"--data_mix: {error}"
         # A sentence that asks "Did you mean ...?" has its mark already.
-        raise ValueError(f"--data_mix: {error}{'' if str(error).endswith('?') else '.'}") from error
+        if not sentence.endswith("?"):
+            sentence += "."
+        raise ValueError(sentence) from error
 
 
 def _of_short_form(text: str) -> dict[str, Any]:
@@ -167,8 +171,11 @@ def _parsed(values: Any) -> DataMix:
             )
         stages[begins] = _weights(given, names, where), where
     # A source that no stage mentions is a mistake: most likely its weight was forgotten.
+    mentioned: set[str] = set()
+    for of_stage, _ in stages.values():
+        mentioned.update(of_stage)
     for name in names:
-        if not any(name in of_stage for of_stage, _ in stages.values()):
+        if name not in mentioned:
             raise ValueError(
                 f"source {name!r} has no weight; a source that isn't read any more has weight 0"
             )
@@ -291,10 +298,8 @@ def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[in
     stages = []
     for stage in mix.stages:
         # The share of each source in this stage.
-        now = {
-            name: Fraction(weight, sum(stage.weights))
-            for name, weight in zip(mix.names, stage.weights)
-        }
+        total = sum(stage.weights)
+        now = {name: Fraction(weight, total) for name, weight in zip(mix.names, stage.weights)}
         # One length, as all rows of a stage have, and the sources that fit to it.
         length = {context for context, weight in zip(contexts, stage.weights) if weight}
         fitting = {name for name, context in zip(mix.names, contexts) if context in length}
@@ -303,12 +308,10 @@ def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[in
             name: share for name, share in shares.items() if share > now[name] and name in fitting
         }
         if raised:
-            given_up = sum(
-                (share for name, share in now.items() if name not in raised), Fraction(0)
-            )
             # The others keep their proportions in what is left.
-            left = (1 - sum(raised.values())) / given_up
-            shared = {name: raised.get(name, share * left) for name, share in now.items()}
+            of_others = 1 - sum((now[name] for name in raised), Fraction(0))
+            scale = (1 - sum(raised.values())) / of_others
+            shared = {name: raised.get(name, share * scale) for name, share in now.items()}
             stage = stage._replace(
                 weights=_slots(shared, mix.names, "the mixture with more replay")
             )
@@ -327,26 +330,32 @@ def described(mix: DataMix) -> str:
             if weight
         )
         words = ", ".join(f"{name} {share:.10g}" for name, share in shares)
-        stages.append(f"from {float(stage.begins):.10g} on {words}" if stage.begins else words)
+        if stage.begins:
+            words = f"from {float(stage.begins):.10g} on {words}"
+        stages.append(words)
     capped = sorted(
         f"{source.name} {float(source.max_epochs):g}" for source in mix.sources if source.max_epochs
     )
-    return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
+    if capped:
+        stages.append(f"max_epochs {', '.join(capped)}")
+    return "; ".join(stages)
 
 
 def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
     """contexts: tokens in a row of each source. Raises ValueError where a stage has several."""
     for stage in mix.stages:
         # Of each length one source, for the message.
-        lengths = {
-            c: source for source, c, weight in zip(mix.sources, contexts, stage.weights) if weight
-        }
+        lengths: dict[int, Source] = {}
+        for source, context, weight in zip(mix.sources, contexts, stage.weights):
+            if weight:
+                lengths[context] = source
         if len(lengths) == 1:
             continue
         words = [f"{length} in source {source.name!r}" for length, source in lengths.items()]
         # A mixture that --replay has made is reported by the flag that the user gave.
         flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
-        length, other = next(iter(lengths)), [*lengths.values()][1].path
+        # The advice is to make rows of the first length from the text of the second source.
+        length, other = list(lengths)[0], list(lengths.values())[1].path
         again = command(
             "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
         )

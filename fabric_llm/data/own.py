@@ -182,7 +182,8 @@ class Stream:
         """Raises Fault unless the stream begins anew with the same rows, and goes on from a state
         with those that come next."""
         # One more stream from the beginning, and one that goes on from a state of it.
-        again, resumed = (Stream(self.begin, self.context, self.name) for _ in range(2))
+        again = Stream(self.begin, self.context, self.name)
+        resumed = Stream(self.begin, self.context, self.name)
         later = np.arange(HEAD, 2 * HEAD)
         resumed.restore(HEAD, again.state_at(HEAD))
         for ours, theirs in ((self.head, again.head), (again[later], resumed[later])):

@@ -83,11 +83,8 @@ def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[i
         left = number - read_before(stages, stage.begins)[source]
         if weight and left >= 0:
             # Where the row would come if this stage went on. A later stage may begin before.
-            position = (
-                stage.begins
-                + left // weight * sum(stage.weights)
-                + places(stage.weights)[source][left % weight]
-            )
+            slot = places(stage.weights)[source][left % weight]
+            position = stage.begins + left // weight * sum(stage.weights) + slot
             if index + 1 == len(stages) or position < stages[index + 1].begins:
                 return position
     return None
@@ -95,4 +92,8 @@ def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[i
 
 def stage_at(stages: Sequence[Stage], position: int) -> Stage:
     """The stage that holds `position`."""
-    return stages[max(i for i, stage in enumerate(stages) if stage.begins <= position or i == 0)]
+    here = stages[0]
+    for stage in stages:
+        if stage.begins <= position:
+            here = stage
+    return here

@@ -63,9 +63,8 @@ class Questions:
             )
         self.text, self.context_length, self.seed = _text_of(split, left_out), context_length, seed
         self.value = min(4, max(1, context_length // 64))  # tokens; a key has twice as many
-        self.lengths = [
-            n for n in (context_length >> half for half in range(LENGTHS)) if n >= SHORTEST
-        ]
+        halved = [context_length >> times for times in range(LENGTHS)]
+        self.lengths = [length for length in halved if length >= SHORTEST]
 
     def __len__(self) -> int:
         return len(DEPTHS) * len(self.lengths) * EACH
@@ -81,20 +80,14 @@ class Questions:
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
         """input_ids and labels, each int64 [numbers, context]; of one number [context]."""
-        rows = [
-            dict(zip(("input_ids", "labels"), self._row(int(n)))) for n in np.atleast_1d(numbers)
-        ]
-        return (
-            {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            if np.ndim(numbers)
-            else rows[0]
-        )
+        rows = [self._row(int(number)) for number in np.atleast_1d(numbers)]
+        if np.ndim(numbers) == 0:
+            return rows[0]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, number: int) -> tuple[np.ndarray, ...]:
-        (length, depth), generator = (
-            self.about(number),
-            np.random.Generator(np.random.Philox([self.seed, number])),
-        )
+    def _row(self, number: int) -> dict[str, np.ndarray]:
+        length, depth = self.about(number)
+        generator = np.random.Generator(np.random.Philox([self.seed, number]))
         begin = generator.integers(len(self.text))
         # Indexing copies, so the pair below isn't written into the text.
         row = self.text[(begin + np.arange(self.context_length)) % len(self.text)]
@@ -105,7 +98,7 @@ class Questions:
         row[at : at + len(pair)] = row[end:length] = pair
         labels = np.full_like(row, IGNORED)
         labels[length - self.value : length] = pair[-self.value :]
-        return row, labels
+        return {"input_ids": row, "labels": labels}
 
     def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """What evaluations say of the answers: `accuracy`, of their tokens; `exact`, of whole

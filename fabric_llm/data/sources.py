@@ -84,7 +84,8 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             continue
         if texts and "input_ids" not in columns:
             # prepare_data.py reads the column `text` unless another one is named.
-            words |= {} if "text" in texts else {"text_field": texts[0]}
+            if "text" not in texts:
+                words["text_field"] = texts[0]
             raise ValueError(
                 f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {command(**words)}."
             )
@@ -109,7 +110,7 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
     """{name of the set: dataset folder} of --eval_data: validation sets besides those of the
     training data. Raises ValueError."""
     folders: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in (given or "").split(","))):
+    for part in filter(None, map(str.strip, (given or "").split(","))):
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
             raise ValueError(
@@ -129,7 +130,7 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
 def parse_probes(given: Optional[str]) -> tuple[str, ...]:
     """The names in --probes. Raises ValueError."""
     # Each name once, in the order that was given.
-    names = tuple(dict.fromkeys(part.strip() for part in (given or "").split(",") if part.strip()))
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, (given or "").split(",")))))
     if unknown := [name for name in names if name not in PROBES]:
         raise ValueError(
             f"--probes takes {' or '.join(PROBES)}, comma-separated, not {unknown[0]!r}."

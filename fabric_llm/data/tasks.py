@@ -58,9 +58,8 @@ class Tasks(Rows):
         language_model.by_row has them, [rows, 3]. targets: [rows].
         """
         judged: dict[str, list[list[float]]] = defaultdict(list)
-        for rows in np.split(
-            np.arange(len(self)), np.flatnonzero(np.diff(self.about["document"])) + 1
-        ):
+        firsts = np.flatnonzero(np.diff(self.about["document"])) + 1
+        for rows in np.split(np.arange(len(self)), firsts):
             # Not all choices of the document were evaluated.
             if not targets[rows].all():
                 continue
@@ -72,10 +71,11 @@ class Tasks(Rows):
             # Without another choice to compare with, it is right if greedy decoding gives it.
             if self.about["alone"][rows[0]]:
                 right = [sums[rows[0], 1] == targets[rows[0]]] * 2
-            sizes = (losses, targets[rows], self.about["bytes"][rows])
+            counted = (losses, targets[rows], self.about["bytes"][rows])
+            of_right = [numbers[gold].sum() for numbers in counted]
             # Of all tasks together, and of the document's own.
             for name in ("", f"_of_{self.about['task'][rows[0]]}"):
-                judged[name].append([*right, *(size[gold].sum() for size in sizes)])
+                judged[name].append([*right, *of_right])
         answers = {"loss": math.nan, "documents": 0.0}
         for name, each in judged.items():  # the first is that of all tasks
             right, norm, nats, tokens, size = np.sum(each, axis=0, dtype=float).tolist()

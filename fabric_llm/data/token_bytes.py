@@ -4,6 +4,7 @@ bits per byte."""
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Optional
 
 import numpy as np
@@ -47,12 +48,9 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
         return counts
     # The bytes that each of the others adds behind itself. Alone it wouldn't do: at the beginning
     # of a text decoders drop a space.
-    once, twice = (
-        tokenizer.backend_tokenizer.decode_batch(
-            [[number] * times for number in words], skip_special_tokens=False
-        )
-        for times in (1, 2)
-    )
+    decode = partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=False)
+    once = decode([[number] for number in words])
+    twice = decode([[number, number] for number in words])
     counts[words] = [len(two.encode()) - len(one.encode()) for one, two in zip(once, twice)]
     return counts
 
@@ -88,13 +86,12 @@ def is_byte_level(backend: Tokenizer) -> bool:
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
-    steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
-    # A decoder or pre-tokenizer may be a sequence of several.
-    return "ByteLevel" in [
-        one.get("type")
-        for step in steps
-        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
-    ]
+    kinds = []
+    for step in (state.get("decoder") or {}, state.get("pre_tokenizer") or {}):
+        # A decoder or pre-tokenizer may be a sequence of several.
+        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", [])):
+            kinds.append(one.get("type"))
+    return "ByteLevel" in kinds
 
 
 def unknown_id(backend: Tokenizer) -> Optional[int]:
