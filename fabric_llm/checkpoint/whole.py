@@ -102,9 +102,8 @@ def in_files(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str,
     """Weights of whole units by the names, and in the layout, that files have."""
     # transformers may rename or fuse what it reads from files. This undoes it.
     ignored = skeleton._keys_to_ignore_on_save or ()
-    return revert_weight_conversion(
-        skeleton, {n: tensor for n, tensor in weights.items() if n not in ignored}
-    )
+    kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
+    return revert_weight_conversion(skeleton, kept)
 
 
 def layout_of_files(skeleton: PreTrainedModel) -> dict[str, Tensor]:

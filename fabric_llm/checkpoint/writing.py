@@ -350,6 +350,7 @@ class Background:
         ranks = from_first(shard_ranks(model))  # those that send weights to rank 0
         # A group of its own, because collectives of two threads in one group could be mixed up.
         self.group = None if alone() else torch.distributed.new_group(ranks, backend="gloo")
+        # One thread, so that all ranks write checkpoints in the same order.
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.has_written = False
 

@@ -261,11 +261,11 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
             lengths.update(pc.list_value_length(rows).unique().to_pylist())
             flat[name] = np.asarray(values)
         # Labels that are targets are token ids as well.
-        ids = [flat["input_ids"]]
+        id_arrays = [flat["input_ids"]]
         if "labels" in flat:
-            ids.append(flat["labels"][flat["labels"] != IGNORED])
-        for some in ids:
-            low, high = min(low, int(some.min(initial=0))), max(high, int(some.max(initial=0)))
+            id_arrays.append(flat["labels"][flat["labels"] != IGNORED])
+        for ids in id_arrays:
+            low, high = min(low, int(ids.min(initial=0))), max(high, int(ids.max(initial=0)))
         # Rows of several lengths have no shape, and the error below names these.
         if len(lengths) == 1:
             columns = {name: values.reshape(len(batch), *lengths) for name, values in flat.items()}

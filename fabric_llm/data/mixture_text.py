@@ -161,8 +161,8 @@ def _parsed(values: Any) -> DataMix:
     # The weights from a share of the run on, and the words for them in a message.
     stages = {Fraction(0): (weights, "the mixture")}
     # A stage replaces all weights of the stage before it.
-    for one in of_stages or []:
-        share, given = _values(one, "a stage", ("from", "weights"))
+    for stage in of_stages or []:
+        share, given = _values(stage, "a stage", ("from", "weights"))
         begins = _number(share, "`from` of a stage")
         where = f"the stage from {float(begins):g} on"
         if not 0 < begins < 1 or begins in stages:
@@ -272,9 +272,10 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
         return tuple(int(share * period) for share in shares)
     # Shares are rounded down, and slots that are left go to those that lost most.
     counts = [int(share * MAX_SLOTS) for share in shares]
-    rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MAX_SLOTS)
-    for i in rest[: MAX_SLOTS - sum(counts)]:
-        counts[i] += 1
+    lost = [share * MAX_SLOTS - count for share, count in zip(shares, counts)]
+    by_loss = sorted(range(len(shares)), key=lambda source: -lost[source])
+    for source in by_loss[: MAX_SLOTS - sum(counts)]:
+        counts[source] += 1
     for name, share, count in zip(names, shares, counts):
         # Otherwise the source would silently never be read.
         if share > 0 and count == 0:

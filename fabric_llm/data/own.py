@@ -56,6 +56,7 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
             train = _rows(train, f"train of {name}")
         largest = made.get("max_token_id")
     if largest is None:
+        # A stream is too long to be read for its largest id.
         if isinstance(train, Stream):
             raise Fault(f"--code: {name} gives a stream, which needs max_token_id beside it.")
         largest = max(_largest(train), _largest(validation))

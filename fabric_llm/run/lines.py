@@ -95,6 +95,7 @@ class FewUpdates:
             return None
         # By stochastic rounding a small update changes few weights, each by more.
         advice = "on average nothing is lost, but if the loss stalls, try a larger --lr"
+        # An optimizer of --code may work with its own model only, which leaves it unmeasured.
         if self.kept is None:
             advice = "how much of smaller updates this optimizer loses can't be measured"
         elif self.kept < 0.9:

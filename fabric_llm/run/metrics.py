@@ -218,6 +218,7 @@ class Trackers:
             self._warn_once(name, f"failed, the run and metrics.jsonl go on: {error!r}")
 
     def _warn_once(self, name: str, what: str) -> None:
+        # One warning is enough of a tracker that fails at each line.
         if name not in self.warned:
             self.warned.add(name)
             warnings.warn(f"{name} {what}.", stacklevel=2)
@@ -225,6 +226,7 @@ class Trackers:
 
 def named(given: str) -> list[str]:
     """The names in --logger. Raises ValueError."""
+    # Each name once, in the order that was given.
     names = list(dict.fromkeys(name.strip() for name in given.split(",")))
     known = TRACKERS | register.TRACKERS
     for name in names:

@@ -89,6 +89,7 @@ def save(run: Run, *, stops: bool) -> None:
     if stops:  # a slow disk takes minutes, in which who asked would see nothing
         run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
     with run.log.untimed:
+        # A save may take longer than a step, so the watch is told what goes on here.
         run.watch.mark(step, "saving")
         # Rank 0 alone writes the manifest, and hashing takes time.
         made_from = {}

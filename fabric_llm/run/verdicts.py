@@ -172,6 +172,7 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
     That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
     that forgot can also be merged with its base model.
     """
+    # A rate that is too high is the likeliest reason, so the advice is half of it.
     folder, half = run.plan.run_directory, {"lr": f"{run.flags.training.lr / 2:g}"}
     is_one = suits(run, forgot)
 
