@@ -129,8 +129,8 @@ def begin(
     """
     # The forward pass of the probe has left the outermost unit whole. Its shards are saved.
     reshard(model)
-    # The optimizer's state is always saved in parts, since `from_pretrained` doesn't read it.
     state = optimizer_held(model, skeleton, optimizer)
+    # The optimizer's state is always saved in parts, since `from_pretrained` doesn't read it.
     parts = {"trainer/optimizer": own_parts(model, state)}
     pieces = None
     if state_dict_type == "full":
@@ -275,9 +275,9 @@ def _write_parts(pending: Pending, folder: str, describing: files.Describing) ->
     """Write this rank's parts to a file, or many bytes to several files of about the same size."""
     # Rank 0 has made the folder, unless the machines share no disk. `_require_seen` reports that.
     (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
-    # Names and headers are those of torch.distributed.checkpoint, whose tools can read the files.
     shares = _shares(pending.parts[folder])
     for number, share in enumerate(shares, start=1):
+        # Name and header are as torch.distributed.checkpoint has them, so its tools read the file.
         file = (
             f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(shares):05}"
             ".safetensors"
@@ -392,7 +392,7 @@ def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) 
     written them elsewhere."""
     for name, entry in entries.items():
         path, size = pending.temporary / name, None
-        # The file is opened because NFS then asks its server, and may otherwise say what it was.
+        # NFS asks its server when a file is opened. The size alone could come from its cache.
         with (
             suppress(FileNotFoundError),
             path.open("rb") as file,
