@@ -60,13 +60,15 @@ def damaged(path: Path, how: str) -> Fault:
 def read_progress(path: Path) -> dict[str, Any]:
     """progress.json of a checkpoint, with its losses. Raises Fault (66) where it isn't one.
 
-    A request to stop saves without the evaluation that is due. A resumed run makes it, and its log
-    has the losses.
+    If a request to stop came before the evaluation that was due, the file has no losses. They are
+    then taken from the log, where the resumed run has written them.
     """
     try:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
         numbers = document["progress"]
+        # A person or a broken disk may have changed the file, so each value is checked.
         fits = numbers.keys() == asdict(Progress()).keys()
+        # `type` instead of isinstance, which takes JSON's true for an int.
         fits = fits and all(
             type(number) is int and 0 <= number < MAX_COUNTED for number in numbers.values()
         )
@@ -74,7 +76,8 @@ def read_progress(path: Path) -> dict[str, Any]:
         raise damaged(path, "trainer/progress.json can't be read.") from error
     if not fits:
         raise damaged(path, f"trainer/progress.json says {numbers}.")
-    if not is_evaluated(document) and re.fullmatch(STEP_NAME, path.name):  # it is the log's own
+    # The log beside a folder with a checkpoint's name is that of the checkpoint's own run.
+    if not is_evaluated(document) and re.fullmatch(STEP_NAME, path.name):
         document |= _logged_losses(path.parent / METRICS, Progress(**numbers))
     return document
 
@@ -86,12 +89,16 @@ def is_evaluated(document: Mapping[str, Any]) -> bool:
 
 def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
     """What metrics.jsonl says of an evaluation there, as progress.json says it; {} without one."""
+    # Lines of earlier versions have no position: then the step alone decides.
     for _, line in files.json_lines(log, having='"eval_loss"'):
         at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
         if at == (progress.step, progress.position) and isinstance(sets, dict):
-            losses = {name: one.get("loss") for name, one in sets.items() if isinstance(one, dict)}
-            for name, loss in losses.items():
-                losses[name] = loss if isinstance(loss, float) else math.nan  # JSON has no NaN
+            losses = {}
+            for name, numbers in sets.items():
+                if isinstance(numbers, dict):
+                    loss = numbers.get("loss")
+                    # JSON has no NaN, so the log has null in its place.
+                    losses[name] = loss if isinstance(loss, float) else math.nan
             return {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
     return {}
 
@@ -130,15 +137,17 @@ def newest_valid(
     """(the newest checkpoint of a run that passes `verified`, what is wrong with those that are
     newer).
 
-    suits(document): whether the one with this progress.json may be taken. That one is refused for
-    security is raised.
+    suits(document): whether the one with this progress.json may be taken. Raises Fault (77) for one
+    that is refused for security.
     """
     problems = []
+    # The newest comes first. If it is damaged, the one before it is tried.
     for path in reversed(step_directories(run_directory)):
         try:
             if suits(verified(path, hashes)):
                 return path, problems
         except Fault as fault:
+            # Somebody may have tampered with it, so no other one is taken silently.
             if fault.code != NO_CHECKPOINT:
                 raise
             problems.append(str(fault))
@@ -165,9 +174,11 @@ def move_aside(run_directory: Path, after_step: int) -> list[str]:
     names = []
     for path in step_directories(run_directory):
         if step_of(path) > after_step:
+            # The random suffix lets one step be moved aside more than once.
             names.append(
                 path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name
             )
+    # After a crash of the machine, the run mustn't resume from these.
     if names:
         fsync(run_directory)
     failpoint("resume.moved_aside")
@@ -178,7 +189,8 @@ def move_aside(run_directory: Path, after_step: int) -> list[str]:
 class Kept:
     """Which checkpoints a run keeps.
 
-    What stays follows from what is there alone, so that a run that was killed goes back alike.
+    What stays depends only on the folder's content, so that a run that was killed can go back to
+    the same checkpoints as one that wasn't.
     """
 
     last: int  # the newest ones
@@ -194,31 +206,38 @@ class Kept:
 def is_due(step: int, interval: Optional[int]) -> bool:
     """Whether a run saves after this step by itself.
 
-    Other checkpoints were asked for. A rewind doesn't go there, because a run that wasn't stopped
-    hasn't got them.
+    Other checkpoints exist because somebody asked for them. Rewinds avoid these, so that a run goes
+    back to the same checkpoint whether or not it was stopped in between.
     """
     return step == 0 or interval is not None and step % interval == 0
 
 
 def prune(run_directory: Path, kept: Kept) -> list[Path]:
-    """Remove what isn't to be `kept`, nor pinned. Returns what was removed.
+    """Remove the checkpoints that are neither `kept` nor pinned. Returns those that were removed.
 
-    Renamed first, so that a kill leaves none half there.
+    Each is renamed first, so that a kill leaves none that is half there.
     """
-    # What was asked for, and a rewind can't go back to, doesn't push out what it can.
     there, removed = checkpoints(run_directory), []
     documents = {path: _progress_or_nothing(path) for path in there}
+    # Rewinds prefer checkpoints that were due to those that a user asked for.
     due = [path for path in there if is_due(step_of(path), kept.interval)]
     aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
-    # The last ones stay: what is aside goes first, then what was asked for.
-    ordered = [*aside, *(path for path in there if path not in due), *due]
+    # The last ones in this order stay: those that were moved aside are removed first, then those
+    # that a user asked for.
+    asked_for = [path for path in there if path not in due]
+    ordered = [*aside, *asked_for, *due]
+    # The newest checkpoint always stays, because the run resumes from it.
     stays = {*ordered[-kept.last :], *there[-1:]}
+    # Of equal losses the older checkpoint stays. Without a loss, one is never among the best.
     losses = sorted((_eval_loss(documents[path], kept.best_of), path) for path in there)
     stays.update(path for loss, path in losses[: kept.best] if math.isfinite(loss))
     if kept.every is not None:
         stays.update(path for path in there if step_of(path) % kept.every == 0)
+    # The newest suitable one stays, however old it is, so that a rewind has somewhere to go.
     if kept.to_go_back_to is not None:
-        stays.update([path for path in due if kept.to_go_back_to(documents[path])][-1:])
+        suitable = [path for path in due if kept.to_go_back_to(documents[path])]
+        stays.update(suitable[-1:])
+    # The user may name it through a link or another folder, so real paths are compared.
     named = kept.named and kept.named.resolve()
     for path in ordered:
         if path in stays or is_pinned(path) or path.resolve() == named:
@@ -243,28 +262,33 @@ def _progress_or_nothing(path: Path) -> dict[str, Any]:
 
 
 def _eval_loss(document: dict[str, Any], of_set: Optional[str]) -> float:
-    losses = document.get("eval_losses")
-    loss = losses.get(of_set) if of_set and losses else document.get("eval_loss")
+    loss, losses = document.get("eval_loss"), document.get("eval_losses")
+    if of_set and losses:
+        loss = losses.get(of_set)
+    # A checkpoint without an evaluation counts as worse than all others.
     return loss if isinstance(loss, float) else math.inf
 
 
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
-    leftovers = [
-        p
-        for p in run_directory.glob(".*")
-        if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", p.name)
-    ]
-    for path in leftovers:
-        _discard(path)
-    return sorted(path.name for path in leftovers)
+    names = []
+    for path in list(run_directory.glob(".*")):
+        # .tmp-step-* of saves, .trash-* of removals, .STATUS.json-* of `files.write_atomically`.
+        if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", path.name):
+            _discard(path)
+            names.append(path.name)
+    return sorted(names)
 
 
 def _discard(path: Path, renamed: bool = False) -> bool:
-    """Remove, `renamed` before to what no reader takes for a checkpoint. What can't go now, as on
-    NFS while somebody reads it, goes at the next start."""
+    """Remove a folder or link. Returns whether that succeeded.
+
+    renamed: first give it a name that no reader takes for a checkpoint's. What can't be removed
+    now, as on NFS while somebody reads it, is removed at the next start.
+    """
     try:
         if renamed:
+            # From the rename on no reader sees the checkpoint, however long its removal takes.
             path = path.rename(path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}"))
             failpoint("prune.renamed")
         remove(path)

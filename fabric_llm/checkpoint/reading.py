@@ -16,7 +16,9 @@ from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held
 from fabric_llm.model.sharded import local_part, shards
 from fabric_llm.model.tensor_files import Tensors, readable
 
-SPOILT = 3  # times the loss of a guess, of which a model that learns has less than one
+# A model is spoilt if its loss is above so many times that of a uniform guess. One that learns is
+# below once that loss.
+SPOILT = 3
 
 
 def load_optimizer(
@@ -30,22 +32,29 @@ def load_optimizer(
     it. All ranks call it.
 
     Each rank reads the rows that it holds a part of, one tensor at a time. skeleton: the unwrapped
-    model on the meta device. Where the checkpoint has none, its moving average stays as it is, and
-    the state of the parameters that it `may_lack`. Raises Fault (66) where it lacks another, or has
-    another shape.
+    model on the meta device. may_lack: names of parameters, such as those that were frozen before,
+    whose state may be missing in the checkpoint. It then stays as it is, and so does a moving
+    average. Raises Fault (66) where other state is missing or has another shape.
     """
     stored = optimizer_state(path)
+    # Without --ema_decay a run saves no average. One that begins now is a copy of the weights.
     has_average = EMA in read_progress(path)["optimizer_state"]
+    # Most optimizers make their state in the first step: before it there is nothing to fill.
     _begin_state(stored, model, optimizer)
     for key, (tensor, first, shape) in optimizer_held(model, skeleton, optimizer).items():
-        may = parameter_of(key) in may_lack or key.endswith(f".{EMA}") and not has_average
-        if key in stored or not may:
+        may_be_missing = key.endswith(f".{EMA}") and not has_average
+        may_be_missing = may_be_missing or parameter_of(key) in may_lack
+        if key in stored or not may_be_missing:
+            # A key that is missing, and mustn't be, is reported with the shape "nothing".
+            # Left out: parameters that aren't trained, the average, and what is there already.
             if (there := stored.shapes.get(key, "nothing")) != shape:
                 raise damaged(
                     path, f"the optimizer's state holds {there} as {key}, the model {shape}."
                 )
+            # A number isn't split: its `first` says only on which ranks it is valid.
+            begin = first if shape else 0
             part = local_part(tensor).view(-1)
-            part.copy_(stored.elements(key, first if shape else 0, len(part)))
+            part.copy_(stored.elements(key, begin, len(part)))
 
 
 def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -54,6 +63,7 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     known = shards(model)
     for key, shape in stored.shapes.items():
+        # A key is state.NAME.ITEM, and NAME has dots of its own.
         name, _, item = key.removeprefix("state.").rpartition(".")
         shard = known.get(name)
         if (
@@ -63,12 +73,13 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
             or item in optimizer.state[shard.parameter]
         ):
             continue
+        # One element tells the dtype, which may be another than the parameter's.
         like, dtype = shard.parameter.detach(), stored.elements(key, 0, 1).dtype
+        # State with as many elements as its parameter, such as a moment, is sharded with it.
         if math.prod(shape) == sum(shard.counts) and shape:
             begun = torch.zeros_like(like, dtype=dtype)
-        # a counter, which optimizers keep on the CPU, or what is of another shape than its
-        # parameter
         else:
+            # A counter, which optimizers keep on the CPU, or state of another shape.
             begun = torch.zeros(shape, dtype=dtype, device=like.device if shape else "cpu")
         optimizer.state[shard.parameter][item] = begun
 
@@ -90,6 +101,7 @@ def is_spoilt(path: Path) -> bool:
     """
     probe = read_probe(path)
     tokens, positions = probe["input_ids"][0], probe["positions"]
+    # What comes after the last token isn't known.
     known = positions + 1 < len(tokens)
     if not known.any():
         return False
@@ -105,6 +117,7 @@ def read_probe(path: Path) -> dict[str, Tensor]:
     with readable(repr(str(file))):
         probe = load_file(file)
         (_, context), (count, vocabulary) = probe["input_ids"].shape, probe["logits"].shape
+        # Hashes don't tell who made the file, so the numbers that index tensors are checked.
         for key, shape, limit in (
             ("input_ids", (1, context), vocabulary),
             ("positions", (count,), context),

@@ -48,8 +48,10 @@ def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[tuple[str, Par
     rank, ranks = 0, 1
     if not alone():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    # With HSDP several groups of ranks hold the same shards. Only the group of rank 0 writes them.
     is_sharded, is_first_replica = shard_group(model) is not None, 0 in shard_ranks(model)
     parts: list[tuple[str, Part]] = []
+    # Sorted, so that each tensor has the same number, and so the same writer, on all ranks.
     for number, (name, (tensor, first, shape)) in enumerate(sorted(held.items())):
         if is_sharded and first is not None:
             is_own = is_first_replica
@@ -80,17 +82,14 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     row, inside = divmod(first, of_row)
     before = min(-first % of_row, len(flat))  # elements of a row that begins before
     if before:
-        yield from (
-            Part(one.tensor[None], (row, *one.offsets))
-            for one in _blocks(flat[:before], inside, inner)
-        )
+        for block in _blocks(flat[:before], inside, inner):
+            yield Part(block.tensor[None], (row, *block.offsets))
     row, rows = row + (inside > 0), (len(flat) - before) // of_row
     whole, after = flat[before : before + rows * of_row], flat[before + rows * of_row :]
     if rows:
         yield Part(whole.view(rows, *inner), (row, *[0] * len(inner)))
-    yield from (
-        Part(one.tensor[None], (row + rows, *one.offsets)) for one in _blocks(after, 0, inner)
-    )
+    for block in _blocks(after, 0, inner):
+        yield Part(block.tensor[None], (row + rows, *block.offsets))
 
 
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -124,11 +123,11 @@ def optimizer_held(
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
     average = getattr(optimizer, "average", None)  # training/ema.py
     shapes, held = saved_shapes(skeleton), {}
-    kept = [optimizer.state, average.state if average else {}]
     for name, shard in shards(model).items():
-        for key, tensor in (
-            one for state in kept for one in state.get(shard.parameter, {}).items()
-        ):
+        state = dict(optimizer.state.get(shard.parameter, {}))
+        if average is not None:
+            state |= average.state.get(shard.parameter, {})
+        for key, tensor in state.items():
             first: Optional[int] = shard.first
             shape = shapes[name.removeprefix(PREFIX)]
             if not tensor.ndim:
@@ -136,6 +135,7 @@ def optimizer_held(
                 # A counter of steps stays 0 on a rank that holds nothing of the parameter.
                 if not local_part(shard.parameter).numel():
                     first = 1
+            # Such as a factored moment: FSDP doesn't say how that would be split.
             elif tensor.shape != shard.parameter.shape:
                 if shard_group(model) is not None:
                     raise ValueError(

@@ -61,7 +61,8 @@ from fabric_llm.model.sharded import reshard, shard_ranks
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.weights import is_finite
 
-MANY_BYTES = 2**25  # of one rank
+# From so many bytes on a rank writes several files: one is hashed while the next one is written.
+MANY_BYTES = 2**25
 
 
 @dataclass
@@ -126,15 +127,19 @@ def begin(
     `record_probe`. copy: to host memory, where there is room, so that training can go on before
     `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
     """
+    # The forward pass of the probe has left the outermost unit whole. Its shards are saved.
     reshard(model)
     state = optimizer_held(model, skeleton, optimizer)
+    # The optimizer's state is always saved in parts, since `from_pretrained` doesn't read it.
     parts = {"trainer/optimizer": own_parts(model, state)}
     pieces = None
     if state_dict_type == "full":
         pieces = whole.Pieces(model, skeleton)
     else:
         parts["weights"] = own_parts(model, weights_held(model, skeleton))
+    # Counters, which have no shape, aren't listed.
     kept = {name.rpartition(".")[2] for name, one in state.items() if one.shape}  # such as exp_avg
+    # The name is random, so rank 0 draws it for all ranks, which write into one folder.
     own_name = from_first(f".tmp-{target.name}-{secrets.token_hex(4)}")
     pending = Pending(
         target,
@@ -162,6 +167,7 @@ def begin(
     # All ranks must agree that the save can be made before the first file is written.
     _require_finite(pending)
     own_bytes = sum(tensor.nbytes for _, tensor in pending.tensors())
+    # Rank 0 needs the bytes of all ranks, and each rank the free memory of all hosts.
     sizes = gather((gethostname(), own_bytes, free_memory_bytes()))
     problem = None
     if pending.rank == 0:
@@ -169,6 +175,7 @@ def begin(
     _agree(pending, gather(problem))
     if copy:
         pending.copies = tightest_host(sizes)
+    # All ranks have the same sizes, so they decide alike.
     if pending.is_copied:
         _copy_to_host(pending)
     return pending
@@ -177,6 +184,7 @@ def begin(
 def _require_finite(pending: Pending) -> None:
     """Raises Fault (76) on all ranks where a tensor of any rank holds NaN or infinity."""
     bad = next((name for name, tensor in pending.tensors() if not is_finite(tensor)), None)
+    # All ranks take part, also those without such a tensor: the others would wait for them.
     for name in gather(bad):
         if name is not None:
             sentence = f"{pending.target} isn't saved: {name} holds NaN or infinity."
@@ -187,6 +195,7 @@ def _make_room(pending: Pending, needed_bytes: int) -> None:
     """On rank 0: check that the checkpoint can be written, and make its directory."""
     failpoint("save.begin")
     target = pending.target
+    # Found before anything is written, and not when the finished checkpoint gets its name.
     if target.exists():
         raise FileExistsError(f"{target} exists already")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -197,10 +206,10 @@ def _make_room(pending: Pending, needed_bytes: int) -> None:
 
 def _copy_to_host(pending: Pending) -> None:
     """Training goes on to change the tensors while copies of them are written."""
+    # copy=True, because on a CPU `to` alone returns the tensor that training goes on to change.
     for parts in pending.parts.values():
-        parts[:] = [
-            (name, part._replace(tensor=part.tensor.to("cpu", copy=True))) for name, part in parts
-        ]
+        for number, (name, part) in enumerate(parts):
+            parts[number] = name, part._replace(tensor=part.tensor.to("cpu", copy=True))
     if pending.pieces is not None:
         held = pending.pieces.held
         for name, piece in held.items():
@@ -214,12 +223,17 @@ def tightest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, flo
     hosts: dict[str, tuple[int, float]] = {}
     for host, size, free in sizes:
         total, least = hosts.get(host, (0, math.inf))
-        hosts[host] = total + size, min(least, math.inf if free is None else free)
+        # A host whose free memory is unknown counts as large enough.
+        if free is not None:
+            least = min(least, free)
+        hosts[host] = total + size, least
+    # The host with the least memory left. If that is unknown, the one with most bytes to copy.
     return max(hosts.values(), key=lambda host: (host[0] - host[1], host[0]))
 
 
 def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
-    """Second act, on all ranks; of what `is_copied` in a thread, with a process group of its own.
+    """Second act, on all ranks. If the tensors are copies, it runs in a thread, with a process
+    group of its own.
 
     Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes
     part in what all ranks do together, so that none waits for one that gave up. Each file is hashed
@@ -240,12 +254,13 @@ def _write_rest(pending: Pending, describing: files.Describing) -> None:
     """Write all but parts and weights, on rank 0."""
     if pending.rank == 0:
         trainer = pending.temporary / "trainer"
+        # These files would be the same on all ranks, so rank 0 alone writes them.
         whole.write_configuration(pending.temporary, pending.skeleton, pending.tokenizer)
         of_probe = TensorFile(trainer / "probe.safetensors", pending.probe, {"format": "pt"})
         for name, tensor in pending.probe.items():
             of_probe.write(name, tensor)
         (trainer / "progress.json").write_text(json.dumps(pending.document, indent=2) + "\n")
-        # The other ranks may be writing their parts already.
+        # The other ranks may be writing their parts already, and describe these themselves.
         there = files.files_in(pending.temporary)
         describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
     failpoint("save.rest")
@@ -257,15 +272,17 @@ def _describe(pending: Pending, describing: files.Describing) -> None:
 
 
 def _write_parts(pending: Pending, folder: str, describing: files.Describing) -> None:
-    """Write this rank's parts to files, where there is much to several of about the same size."""
-    # Where machines share no disk it isn't there, which `_require_seen` tells.
+    """Write this rank's parts to a file, or many bytes to several files of about the same size."""
+    # Rank 0 has made the folder, unless the machines share no disk. `_require_seen` reports that.
     (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
     shares = _shares(pending.parts[folder])
     for number, share in enumerate(shares, start=1):
+        # Name and header are as torch.distributed.checkpoint has them, so its tools read the file.
         file = (
             f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(shares):05}"
             ".safetensors"
         )
+        # A file says where each of its parts begins in the whole tensor.
         offsets = {name: {dcp.SAVED_OFFSETS_KEY: part.offsets} for name, part in share.items()}
         metadata = {
             dcp.CUSTOM_METADATA_KEY: json.dumps(offsets),
@@ -281,16 +298,19 @@ def _write_parts(pending: Pending, folder: str, describing: files.Describing) ->
 
 
 def _shares(parts: list[tuple[str, Part]]) -> list[dict[str, Part]]:
-    """What goes into one file each: at most one part of a tensor, and about as many bytes as into
-    the others."""
+    """The parts of each file: at most one of each tensor, and about as many bytes as in the other
+    files."""
     count = 1
+    # Few bytes aren't worth several files.
     if sum(part.tensor.nbytes for _, part in parts) >= MANY_BYTES:
         count = files.THREADS
     shares: list[dict[str, Part]] = [{} for _ in range(count)]
     sizes = [0] * count
     # The largest first, each into the file that holds least so far.
     for name, part in sorted(parts, key=lambda one: -one[1].tensor.nbytes):
+        # A file holds each name once, so two parts of one tensor go into two files.
         free = [number for number, share in enumerate(shares) if name not in share]
+        # A tensor has more parts than there are files: add one.
         if not free:
             free = [len(shares)]
             shares.append({})
@@ -309,10 +329,12 @@ def _write_whole(
 ) -> None:
     """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to
     receive, so that none waits."""
+    # A list, which the lambda below can fill.
     opened: list[whole.WeightFiles] = []  # on rank 0
     problem = None
     if pending.rank == 0:
         problem = _try(lambda: opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton)))
+    # The other ranks send in this loop, so it runs to its end even after a problem.
     for weights in pieces.of_units(group):
         if opened and problem is None:
             problem = _try(lambda: describing.start(opened[0].write(weights)))
@@ -326,7 +348,9 @@ class Background:
 
     def __init__(self, model: nn.Module) -> None:
         ranks = from_first(shard_ranks(model))  # those that send weights to rank 0
+        # A group of its own, because collectives of two threads in one group could be mixed up.
         self.group = None if alone() else torch.distributed.new_group(ranks, backend="gloo")
+        # One thread, so that all ranks write checkpoints in the same order.
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.has_written = False
 
@@ -340,10 +364,14 @@ def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
     """Third act, on all ranks: publish what all have written, on rank 0 after `before()`. Raises
     Fault (74) on all ranks."""
     answers = gather((pending.entries, pending.problem))
+    # All ranks know all answers now, so they all raise or all go on.
     _agree(pending, [problem for _, problem in answers])
-    written = {name: entry for entries, _ in answers for name, entry in entries.items()}
+    written: dict[str, files.Entry] = {}
+    for entries, _ in answers:
+        written |= entries
 
     def seal() -> None:
+        # All that can fail comes before the rename, which can't be taken back.
         for rank, (entries, _) in enumerate(answers):
             _require_seen(pending, rank, entries)
         before()
@@ -364,7 +392,7 @@ def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) 
     written them elsewhere."""
     for name, entry in entries.items():
         path, size = pending.temporary / name, None
-        # NFS asks its server when a file is opened
+        # NFS asks its server when a file is opened. The size alone could come from its cache.
         with (
             suppress(FileNotFoundError),
             path.open("rb") as file,
@@ -386,12 +414,15 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
     failpoint("publish.begin")
     (temporary / MANIFEST).write_bytes(files.encode(document))
     failpoint("publish.manifest")
-    # What the name promises must be on the disk before the name is there.
-    for path in [temporary / MANIFEST, *(d for d in temporary.rglob("*") if d.is_dir()), temporary]:
+    # The manifest and all folders must be on the disk before the checkpoint has its name. The other
+    # files are, since `write` has flushed them.
+    folders = [path for path in temporary.rglob("*") if path.is_dir()]
+    for path in (temporary / MANIFEST, *folders, temporary):
         fsync(path)
     failpoint("publish.before_rename")
     temporary.rename(target)
     failpoint("publish.renamed")
+    # Until the folder is on the disk, a crash of the machine may take the new name away.
     fsync(target.parent)
     failpoint("publish.done")
 
@@ -407,6 +438,7 @@ def _try(action: Callable[..., None], *given: Any) -> Optional[Fault]:
     try:
         action(*given)
     except Exception as error:
+        # These have a sentence or an exit code of their own.
         if isinstance(error, Fault) or as_fault(error).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             return as_fault(error)
         return Fault(one_line(error) or type(error).__name__, SAVE_FAILED)
@@ -420,6 +452,7 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
             continue
         # Each rank removes it, in case they share no disk.
         shutil.rmtree(pending.temporary, ignore_errors=True)
+        # The sentence of such a fault already says what failed.
         if problem.code != SAVE_FAILED or not problem.retryable:
             raise problem
         raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
@@ -432,7 +465,9 @@ def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> d
     input_ids: int64 [1, context]. Returns input_ids, positions int64 [up to 16], logits float32
     [positions, vocabulary].
     """
+    # A few positions are enough, and the logits of a whole row could take gigabytes.
     positions = torch.linspace(0, input_ids.shape[1] - 1, min(16, input_ids.shape[1])).long()
+    # Without dropout, so that a reader of the checkpoint can compute the same logits.
     model.eval()
     with torch.no_grad():
         logits = model(input_ids.to(device))

@@ -21,9 +21,9 @@ from fabric_llm.data.columns import IGNORED, is_padded, is_stream, is_target, ma
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
-# input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are
-# kept apart: each int64 [rows, context]; then also document_ends, see there; of `Batches.questions`
-# their numbers, int64 [rows]
+# input_ids and labels, and attention_mask if the dataset has one, each int64 [rows, context]. If
+# packed documents are kept apart, also position_ids of that shape, and document_ends (see the
+# function). If rows are `Batches.questions`, also their numbers, int64 [rows].
 MicroBatch = dict[str, Tensor]
 
 
@@ -44,9 +44,8 @@ class Batches:
     world_size: int = 1
     picked: Optional[np.ndarray] = None  # rows to read in this order, and not by `seed`
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
-    document_end: Optional[int] = (
-        None  # id of the token that ends each document, if packed documents are kept apart
-    )
+    # id of the token that ends each document, if packed documents are kept apart
+    document_end: Optional[int] = None
     mixture: Optional[Mixture] = None  # which says instead of `seed` which rows are read
     part: int = 0  # of each row, which several ranks may share, see `part_of`
     parts: int = 1
@@ -67,6 +66,7 @@ class Batches:
             return positions
         if self.mixture is not None:
             return self.mixture.rows_at(positions)
+        # Positions behind the last row read rows again, which have no targets then, see `end`.
         if self.picked is not None:
             return self.picked[positions % len(self.picked)]
         return rows_at(positions, len(self.rows), self.seed)
@@ -74,6 +74,8 @@ class Batches:
     def positions(self, position: int) -> np.ndarray:
         """The positions that this rank reads for the step that starts at `position`, int64
         [micro_batches, rows]."""
+        # Within a micro-batch ranks read one behind the other, so a step has the same sequences
+        # whatever their number is.
         micro_batch, row = np.indices((self.micro_batches, self.micro_batch_size))
         return position + (micro_batch * self.world_size + self.rank) * self.micro_batch_size + row
 
@@ -87,9 +89,11 @@ class Batches:
         if is_stream(self.rows):
             self.rows.mark(position)
         rows = self.indices(positions)  # of all at once: the order costs most for a few rows
-        counted = positions < (math.inf if self.end is None else self.end)
-        # rows count once
-        read = RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()
+        end = math.inf if self.end is None else self.end
+        counted, read = positions < end, RowsRead()
+        # Of ranks that share rows, only the first one counts them.
+        if self.part == 0:
+            read = RowsRead.of(positions[counted], rows[counted])
         return list(map(self._micro_batch, positions, rows)), read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
@@ -107,7 +111,7 @@ class Batches:
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
-            # an end behind an end is padding, which belongs to the document before it
+            # An end token behind another one is padding, which belongs to the document before it.
             if is_padded(self.rows):
                 begins &= batch["input_ids"] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
@@ -129,25 +133,27 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     those of the whole rows. Rows that don't divide, such as those of a probe, end with padding.
     """
     if rest := -batch["input_ids"].shape[1] % parts:
-        pads = {
-            name: IGNORED if name == "labels" else 0
-            for name, tensor in batch.items()
-            if tensor.ndim == 2
-        }
-        padded = {
-            name: torch.nn.functional.pad(batch[name], (0, rest), value=value)
-            for name, value in pads.items()
-        }
-        batch = {**padded, **({"questions": batch["questions"]} if "questions" in batch else {})}
+        padded = {}
+        for name, tensor in batch.items():
+            # The others have no columns: ends of documents are found anew below.
+            if tensor.ndim == 2:
+                value = IGNORED if name == "labels" else 0
+                padded[name] = torch.nn.functional.pad(tensor, (0, rest), value=value)
+        if "questions" in batch:
+            padded["questions"] = batch["questions"]
+        batch = padded
     rows, context = batch["input_ids"].shape
+    # A rank sees its columns only, so it is told at which places of the row they are.
     whole = {"position_ids": torch.arange(context).expand(rows, context), **batch}
-    ends = (
-        whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
-    )
+    ends = whole.get("document_ends")
+    if ends is None:
+        ends = document_ends(whole["position_ids"])
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
     cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
-    cut |= {"questions": batch["questions"]} if "questions" in batch else {}
+    if "questions" in batch:
+        cut["questions"] = batch["questions"]
+    # One label more than tokens: the first of the next part is the last target of this one.
     cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
     return {**cut, "document_ends": ends}
 
@@ -162,6 +168,7 @@ def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
 def restarting_positions(begins: Tensor) -> Tensor:
     """Positions that restart at 0 in each document: transformers builds its attention mask from
     them. int64"""
+    # cummax carries the place where the current document begins along the row.
     index = torch.arange(begins.shape[1]).expand(begins.shape)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
@@ -172,6 +179,7 @@ def document_ends(position_ids: Tensor) -> Tensor:
 
     position_ids: int64 [rows, context], 0 where a document begins.
     """
+    # A row may begin in the middle of a document. Its first token begins one all the same.
     begins = position_ids == 0
     begins[:, 0] = True
     starts = begins.flatten().nonzero().flatten().to(torch.int32)
@@ -187,22 +195,23 @@ class PinnedCopies:
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The copies, once they are there. Called in a thread that reads ahead."""
+        copies, device = [], self.stream.device
         with torch.cuda.stream(self.stream):  # and on its device: a thread begins on the first one
-            copies = [
-                {
-                    name: tensor.pin_memory().to(self.stream.device, non_blocking=True)
-                    for name, tensor in batch.items()
-                }
-                for batch in micro_batches
-            ]
+            for batch in micro_batches:
+                copied = {}
+                for name, tensor in batch.items():
+                    copied[name] = tensor.pin_memory().to(device, non_blocking=True)
+                copies.append(copied)
         self.stream.synchronize()  # only this thread waits
         return copies
 
     def hand_out(self, micro_batches: list[MicroBatch]) -> None:
         """Keep the memory of the copies until the model's stream has used them. Called in the
         step."""
-        for tensor in (tensor for batch in micro_batches for tensor in batch.values()):
-            tensor.record_stream(torch.cuda.current_stream(self.stream.device))
+        models_stream = torch.cuda.current_stream(self.stream.device)
+        for batch in micro_batches:
+            for tensor in batch.values():
+                tensor.record_stream(models_stream)
 
 
 class Prefetch:
@@ -230,9 +239,11 @@ class Prefetch:
         for other in self.pending.keys() - set(following):  # after a jump, such as a rollback
             self.pending.pop(other).cancel()
         for other in following:
+            # Most were started by earlier steps.
             if other not in self.pending:
                 self.pending[other] = self.pool.submit(self._ready, other)
-        micro_batches, read, tokens_at = self._ready(position) if now is None else now.result()
+        ready = self._ready(position) if now is None else now.result()
+        micro_batches, read, tokens_at = ready
         self.seconds_waited += time.monotonic() - began
         self.rows_read += read
         self.tokens_at = added(self.tokens_at, tokens_at)
@@ -245,12 +256,15 @@ class Prefetch:
         their `token_places`)."""
         micro_batches, read = self.batches.read(position)
         tokens_at = token_places(micro_batches)
-        return micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at
+        if self.copies is not None:
+            micro_batches = self.copies(micro_batches)
+        return micro_batches, read, tokens_at
 
     def go_on_with(self, mixture: Optional[Mixture], end: Optional[int]) -> None:
         """Hand out the rows of another mixture, to another end, from the next step on."""
         for waiting in self.pending.values():
             waiting.cancel()
+        # What is being made already can't be cancelled, but nobody will ask for it.
         self.pending.clear()
         self.batches = replace(self.batches, mixture=mixture, end=end)
 
@@ -265,20 +279,19 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
 
     Of rows that ranks share, all tokens count.
     """
-    found = np.zeros(1, dtype=np.int64)
+    counts = np.zeros(1, dtype=np.int64)
     for batch in micro_batches:
         rows, context = batch["input_ids"].shape
+        # Without documents each row counts as one.
         lengths = np.full(rows, context)
         if "position_ids" in batch:
-            ends = (
-                batch["document_ends"]
-                if "document_ends" in batch
-                else document_ends(batch["position_ids"])
-            )
+            ends = batch.get("document_ends")
+            if ends is None:
+                ends = document_ends(batch["position_ids"])
             lengths = ends.diff().numpy()
-        # documents that are longer than k
-        found = added(found, np.bincount(lengths)[::-1].cumsum()[::-1][1:])
-    return found
+        # At k: the number of documents that are longer than k, a sum from the longest one down.
+        counts = added(counts, np.bincount(lengths)[::-1].cumsum()[::-1][1:])
+    return counts
 
 
 def added(one: np.ndarray, other: np.ndarray) -> np.ndarray:

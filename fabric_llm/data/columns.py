@@ -6,7 +6,7 @@ from typing import Any, Optional
 import numpy as np
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
-# label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
+# Label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy.
 IGNORED = -100
 NO_PADDING = -1  # in place of a token id
 ENDLESS = 2**62  # rows of a stream, see own.py
@@ -48,32 +48,38 @@ class Rows:
         """
         self.chunks = list(chunks)
         self.padding = np.array([NO_PADDING] * len(chunks) if padding is None else padding)
+        # The number of the first row of each chunk, and behind them the number of all rows.
         self.starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in chunks)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
-        wanted = (
-            np.arange(len(self))[numbers] if isinstance(numbers, slice) else np.asarray(numbers)
-        )
+        if isinstance(numbers, slice):
+            numbers = np.arange(len(self))[numbers]
+        wanted = np.asarray(numbers)
+        # A negative number would silently read another row, from the end.
         if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         # One row is read as a batch of one, and taken out of it in the end.
         places = np.atleast_1d(wanted)
+        # The chunk that holds each row, and below the row's number in that chunk.
         inside = np.searchsorted(self.starts, places, side="right") - 1
         chunks = [self.chunks[chunk] for chunk in inside]
         rows = (places - self.starts[inside]).tolist()
         columns = {}
+        # If no row is asked for, the first chunk still says which columns there are.
         for name, values in (chunks or self.chunks)[0].items():
             columns[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
             for place, (chunk, row) in enumerate(zip(chunks, rows)):
-                # from the file into the batch; Python's lock is free meanwhile
+                # Copied from the mapped file into the batch. Python's lock is free meanwhile.
                 out[place] = chunk[name][row]
         if is_padded(self):
             eos, ids = self.padding[inside][:, None], columns["input_ids"]
+            # The first EOS ends a document, and the model learns it. Those behind it are padding.
+            is_padding = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)
             columns["labels"] = ids.copy()
-            columns["labels"][:, 1:][(ids[:, 1:] == eos) & (ids[:, :-1] == eos)] = IGNORED
+            columns["labels"][:, 1:][is_padding] = IGNORED
         if wanted.ndim:
             return columns
         return {name: values[0] for name, values in columns.items()}
@@ -81,12 +87,12 @@ class Rows:
 
 def pads_before_text(rows: Any) -> bool:
     """Whether the `attention_mask` of a row has zeros before its ones. Reads all of them."""
-    masks = (
-        chunk["attention_mask"]
-        for chunk in getattr(rows, "chunks", ())
-        if "attention_mask" in chunk
-    )
-    return any(bool((mask[:, :-1] < mask[:, 1:]).any()) for mask in masks)
+    for chunk in getattr(rows, "chunks", ()):
+        mask = chunk.get("attention_mask")
+        # A zero right before a one is a row that is padded on the left.
+        if mask is not None and (mask[:, :-1] < mask[:, 1:]).any():
+            return True
+    return False
 
 
 def is_stream(rows: Any) -> bool:
@@ -98,7 +104,9 @@ def some_of(rows: Any) -> dict[str, np.ndarray]:
     """64 evenly spaced rows, or the first ones of a stream."""
     if is_stream(rows):
         return rows.head
-    return rows[sorted({index * (len(rows) - 1) // 63 for index in range(64)})]
+    # A set, because a split of fewer rows has some of these numbers twice.
+    numbers = {index * (len(rows) - 1) // 63 for index in range(64)}
+    return rows[sorted(numbers)]
 
 
 def shifts_labels(rows: Any) -> bool:
@@ -111,7 +119,10 @@ def shifts_labels(rows: Any) -> bool:
         return False
     ids, labels = columns["input_ids"], columns["labels"][:, :-1]
     targets = labels != IGNORED
-    here, after = (int((labels == of)[targets].sum()) for of in (ids[:, :-1], ids[:, 1:]))
+    # How many labels equal the token at their own place, and how many the token after it.
+    here = int((labels == ids[:, :-1])[targets].sum())
+    after = int((labels == ids[:, 1:])[targets].sum())
+    # Repeated tokens count as both, so one of the two numbers isn't enough.
     return after > 0.9 * targets.sum() and here < 0.5 * targets.sum()
 
 

@@ -32,7 +32,7 @@ from fabric_llm.data.folders import has_rows, split_names
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
-# of the manifest of a packed dataset
+# Keys of a packed dataset's manifest whose values must be integers.
 PACKED_NUMBERS = (
     "context_length",
     "max_token_id",
@@ -66,16 +66,15 @@ class TokenDataset:
 
 def fingerprint(split: Any) -> str:
     """Hash of a split's length and of 64 evenly spaced rows."""
-    count, rows = len(split), some_of(split)["input_ids"]
-    return hashlib.sha256(
-        json.dumps([count, [list(map(int, row)) for row in rows]]).encode()
-    ).hexdigest()
+    rows = np.asarray(some_of(split)["input_ids"]).tolist()
+    return hashlib.sha256(json.dumps([len(split), rows]).encode()).hexdigest()
 
 
 def concatenate(sources: Sequence[TokenDataset]) -> TokenDataset:
     """Several datasets as one: their training splits one behind the other, and the validation split
     of the first."""
     splits = [source.train for source in sources]
+    # Only the lists are joined. The rows stay in their files.
     chunks = [chunk for split in splits for chunk in split.chunks]
     return replace(
         sources[0],
@@ -100,56 +99,59 @@ def open_dataset(
     """
     folder = Path(folder)
     names = split_names(folder)
+    # Some datasets call this split `valid`.
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest = _read_manifest(folder / "manifest.json")
     entries = manifest.get("written", {})
-    hashed = (
-        verify == "full"
-        or verify == "auto"
-        and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
-    )
+    # Hashes notice every change, but for a large dataset they take minutes.
+    listed_bytes = sum(entry["bytes"] for entry in entries.values())
+    hashed = verify == "full" or verify == "auto" and listed_bytes <= SMALL_BYTES
     files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
     declared = None  # tokens in a row, and the largest id
+    # With such a manifest no row is read to learn the length and the largest id.
     if manifest.get("packed"):
         declared = manifest["context_length"], manifest["max_token_id"]
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
     splits, kinds, largest, unread = [], [], 0, dict[str, None]()
+    # The last split is the one for validation, by the name that it has here.
     for name in (*parts[:-1], validation_name):
         if name not in names:
             missing = f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}."
-            raise ValueError(missing + (_with_splits(folder, names) if "test" in names else ""))
+            if "test" in names:
+                missing += _with_splits(folder, names)
+            raise ValueError(missing)
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
+        # What the manifest says can be relied on only where Arrow keeps lists of that one size.
         is_declared = (
             declared is not None
             and pa.types.is_fixed_size_list(kind)
             and kind.list_size == declared[0]
         )
-        length, max_token_id = (
-            declared if is_declared else _scan(split.data.table.select(columns), where)
-        )
+        table = split.data.table.select(columns)
+        length, max_token_id = declared if is_declared else _scan(table, where)
+        # The rows were changed after prepare_data.py had written them.
         if declared and (length != declared[0] or max_token_id > declared[1]):
             there = f"rows of {length} tokens with ids up to {max_token_id}"
             raise ValueError(
                 f"The {where} holds {there}, but manifest.json says {declared[0]} and "
                 f"{declared[1]}."
             )
+        # A record batch becomes arrays that are views of the file, so no row is read yet.
         chunks = []
-        for batch in split.data.table.select(
-            columns
-        ).to_batches():  # only bool isn't of whole bytes, and copied
-            flat = {
-                name: batch.column(name).flatten().to_numpy(zero_copy_only=False)
-                for name in columns
-            }
-            chunks.append(
-                {name: values.reshape(len(batch), length) for name, values in flat.items()}
-            )
+        for batch in table.to_batches():
+            chunk = {}
+            for column in columns:
+                # A column of bools isn't made of whole bytes, so it alone is copied.
+                values = batch.column(column).flatten().to_numpy(zero_copy_only=False)
+                chunk[column] = values.reshape(len(batch), length)
+            chunks.append(chunk)
         splits.append(Rows(chunks, [padding] * len(chunks)))
         unread |= dict.fromkeys(name for name in split.column_names if name not in columns)
         kinds.append(f"{', '.join(columns)} in rows of {length} tokens")
         largest = max(largest, max_token_id)
+    # The model is trained and evaluated with the same columns and length.
     if kinds[0] != kinds[-1]:
         raise ValueError(
             f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other "
@@ -168,6 +170,7 @@ def open_dataset(
 def _read_manifest(path: Path) -> dict[str, Any]:
     """What manifest.json says, {} where there is none. Raises Fault (2) for one that isn't as
     prepare_data.py wrote it."""
+    # The dataset was made elsewhere.
     if not path.is_file():
         return {}
     damaged = Fault(f"Dataset {str(path.parent)!r} is damaged: {path.name} isn't what was written.")
@@ -177,6 +180,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         sealed = not {"written", "sha256"} & document.keys() or files.is_sealed(document)
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise damaged from None
+    # Sizes that training takes from the manifest must be numbers.
     if (
         not sealed
         or document.get("packed")
@@ -206,12 +210,13 @@ def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:
     """(a split, the columns of COLUMNS that it has). Raises ValueError unless it has rows, and
     these hold lists of integers."""
     try:
-        split = (
-            datasets.load_from_disk(str(folder))
-            if has_rows(folder)
-            else datasets.Dataset.from_dict({})
-        )
+        # `datasets` can't open a split without files, which is only empty.
+        if has_rows(folder):
+            split = datasets.load_from_disk(str(folder))
+        else:
+            split = datasets.Dataset.from_dict({})
         split.data.validate()  # cheap: finds buffers that are shorter than the declared rows
+    # has_rows has told what is wrong in words of its own.
     except Fault:
         raise
     except Exception as error:  # datasets, pyarrow and their dependencies raise their own
@@ -225,6 +230,7 @@ def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:
         raise ValueError(f"The {where} has no column 'input_ids', only {there}.")
     columns = [name for name in COLUMNS if name in split.column_names]
     for name in columns:
+        # The type of what is in the lists, None for a column that has no lists.
         value_type = getattr(split.features[name], "feature", None)
         if not str(getattr(value_type, "dtype", "")).startswith(("int", "uint", "bool")):
             kind = shown(split.features[name])
@@ -249,16 +255,18 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
         flat = {}
         for name, rows in zip(table.column_names, batch.columns):
             values = pc.list_flatten(rows)
+            # A null would be read as an arbitrary number.
             if rows.null_count or values.null_count:
                 raise ValueError(f"Column {name!r} of the {where} has empty values.")
             lengths.update(pc.list_value_length(rows).unique().to_pylist())
             flat[name] = np.asarray(values)
-        ids = [
-            flat["input_ids"],
-            *([flat["labels"][flat["labels"] != IGNORED]] if "labels" in flat else []),
-        ]
-        low = min(low, *(int(some.min(initial=0)) for some in ids))
-        high = max(high, *(int(some.max(initial=0)) for some in ids))
+        # Labels that are targets are token ids as well.
+        id_arrays = [flat["input_ids"]]
+        if "labels" in flat:
+            id_arrays.append(flat["labels"][flat["labels"] != IGNORED])
+        for ids in id_arrays:
+            low, high = min(low, int(ids.min(initial=0))), max(high, int(ids.max(initial=0)))
+        # Rows of several lengths have no shape, and the error below names these.
         if len(lengths) == 1:
             columns = {name: values.reshape(len(batch), *lengths) for name, values in flat.items()}
             targets += int(is_target(masked_labels(columns)).sum())
@@ -270,6 +278,7 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
         )
     if low < 0:
         raise ValueError(f"The {where} has a negative token id: {low}.")
+    # Rows of one token never have targets, and `open_dataset` says so.
     if targets == 0 and max(lengths) > 1:
         raise ValueError(
             f"The {where} has nothing to learn: all its labels are masked ({IGNORED})."

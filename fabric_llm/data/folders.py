@@ -21,6 +21,7 @@ def split_names(folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Fault(f"{str(path)!r} can't be read as a list of splits.") from error
     for name in names:
+        # A name like ../x would lead out of the folder.
         files.check_name(name, path)
     return names
 
@@ -36,6 +37,7 @@ def has_rows(folder: Path) -> bool:
         names = [str(entry["filename"]) for entry in json.loads(path.read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Fault(f"{str(folder)!r} can't be read: {one_line(error).rstrip('.')}.") from error
+    # Each file must be there, and inside the folder, before `datasets` opens it.
     for name in names:
         files.check_name(name, path)
         if not (folder / name).is_file():

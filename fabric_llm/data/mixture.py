@@ -38,16 +38,21 @@ class Mixture:
 
     def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it were read before) at each position, int64, same shape."""
+        # Stages are few, so each of them computes all of its positions at once.
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        # The stage of a position is the last one that begins at or before it.
         stage_of = (
             np.searchsorted([stage.begins for stage in self.stages], positions, side="right") - 1
         )
         for index in np.unique(stage_of):
             there, stage = stage_of == index, self.stages[index]
             source_of, occurrence, weights = _tables(stage.weights)
+            # How many rows of each source the stages before this one have read.
             before = np.array(periods.read_before(self.stages, stage.begins))
+            # Whole periods since the stage began, and the slot in the period that is running.
             repeats, slots = np.divmod(positions[there] - stage.begins, len(source_of))
             sources[there] = source = source_of[slots]
+            # Rows of the source in earlier stages, in whole periods, and in the running period.
             numbers[there] = before[source] + repeats * weights[source] + occurrence[slots]
         return sources, numbers
 
@@ -56,6 +61,7 @@ class Mixture:
         (sources, numbers), rows = self.places_at(positions), np.empty_like(positions)
         for source in np.unique(sources):
             there = sources == source
+            # By its name, so that a source's order stays when other sources come or go.
             seed = seed_of(self.seed, self.names[source]) if self.is_named else self.seed
             rows[there] = self.bases[source] + rows_at(numbers[there], self.rows[source], seed)
         return rows
@@ -63,6 +69,7 @@ class Mixture:
     def context_at(self, position: int) -> int:
         """Tokens of the row at `position`, and of all rows of its stage."""
         weights = periods.stage_at(self.stages, position).weights
+        # All sources that a stage reads have rows of one length.
         return next(context for context, weight in zip(self.contexts, weights) if weight)
 
     def shares_at(self, position: int) -> dict[str, float]:
@@ -96,18 +103,20 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
         fixed = document["fixed"]
         rows, contexts, seed = (fixed[key] for key in ("train_rows", "context_length", "seed"))
         if "mixture" not in document:
+            # A run of one dataset.
             whole = (Stage(0, (1,)),)
             return Mixture((ONE_SET,), (rows,), (contexts,), whole, seed, is_named=False)
         names = tuple(document["mixture"]["sources"])
-        stages = tuple(
-            Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names))
-            for one in document["mixture"]["segments"]
-        )
+        stages = []
+        for segment in document["mixture"]["segments"]:
+            # A source that a rewind or a later stage added has no weight before.
+            weights = tuple(segment["weights"].get(name, 0) for name in names)
+            stages.append(Stage(segment["begins"], weights))
         return Mixture(
             names,
             tuple(rows[name] for name in names),
             tuple(contexts[name] for name in names),
-            stages,
+            tuple(stages),
             seed,
         )
     except (KeyError, TypeError, AttributeError) as error:
@@ -117,14 +126,17 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
 @lru_cache(maxsize=256)
 def seed_of(seed: int, name: str) -> int:
     """Of a source's own order: another for each name."""
+    # sha256, because Python's hash() of a text differs from process to process.
     return int(random_key(seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")))
 
 
 @lru_cache(maxsize=64)
 def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(source of each slot, how many slots of that source come before it, weights), int64."""
+    # Cached, because each batch asks for it and a period may have thousands of slots.
     sources = np.array(periods.period_of(weights))
     occurrence = np.empty_like(sources)
     for slots in periods.places(weights):
+        # The n-th slot of a source has n slots of it before, counted from 0.
         occurrence[list(slots)] = np.arange(len(slots))
     return sources, occurrence, np.array(weights)

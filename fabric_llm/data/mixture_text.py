@@ -23,6 +23,7 @@ MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
 MAX_BYTES = command_line.MAX_YAML_BYTES // 2
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
+# A decimal or a quotient such as 1/3. The lengths are bounded, so that fractions stay small.
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0{0,8}[1-9]\d{0,8}"
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
 
@@ -50,11 +51,13 @@ class DataMix:
 
     def in_order(self, names: Sequence[str]) -> "DataMix":
         """The same with the sources `names` first."""
+        # dict.fromkeys drops names that come twice, and keeps the order.
         order = [self.names.index(name) for name in dict.fromkeys([*names, *self.names])]
-        stages = tuple(
-            stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages
-        )
-        return DataMix(tuple(self.sources[i] for i in order), stages)
+        stages = []
+        for stage in self.stages:
+            weights = tuple(stage.weights[index] for index in order)
+            stages.append(stage._replace(weights=weights))
+        return DataMix(tuple(self.sources[index] for index in order), tuple(stages))
 
 
 # ------------------------------------------------------------------------------- from text
@@ -90,11 +93,13 @@ def with_replay(
             "--replay goes with --train_data_dir; in --data_mix what is replayed is one more "
             "source."
         )
+    # repr gives the decimal that was written: 0.1, and not the binary number next to it.
     fraction = Fraction("0.2" if share is None else repr(share))
     if not 0 < fraction < 1:
         raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
     sources = {}
     for name, path, weight in ((NEW, new, 1 - fraction), (REPLAY, replay, fraction)):
+        # Twelve digits read well, such as 0.8, and are exact enough.
         sources[name] = {"path": path, "weight": f"{float(weight):.12g}"}
     return _one_line({"sources": sources})
 
@@ -108,6 +113,7 @@ def mix_of(data_mix: Optional[str], train_data_dir: Optional[str]) -> DataMix:
     --train_data_dir."""
     if data_mix:
         return parse(data_mix)
+    # One stage of one source, so that all code reads a mixture.
     return DataMix((Source(ONE_SET, str(train_data_dir)),), (Stage(Fraction(0), (1,)),))
 
 
@@ -116,18 +122,24 @@ def parse(given: str) -> DataMix:
     at."""
     text = text_of(given.strip())
     try:
-        return _parsed(
-            command_line.load_yaml(text) if text.startswith("{") else _of_short_form(text)
-        )
+        if text.startswith("{"):
+            return _parsed(command_line.load_yaml(text))
+        return _parsed(_of_short_form(text))
     except ValueError as error:
-        raise ValueError(f"--data_mix: {error}{'' if str(error).endswith('?') else '.'}") from error
+        sentence = f"--data_mix: {error}"
+        # A sentence that asks "Did you mean ...?" has its mark already.
+        if not sentence.endswith("?"):
+            sentence += "."
+        raise ValueError(sentence) from error
 
 
 def _of_short_form(text: str) -> dict[str, Any]:
     """new=data/x:0.75:4 -> {"sources": {"new": {"path": "data/x", "weight": "0.75", "max_epochs":
     "4"}}}"""
     sources: dict[str, Any] = {}
+    # A comma at the end is no mistake.
     for source in filter(None, map(str.strip, text.split(","))):
+        # name=folder:weight, or name=folder:weight:max_epochs. A weight may be 1/3.
         match = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", source)
         if match is None or match[1].strip() in sources:
             raise ValueError(
@@ -148,8 +160,9 @@ def _parsed(values: Any) -> DataMix:
     names = [source.name for source in sources]
     # The weights from a share of the run on, and the words for them in a message.
     stages = {Fraction(0): (weights, "the mixture")}
-    for one in of_stages or []:
-        share, given = _values(one, "a stage", ("from", "weights"))
+    # A stage replaces all weights of the stage before it.
+    for stage in of_stages or []:
+        share, given = _values(stage, "a stage", ("from", "weights"))
         begins = _number(share, "`from` of a stage")
         where = f"the stage from {float(begins):g} on"
         if not 0 < begins < 1 or begins in stages:
@@ -157,11 +170,16 @@ def _parsed(values: Any) -> DataMix:
                 f"{where}: `from` is a share of the run between 0 and 1, another for each stage"
             )
         stages[begins] = _weights(given, names, where), where
+    # A source that no stage mentions is a mistake: most likely its weight was forgotten.
+    mentioned: set[str] = set()
+    for of_stage, _ in stages.values():
+        mentioned.update(of_stage)
     for name in names:
-        if not any(name in of_stage for of_stage, _ in stages.values()):
+        if name not in mentioned:
             raise ValueError(
                 f"source {name!r} has no weight; a source that isn't read any more has weight 0"
             )
+    # Stages may be given in any order.
     planned = []
     for begins, (of_stage, where) in sorted(stages.items()):
         planned.append(Stage(begins, _slots(of_stage, names, where)))
@@ -172,6 +190,7 @@ def _sources(given: dict[Any, Any]) -> tuple[list[Source], dict[str, Fraction]]:
     """(the sources of a mixture, the weights of those that have one from its beginning on)."""
     sources, weights, folders = [], {}, {}
     for key, values in given.items():
+        # YAML reads a name such as 2024 as a number.
         name, where = str(key), f"source {str(key)!r}"
         if not re.fullmatch(NAME, name):
             raise ValueError(
@@ -181,10 +200,12 @@ def _sources(given: dict[Any, Any]) -> tuple[list[Source], dict[str, Fraction]]:
         if not isinstance(path, str) or not path:
             raise ValueError(f"{where} needs a path, the folder of its dataset")
         path = at_home(path)
+        # Links are followed, because a dataset in two sources would have two orders of its rows.
         if (other := folders.setdefault(os.path.realpath(path), name)) != name:
             raise ValueError(
                 f"sources {other!r} and {name!r} are both {path!r}; give one of them more weight"
             )
+        # A source may come in at a later stage.
         if weight is not None:
             weights[name] = _number(weight, f"the weight of {where}")
         max_epochs = None if most is None else _number(most, f"max_epochs of {where}")
@@ -228,6 +249,7 @@ def _number(value: Any, what: str) -> Fraction:
     """Exactly the decimal that is written."""
     if isinstance(value, bool) or not re.fullmatch(NUMBER, str(value)):
         raise ValueError(f"{what} must be a number of 0 or more, not {_shown(value)}")
+    # str gives back the decimal that YAML has read as a float.
     return Fraction(str(value))
 
 
@@ -241,18 +263,25 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
     total = sum(given.values())
     if total == 0:
         raise ValueError(f"the weights of {where} add up to 0")
+    # A source that the stage doesn't name isn't read in it.
     shares = [given.get(name, Fraction(0)) / total for name in names]
+    # The shortest period in which each share is a whole number of slots.
     period = math.lcm(*(share.denominator for share in shares))
+    # Only a period that would be too long gives up exact shares.
     if period <= MAX_SLOTS:
         return tuple(int(share * period) for share in shares)
+    # Shares are rounded down, and slots that are left go to those that lost most.
     counts = [int(share * MAX_SLOTS) for share in shares]
-    rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MAX_SLOTS)
-    for i in rest[: MAX_SLOTS - sum(counts)]:
-        counts[i] += 1
+    lost = [share * MAX_SLOTS - count for share, count in zip(shares, counts)]
+    by_loss = sorted(range(len(shares)), key=lambda source: -lost[source])
+    for source in by_loss[: MAX_SLOTS - sum(counts)]:
+        counts[source] += 1
     for name, share, count in zip(names, shares, counts):
+        # Otherwise the source would silently never be read.
         if share > 0 and count == 0:
             tiny = f"the share of source {name!r} in {where}, {float(share):.2g}"
             raise ValueError(f"{tiny}, is less than one row in {MAX_SLOTS:,}, which rounds to none")
+    # After rounding, the shares may fit into a shorter period.
     divisor = math.gcd(*counts)
     return tuple(count // divisor for count in counts)
 
@@ -269,21 +298,21 @@ def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[in
     """
     stages = []
     for stage in mix.stages:
-        now = {
-            name: Fraction(weight, sum(stage.weights))
-            for name, weight in zip(mix.names, stage.weights)
-        }
+        # The share of each source in this stage.
+        total = sum(stage.weights)
+        now = {name: Fraction(weight, total) for name, weight in zip(mix.names, stage.weights)}
+        # One length, as all rows of a stage have, and the sources that fit to it.
         length = {context for context, weight in zip(contexts, stage.weights) if weight}
         fitting = {name for name, context in zip(mix.names, contexts) if context in length}
+        # A stage that gives a source more already keeps that.
         raised = {
             name: share for name, share in shares.items() if share > now[name] and name in fitting
         }
         if raised:
-            given_up = sum(
-                (share for name, share in now.items() if name not in raised), Fraction(0)
-            )
-            left = (1 - sum(raised.values())) / given_up
-            shared = {name: raised.get(name, share * left) for name, share in now.items()}
+            # The others keep their proportions in what is left.
+            of_others = 1 - sum((now[name] for name in raised), Fraction(0))
+            scale = (1 - sum(raised.values())) / of_others
+            shared = {name: raised.get(name, share * scale) for name, share in now.items()}
             stage = stage._replace(
                 weights=_slots(shared, mix.names, "the mixture with more replay")
             )
@@ -295,30 +324,39 @@ def described(mix: DataMix) -> str:
     """The mixture in words, without folders: what two runs of the same mixture have in common."""
     stages = []
     for stage in mix.stages:
+        # Sorted, because the order in which sources are written means nothing.
         shares = sorted(
             (name, weight / sum(stage.weights))
             for name, weight in zip(mix.names, stage.weights)
             if weight
         )
         words = ", ".join(f"{name} {share:.10g}" for name, share in shares)
-        stages.append(f"from {float(stage.begins):.10g} on {words}" if stage.begins else words)
+        if stage.begins:
+            words = f"from {float(stage.begins):.10g} on {words}"
+        stages.append(words)
     capped = sorted(
         f"{source.name} {float(source.max_epochs):g}" for source in mix.sources if source.max_epochs
     )
-    return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
+    if capped:
+        stages.append(f"max_epochs {', '.join(capped)}")
+    return "; ".join(stages)
 
 
 def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
     """contexts: tokens in a row of each source. Raises ValueError where a stage has several."""
     for stage in mix.stages:
-        lengths = {
-            c: source for source, c, weight in zip(mix.sources, contexts, stage.weights) if weight
-        }
+        # Of each length one source, for the message.
+        lengths: dict[int, Source] = {}
+        for source, context, weight in zip(mix.sources, contexts, stage.weights):
+            if weight:
+                lengths[context] = source
         if len(lengths) == 1:
             continue
         words = [f"{length} in source {source.name!r}" for length, source in lengths.items()]
+        # A mixture that --replay has made is reported by the flag that the user gave.
         flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
-        length, other = next(iter(lengths)), [*lengths.values()][1].path
+        # The advice is to make rows of the first length from the text of the second source.
+        length, other = list(lengths)[0], list(lengths.values())[1].path
         again = command(
             "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
         )

@@ -30,11 +30,12 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     """
     bits = max((row_count - 1).bit_length(), MIN_BITS)
     half = np.uint64(bits // 2)
-    # the halves differ if bits is odd
+    # The halves have different widths if `bits` is odd.
     masks = [np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)]
     rows, outside = offsets.astype(np.uint64), np.ones(offsets.shape, dtype=bool)
     with np.errstate(over="ignore"):
         keys = splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64))
+        # A result that is no row is permuted again until it is one. No two places meet in one row.
         while outside.any():
             left, right = rows[outside] >> half, rows[outside] & masks[1]
             for number, key in enumerate(keys):
@@ -49,6 +50,7 @@ def rows_at(positions: np.ndarray, row_count: int, seed: int) -> np.ndarray:
     other. int64, same shape."""
     epochs, offsets = np.divmod(positions, row_count)
     rows = np.empty_like(offsets)
+    # A batch may reach into the next epoch, which has another permutation.
     for epoch in np.unique(epochs):
         there = epochs == epoch
         rows[there] = permuted(offsets[there], row_count, seed, int(epoch))
@@ -64,6 +66,7 @@ def spread(count: int, row_count: int) -> np.ndarray:
     but the two numbers says which rows they are.
     """
     edges = np.arange(count + 1) * row_count // max(count, 1)
+    # No stretch is empty, because `count` is at most `row_count`.
     within = splitmix64(np.arange(count, dtype=np.uint64)) % np.diff(edges).astype(np.uint64)
     return edges[:-1] + within.astype(np.int64)
 
@@ -80,6 +83,7 @@ def sample(rows: Any, count: int) -> np.ndarray:
 
 def drawn_from(split: Any) -> np.ndarray:
     """The rows of a split from which probes take their tokens."""
+    # A row may hold a million tokens: then fewer are read.
     most = max(1, TOKENS_DRAWN_FROM // len(split[0]["input_ids"]))
     return spread(min(ROWS_DRAWN_FROM, most, len(split)), len(split))
 
@@ -87,9 +91,11 @@ def drawn_from(split: Any) -> np.ndarray:
 def random_key(*parts: int) -> np.uint64:
     """A hash of several integers, such as (seed, step, rank), to seed what depends on these
     alone."""
+    # Arithmetic of uint64 wraps around, which is meant.
     key = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
+            # Modulo 2**64, because numpy takes no negative number for an unsigned one.
             key = splitmix64(key + np.uint64(part % 2**64))
     return key[0]
 
@@ -121,6 +127,7 @@ class RowsRead:
     def of(positions: np.ndarray, rows: np.ndarray) -> RowsRead:
         """The record of `rows`, which were read at `positions`: int64, of the same shape."""
         with np.errstate(over="ignore"):
+            # The hash depends on the position as well, so rows that changed places are noticed.
             hashes = splitmix64(splitmix64(positions.astype(np.uint64)) + rows.astype(np.uint64))
             return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
 
@@ -131,6 +138,7 @@ def claimed_by(rows_of: Callable[[np.ndarray], np.ndarray], first: int, end: int
     rows_of: the order, a function of positions.
     """
     read = RowsRead()
+    # In blocks, because all positions of a run at once might not fit into memory.
     for start in range(first, end, POSITIONS_AT_ONCE):
         positions = np.arange(start, min(start + POSITIONS_AT_ONCE, end))
         read += RowsRead.of(positions, rows_of(positions))

@@ -46,19 +46,24 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
     with register.of_user(name):
         made = source(folder, flags)
         train, validation = made["train"], _rows(made["validation"], f"validation of {name}")
+        # A stream doesn't say how long its rows are, so a validation row does.
         context = validation[0]["input_ids"].shape[0]
         if callable(train):
             train = Stream(train, context, name)
+            # Now, because otherwise a run of days would find it out when it resumes.
             train.require_exact_resume()
         else:
             train = _rows(train, f"train of {name}")
         largest = made.get("max_token_id")
     if largest is None:
+        # A stream is too long to be read for its largest id.
         if isinstance(train, Stream):
             raise Fault(f"--code: {name} gives a stream, which needs max_token_id beside it.")
         largest = max(_largest(train), _largest(validation))
+    # The model is trained and evaluated with the same columns and length.
     if train[0].keys() != validation[0].keys() or train[0]["input_ids"].shape != (context,):
         raise Fault(f"--code: rows of train and validation of {name} must be alike.")
+    # With document_end, documents are kept apart as in a dataset that prepare_data.py has packed.
     end = made.get("document_end")
     manifest = {} if end is None else {"packed": True, "eos_token_id": end}
     return TokenDataset(folder, train, validation, context, int(largest), manifest)
@@ -71,14 +76,17 @@ def _rows(given: Any, where: str) -> Rows:
     context = first["input_ids"].shape[0]
     if context < 2:
         raise Fault(f"--code: rows of {where} hold {context} token; at least 2 are needed.")
+    # A row with labels is asked for twice, once for each column.
     return Rows([{name: Column(given, name, list(first), context, where) for name in first}])
 
 
 def _largest(rows: Rows) -> int:
     """The largest token id. Reads every row. Raises Fault for a negative one."""
     largest = 0
+    # A batch of rows at a time, because all of them may not fit into memory.
     for first in range(0, len(rows), ROWS_AT_ONCE):
         for values in rows[first : first + ROWS_AT_ONCE].values():
+            # IGNORED is negative, and no token.
             ids = values[values != IGNORED]
             if ids.size and ids.min() < 0:
                 raise Fault(f"--code: a token id is negative: {ids.min()}.")
@@ -99,6 +107,7 @@ def _columns(row: Any, context: Any, where: str) -> Columns:
             raise Fault(
                 f"--code: a row of {where} has {len(values)} tokens in {name}, the first {context}."
             )
+    # Any other key is a mistake, such as "label", which would be passed over without a word.
     if columns.keys() != given.keys() or "input_ids" not in columns:
         raise Fault(f"--code: a row of {where} has {', '.join(given)}, not input_ids and labels.")
     return {name: values.astype(np.int64) for name, values in columns.items()}
@@ -147,15 +156,15 @@ class Stream:
     """
 
     def __init__(self, begin: Callable[[Any], Iterator[Any]], context: int, name: str) -> None:
+        # The thread that reads ahead and the one that saves use the same iterator.
         self.begin, self.context, self.name, self.lock = begin, context, name, RLock()
         # position -> (state there as JSON, hash of the row that comes next)
         self.states: dict[int, tuple[str, Optional[str]]] = {0: ("null", None)}
-        self.peeked: tuple[int, Columns] = (
-            -1,
-            {},
-        )  # position, and a row that was read for its hash
+        # A row that was read for its hash, behind its position.
+        self.peeked: tuple[int, Columns] = (-1, {})
         self.names: list[str] = []  # of the columns of its first row
         self.iterator, self.place = self._begun("null"), 0  # of the row that comes next
+        # The stream now stands behind its first rows, and begins again if one of them is asked for.
         self.head = _stacked([self._next() for _ in range(HEAD)])
 
     def __len__(self) -> int:
@@ -164,6 +173,7 @@ class Stream:
     def __getitem__(self, positions: Any) -> Columns:
         """Columns [positions, context] of rows at ascending positions; those of one of the first
         rows are [context]."""
+        # A single number is asked for only to see what rows look like: the first ones show it.
         if np.ndim(positions) == 0:
             return {name: values[positions] for name, values in self.head.items()}
         with self.lock:
@@ -172,7 +182,9 @@ class Stream:
     def require_exact_resume(self) -> None:
         """Raises Fault unless the stream begins anew with the same rows, and goes on from a state
         with those that come next."""
-        again, resumed = (Stream(self.begin, self.context, self.name) for _ in range(2))
+        # One more stream from the beginning, and one that goes on from a state of it.
+        again = Stream(self.begin, self.context, self.name)
+        resumed = Stream(self.begin, self.context, self.name)
         later = np.arange(HEAD, 2 * HEAD)
         resumed.restore(HEAD, again.state_at(HEAD))
         for ours, theirs in ((self.head, again.head), (again[later], resumed[later])):
@@ -183,6 +195,7 @@ class Stream:
         """A step begins at `position`: keep the state there, for a save."""
         with self.lock:
             self._mark(position)
+            # The first state stays, from which every row can be read.
             for old in list(self.states)[1:-MAX_STATES]:
                 del self.states[old]
 
@@ -190,6 +203,7 @@ class Stream:
         """What a checkpoint keeps, for `restore`."""
         with self.lock:
             if position not in self.states:
+                # The end of the stream has a state, but no row comes next.
                 with suppress(StreamEnd):
                     self._mark(position)
             state, following = self.states[position]
@@ -201,6 +215,7 @@ class Stream:
         state = json.dumps(kept["state"])
         self.states[position] = state, kept["next"]
         self.iterator, self.place = self._begun(state), position
+        # The row that comes next must be the one that came next when the run was saved.
         if kept["next"] is not None:
             self.peeked = position, self._next()
             if _hash(self.peeked[1]) != kept["next"]:
@@ -210,6 +225,7 @@ class Stream:
         self._go_to(position)
         with register.of_user(f"state of {self.name}"):
             state = json.dumps(self.iterator.state(), allow_nan=False)
+        # Without a hash at first, because there may be no next row, which raises StreamEnd.
         self.states[position] = state, None
         self.peeked = position, self._next()
         self.states[position] = state, _hash(self.peeked[1])
@@ -217,6 +233,7 @@ class Stream:
     def _begun(self, state: str) -> Any:
         with register.of_user(f"stream of {self.name}"):
             iterator = self.begin(json.loads(state))
+        # Without state(), a resumed run would have to pass over all rows that were read.
         if not (hasattr(iterator, "__next__") and hasattr(iterator, "state")):
             raise self._not_exact("it isn't an iterator with a method state()")
         return iterator
@@ -225,12 +242,14 @@ class Stream:
         return Fault(f"--code: the stream of {self.name} can't be resumed exactly: {why}.")
 
     def _row(self, position: int) -> Columns:
+        # A row that was read for its hash isn't read again.
         if position != self.peeked[0]:
             self._go_to(position)
             self.peeked = position, self._next()
         return self.peeked[1]
 
     def _go_to(self, position: int) -> None:
+        # A stream can't go back: begin again at the nearest state before the position.
         if position < self.place:
             self.place = max(place for place in self.states if place <= position)
             self.iterator = self._begun(self.states[self.place][0])
@@ -245,8 +264,10 @@ class Stream:
                 f"--code: the stream of {self.name} ends after {self.place} rows: give a smaller "
                 "--max_step."
             )
+        # Counted even if the row is refused below, since it was read.
         self.place += 1
         columns = _columns(row, self.context, self.name)
+        # The first row says which columns all rows have.
         self.names = self.names or list(columns)
         _require_columns(columns, self.names, self.name)
         return columns
@@ -257,4 +278,5 @@ def _stacked(rows: list[Columns]) -> Columns:
 
 
 def _hash(row: Columns) -> str:
+    # Sorted, so that the hash in a checkpoint doesn't depend on the order of columns.
     return hashlib.sha256(b"".join(row[name].tobytes() for name in sorted(row))).hexdigest()

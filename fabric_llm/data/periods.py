@@ -38,12 +38,15 @@ def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
     ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
     slots = []
     for slot in range(length):
+        # The next row of these sources may come from this slot on.
         while waiting and waiting[0][0] <= slot:
             source = heapq.heappop(waiting)[1]
+            # It must come before the end of its window, rounded up to a whole slot.
             heapq.heappush(ready, (-(-(taken[source] + 1) * length // weights[source]), source))
         source = heapq.heappop(ready)[1]
         slots.append(source)
         taken[source] += 1
+        # The window of its next row begins at this slot, rounded down.
         if taken[source] < weights[source]:
             heapq.heappush(waiting, (taken[source] * length // weights[source], source))
     return tuple(slots)
@@ -65,6 +68,7 @@ def read_before(stages: Sequence[Stage], position: int) -> tuple[int, ...]:
     for stage, end in zip(stages, ends):
         length = min(end, position) - stage.begins
         if length > 0:
+            # Whole periods, and of the last one the slots that come before the end.
             periods, rest = divmod(length, sum(stage.weights))
             for source, (weight, slots) in enumerate(zip(stage.weights, places(stage.weights))):
                 counts[source] += periods * weight + bisect_left(slots, rest)
@@ -78,11 +82,9 @@ def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[i
         weight = stage.weights[source]
         left = number - read_before(stages, stage.begins)[source]
         if weight and left >= 0:
-            position = (
-                stage.begins
-                + left // weight * sum(stage.weights)
-                + places(stage.weights)[source][left % weight]
-            )
+            # Where the row would come if this stage went on. A later stage may begin before.
+            slot = places(stage.weights)[source][left % weight]
+            position = stage.begins + left // weight * sum(stage.weights) + slot
             if index + 1 == len(stages) or position < stages[index + 1].begins:
                 return position
     return None
@@ -90,4 +92,8 @@ def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[i
 
 def stage_at(stages: Sequence[Stage], position: int) -> Stage:
     """The stage that holds `position`."""
-    return stages[max(i for i, stage in enumerate(stages) if stage.begins <= position or i == 0)]
+    here = stages[0]
+    for stage in stages:
+        if stage.begins <= position:
+            here = stage
+    return here

@@ -16,8 +16,8 @@ from fabric_llm.data.columns import IGNORED, Rows
 from fabric_llm.data.order import drawn_from
 
 PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
-# Of the probe of retrieval: places of a key in percent of the row, rows that are a half, a quarter
-# as long, questions of each.
+# Of the probe of retrieval: places of a key in percent of the text; how many lengths of text, each
+# half as long as the one before; questions of each place and length.
 DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2
 SHORTEST = 8  # tokens of a text with a question
 
@@ -63,9 +63,8 @@ class Questions:
             )
         self.text, self.context_length, self.seed = _text_of(split, left_out), context_length, seed
         self.value = min(4, max(1, context_length // 64))  # tokens; a key has twice as many
-        self.lengths = [
-            n for n in (context_length >> half for half in range(LENGTHS)) if n >= SHORTEST
-        ]
+        halved = [context_length >> times for times in range(LENGTHS)]
+        self.lengths = [length for length in halved if length >= SHORTEST]
 
     def __len__(self) -> int:
         return len(DEPTHS) * len(self.lengths) * EACH
@@ -81,28 +80,25 @@ class Questions:
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
         """input_ids and labels, each int64 [numbers, context]; of one number [context]."""
-        rows = [
-            dict(zip(("input_ids", "labels"), self._row(int(n)))) for n in np.atleast_1d(numbers)
-        ]
-        return (
-            {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            if np.ndim(numbers)
-            else rows[0]
-        )
+        rows = [self._row(int(number)) for number in np.atleast_1d(numbers)]
+        if np.ndim(numbers) == 0:
+            return rows[0]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, number: int) -> tuple[np.ndarray, ...]:
-        (length, depth), generator = (
-            self.about(number),
-            np.random.Generator(np.random.Philox([self.seed, number])),
-        )
+    def _row(self, number: int) -> dict[str, np.ndarray]:
+        length, depth = self.about(number)
+        generator = np.random.Generator(np.random.Philox([self.seed, number]))
         begin = generator.integers(len(self.text))
+        # Indexing copies, so the pair below isn't written into the text.
         row = self.text[(begin + np.arange(self.context_length)) % len(self.text)]
         pair = generator.choice(self.text, 3 * self.value)  # the key, and behind it its value
+        # The depth is measured so that the pair fits before the question at the end.
         at, end = (length - 2 * len(pair)) * depth // 100, length - len(pair)
+        # The question is the pair again. Its value is what the model has to say.
         row[at : at + len(pair)] = row[end:length] = pair
         labels = np.full_like(row, IGNORED)
         labels[length - self.value : length] = pair[-self.value :]
-        return row, labels
+        return {"input_ids": row, "labels": labels}
 
     def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """What evaluations say of the answers: `accuracy`, of their tokens; `exact`, of whole
@@ -113,12 +109,15 @@ class Questions:
         evaluated tokens of each question, [questions].
         """
         groups: dict[str, list[int]] = defaultdict(list)
+        # Questions that weren't evaluated have no targets.
         for number in np.flatnonzero(targets).tolist():
             length, depth = self.about(number)
             for name in ("", f"_of_{length}", f"_of_{length}_at_{depth}"):
                 groups[name].append(number)
+        # All tokens of the value are right.
         answers = {"exact": float((sums[groups[""], 1] == targets[groups[""]]).mean())}
         for name, numbers in groups.items():
+            # The first sum is the loss, which `evaluate` computes itself.
             _, right, margin = sums[numbers].sum(axis=0) / targets[numbers].sum()
             answers |= {f"accuracy{name}": float(right), f"margin{name}": float(margin)}
         return answers

@@ -54,9 +54,11 @@ def open_source(folder: Path, verify: str = "auto", flags: Any = None) -> TokenD
     """
     name = source_of(folder)
     if name in register.SOURCES:
+        # Imported here, because it imports `datasets`, which takes seconds.
         from fabric_llm.data.own import open_own
 
         return open_own(folder, register.SOURCES[name], flags)
+    # A folder without such a file is given to the built-in source, whose error says what to do.
     return SOURCES[name or "dataset_dict.json"](folder, verify)
 
 
@@ -68,6 +70,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
     """
     folder = Path(name)
     words = {"input": folder, "tokenizer": tokenizer, "output": f"{folder}-tokens"}
+    # A dataset of text has the right files, so its columns are looked at first.
     for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):
         try:
             columns = json.loads(info.read_bytes())["features"]
@@ -76,10 +79,13 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
                 for name, feature in columns.items()
                 if str(feature.get("dtype")).endswith("string")
             ]
+        # Whoever opens the dataset says what is wrong with such a file.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if texts and "input_ids" not in columns:
-            words |= {} if "text" in texts else {"text_field": texts[0]}
+            # prepare_data.py reads the column `text` unless another one is named.
+            if "text" not in texts:
+                words["text_field"] = texts[0]
             raise ValueError(
                 f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {command(**words)}."
             )
@@ -90,6 +96,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
         message = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
+        # The splits are there, but not the file that lists them, as after copying them one by one.
         if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
             listed = shlex.quote(json.dumps({"splits": splits}))
             path = shlex.quote(str(folder / "dataset_dict.json"))
@@ -103,13 +110,14 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
     """{name of the set: dataset folder} of --eval_data: validation sets besides those of the
     training data. Raises ValueError."""
     folders: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in (given or "").split(","))):
+    for part in filter(None, map(str.strip, (given or "").split(","))):
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
             raise ValueError(
                 "--eval_data takes name=folder, comma-separated, such as general=data/x, not "
                 f"{part!r}."
             )
+        # Logs have one entry for each name, of a validation set or a probe.
         if name in (*PROBES, *folders):
             why = "is the name of a probe" if name in PROBES else "is there twice"
             raise ValueError(f"--eval_data: {name!r} {why}; each set needs a name of its own.")
@@ -121,7 +129,8 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
 
 def parse_probes(given: Optional[str]) -> tuple[str, ...]:
     """The names in --probes. Raises ValueError."""
-    names = tuple(dict.fromkeys(part.strip() for part in (given or "").split(",") if part.strip()))
+    # Each name once, in the order that was given.
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, (given or "").split(",")))))
     if unknown := [name for name in names if name not in PROBES]:
         raise ValueError(
             f"--probes takes {' or '.join(PROBES)}, comma-separated, not {unknown[0]!r}."
@@ -136,16 +145,19 @@ def read_prompts(path: str) -> list[str]:
     if file.exists() and not file.is_file():  # a pipe would block
         raise ValueError(f"{where} isn't a file.")
     try:
+        # A large file is refused before it is read into memory.
         if file.stat().st_size > LARGEST_PROMPTS:
             raise ValueError(
                 f"{where} is larger than 1 MiB: it holds prompts, one a line, at most "
                 f"{MAX_PROMPTS}."
             )
+        # utf-8-sig, because some editors put a byte-order mark before the text.
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} isn't UTF-8 text.") from error
     except OSError as error:
         raise ValueError(f"{where} can't be read: {error.strerror}.") from error
+    # Not splitlines, because a prompt may hold other separators, such as U+2028.
     lines = [
         (number, line.rstrip("\r"))
         for number, line in enumerate(text.split("\n"), 1)
@@ -158,6 +170,7 @@ def read_prompts(path: str) -> list[str]:
         if is_json:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 prompt = json.loads(line)["prompt"]
+            # It is still the whole line if that isn't an object with a prompt.
             if not isinstance(prompt, str) or prompt in ("", line):
                 raise ValueError(
                     f'{where} line {number} isn\'t a JSON object with "prompt", a text.'

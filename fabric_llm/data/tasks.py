@@ -33,12 +33,14 @@ class Tasks(Rows):
         self.about = about
 
     def sample(self, count: int) -> np.ndarray:
-        """All choices of documents that are evenly spread over each task, as many as have `count`
-        rows together, or one."""
+        """The rows of documents that are evenly spread over each task: all choices of as many
+        documents as have at most `count` rows together, or of one document."""
         firsts = np.append(0, np.flatnonzero(np.diff(self.about["document"])) + 1)
         sizes = np.diff(np.append(firsts, len(self)))
+        # Task by task, so that evenly spread documents give each task its share.
         by_task = np.argsort(self.about["task"][firsts], kind="stable")
         chosen = by_task[: min(count, 1)]
+        # Fewer and fewer documents, until all of their choices fit into `count` rows.
         for documents in range(min(count // int(sizes.min()), len(sizes)), 1, -1):
             fewer = by_task[spread(documents, len(sizes))]
             if sizes[fewer].sum() <= count:
@@ -56,9 +58,9 @@ class Tasks(Rows):
         language_model.by_row has them, [rows, 3]. targets: [rows].
         """
         judged: dict[str, list[list[float]]] = defaultdict(list)
-        for rows in np.split(
-            np.arange(len(self)), np.flatnonzero(np.diff(self.about["document"])) + 1
-        ):
+        firsts = np.flatnonzero(np.diff(self.about["document"])) + 1
+        for rows in np.split(np.arange(len(self)), firsts):
+            # Not all choices of the document were evaluated.
             if not targets[rows].all():
                 continue
             losses, gold = sums[rows, 0], self.about["gold"][rows]
@@ -66,16 +68,20 @@ class Tasks(Rows):
                 # Each is the first of equal ones.
                 chosen = losses.argmin(), (losses / self.about["characters"][rows]).argmin()
             right = [gold[choice] for choice in chosen]
+            # Without another choice to compare with, it is right if greedy decoding gives it.
             if self.about["alone"][rows[0]]:
                 right = [sums[rows[0], 1] == targets[rows[0]]] * 2
-            sizes = (losses, targets[rows], self.about["bytes"][rows])
+            counted = (losses, targets[rows], self.about["bytes"][rows])
+            of_right = [numbers[gold].sum() for numbers in counted]
+            # Of all tasks together, and of the document's own.
             for name in ("", f"_of_{self.about['task'][rows[0]]}"):
-                judged[name].append([*right, *(size[gold].sum() for size in sizes)])
+                judged[name].append([*right, *of_right])
         answers = {"loss": math.nan, "documents": 0.0}
         for name, each in judged.items():  # the first is that of all tasks
             right, norm, nats, tokens, size = np.sum(each, axis=0, dtype=float).tolist()
             answers[f"accuracy{name}"] = right / len(each)
             answers[f"accuracy_norm{name}"] = norm / len(each)
+            # Without text, such as only empty choices, there is nothing to divide by.
             if size:
                 answers[f"bits_per_byte{name}"] = nats / math.log(2) / size
             if not name:

@@ -4,13 +4,14 @@ bits per byte."""
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
 
-# of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another
-# text
+# The fraction of a text's bytes, or of its tokens, that may be lost. With more, a loss in bits per
+# byte would be that of another text.
 MAX_LOST = 0.01
 COUNTED = ("tokens", "unknown", "bytes", "bytes_of_tokens")  # `text` of a manifest
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
@@ -45,19 +46,18 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
         # Decoding would put a space behind each. The words of a vocabulary of letters are its text.
         counts[words] = [_bytes_of_word(name, state) for name in names]
         return counts
-    # What each of the others adds behind itself: at the beginning of a text decoders drop a space.
-    once, twice = (
-        tokenizer.backend_tokenizer.decode_batch(
-            [[number] * times for number in words], skip_special_tokens=False
-        )
-        for times in (1, 2)
-    )
+    # The bytes that each of the others adds behind itself. Alone it wouldn't do: at the beginning
+    # of a text decoders drop a space.
+    decode = partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=False)
+    once = decode([[number] for number in words])
+    twice = decode([[number, number] for number in words])
     counts[words] = [len(two.encode()) - len(one.encode()) for one, two in zip(once, twice)]
     return counts
 
 
 def _bytes_of_word(name: str, state: dict[str, Any]) -> int:
     """Bytes that a token stands for by its name, in a tokenizer.json without a decoder."""
+    # The prefix or suffix says how words are joined, and stands for no text.
     for affix, remove in (
         ("continuing_subword_prefix", name.removeprefix),
         ("end_of_word_suffix", name.removesuffix),
@@ -86,17 +86,18 @@ def is_byte_level(backend: Tokenizer) -> bool:
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
-    steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
-    return "ByteLevel" in [
-        one.get("type")
-        for step in steps
-        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
-    ]
+    kinds = []
+    for step in (state.get("decoder") or {}, state.get("pre_tokenizer") or {}):
+        # A decoder or pre-tokenizer may be a sequence of several.
+        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", [])):
+            kinds.append(one.get("type"))
+    return "ByteLevel" in kinds
 
 
 def unknown_id(backend: Tokenizer) -> Optional[int]:
     """The id of characters that no token has, None where there is no such token."""
     model = json.loads(backend.to_str())["model"]
+    # This kind of model names it by its id, the others by its text.
     if model["type"] == "Unigram":
         return model.get("unk_id")
     return backend.token_to_id(model.get("unk_token") or "")

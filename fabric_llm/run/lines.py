@@ -19,6 +19,7 @@ def of_step(record: dict[str, Any], world_size: int, seconds_left: float) -> str
         f"lr {record['lr']:.2e}",
         f"grad norm {record['grad_norm']:.3f}",
     ]
+    # Only some runs have these: those with experts, and those with a loss or metrics of --code.
     for name in ("aux_loss", *register.added_by_loss(), *register.METRICS):
         if name in record:
             words.append(f"{name.replace('_', ' ')} {record[name]:.4f}")
@@ -34,6 +35,7 @@ def of_step(record: dict[str, Any], world_size: int, seconds_left: float) -> str
         speed += f" ({', '.join(details)})"
     words += [speed, f"{record['peak_memory_gib']:.2f} GiB"]
     words.append(f"{timedelta(seconds=int(seconds_left))} left")
+    # Only a mixture of named sources has them.
     sources = []
     for name, read in record.get("sources", {}).items():
         sources.append(f"{name} {read['epochs']:.2f} epochs ({read['tokens']:,} tokens)")
@@ -54,8 +56,10 @@ def of_evaluation(record: dict[str, Any]) -> str:
             words.append(f"{numbers['bits_per_byte']:.3f} bits/byte")
         if "accuracy" in numbers:
             words.append(f"{numbers['accuracy']:.0%} right")
+        # The loss is of some rows of the set only.
         if "rows" in numbers:
             words.append(f"on {numbers['rows']:,} of {numbers['of_rows']:,} rows")
+        # A loss that wasn't measured before step 1 has no rise to judge.
         if "budget" in numbers and "forgotten" in numbers:
             words.append(f"{numbers['forgotten']:+.4f} of {numbers['budget']:g}")
         if words:
@@ -86,9 +90,12 @@ class FewUpdates:
         self.in_a_row += 1
         if updated_fraction >= FEW_UPDATES:
             self.in_a_row = 0
+        # Equal, and not at least, so that one row of logged steps gives one warning.
         if self.in_a_row != FEW_UPDATES_LOGS:
             return None
+        # By stochastic rounding a small update changes few weights, each by more.
         advice = "on average nothing is lost, but if the loss stalls, try a larger --lr"
+        # An optimizer of --code may work with its own model only, which leaves it unmeasured.
         if self.kept is None:
             advice = "how much of smaller updates this optimizer loses can't be measured"
         elif self.kept < 0.9:

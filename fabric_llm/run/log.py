@@ -43,6 +43,7 @@ class Log:
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
         # Time in `untimed` doesn't count as training.
         self.waits, self.untimed = self.speed.waits, self.speed.other
+        # NaN until there is one.
         self.first_loss = self.last_loss = self.eval_loss = math.nan
 
     def begin(self, step: int) -> None:
@@ -60,10 +61,12 @@ class Log:
         self.progress = progress
         if self.profile is not None and progress.step >= self.profile.last:
             self._end_profile()
+        # Only rank 0 has a console, and it alone prints and records.
         if self.console is None:
             return
         self.console.update()
         if not self.schedule.is_over(progress):
+            # `mixture.shares_at` is about the next row, `schedule.shares_at` about the last one.
             shares = self.schedule.mixture.shares_at(progress.position)
             if shares != self.schedule.shares_at(progress.position):  # another stage begins
                 folder, place = self.plan.run_directory, {"position": progress.position}
@@ -99,6 +102,7 @@ class Log:
         record |= more
         if update is not None:
             record["updated_fraction"], record["update_ratio"] = update
+        # Only a mixture with named sources says how much was read of each.
         if read := self.schedule.mixture.read_before(self.progress.position):
             record["sources"] = read
         self._write(record)
@@ -115,6 +119,7 @@ class Log:
         self.eval_loss, rises = self.overall(result.losses), forgetting.rises(result.losses)
         # Rises are logged of all sets whose loss before step 1 is known, and budgets if there are
         # any.
+        # Copies, since `result` is the caller's.
         sets = {name: dict(numbers) for name, numbers in result.sets.items()}
         for name, rise in rises.items():
             sets[name]["forgotten"] = rise
@@ -123,10 +128,12 @@ class Log:
         record: Record = {"eval_loss": self.eval_loss, "eval": sets}
         if self.schedule.mixture.is_named:  # without the shares, the average can't be compared
             record["shares"] = self.schedule.shares_at(self.progress.position)
+        # Averaged by the same shares, so that it compares with `eval_loss`.
         if result.of_average is not None:
             record["eval_loss_ema"] = self.overall(result.of_average)
         self._write(record)
         self.say(lines.of_evaluation(record))
+        # What the run does about it is a line of its own.
         if forgetting.over:
             action, reason = forgetting.verdict, forgetting.forgotten
             self._write_verdict({"verdict": "forgetting", "action": action, "reason": reason})
@@ -135,10 +142,12 @@ class Log:
     def overall(self, losses: Mapping[str, float]) -> float:
         """The losses of sources, averaged by their shares here."""
         shares = self.schedule.shares_at(self.progress.position)
+        # Shares are rounded, so their sum may not be exactly 1.
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def verdict(self, before: Progress, guard: Guard) -> None:
         """Write and print that the last step, from `before`, was left out, or is a spike."""
+        # The sequences that the step has read.
         first, last = before.position, self.progress.position - 1
         self._write_verdict(
             {"verdict": guard.verdict, "from_position": first, "reason": guard.reason}
@@ -152,8 +161,9 @@ class Log:
         self.progress, self.schedule = there, schedule
         if self.metrics is None:
             return
-        # The report shows what is removed.
+        # The removed lines go to another file, because the report shows them.
         self.metrics.cut(there, self.metrics.path.with_name(METRICS_UNDONE))
+        # The file is cut before the trackers, because they may read it to write their own.
         self.trackers.cut(there)
         self._write_verdict({**record, "discarded_tokens": discarded})
         self.say(f"{words}; {discarded:,} tokens discarded")
@@ -176,6 +186,7 @@ class Log:
 
     def _end_profile(self) -> None:
         if self.profile is not None:
+            # Writing a trace takes seconds, in which nothing is trained.
             with self.untimed:
                 for text in self.profile.end(self.progress.step):
                     self.line(text)
@@ -184,6 +195,7 @@ class Log:
         """Write numbers to metrics.jsonl and the trackers."""
         if self.metrics is not None:
             self.metrics.write(self.progress, record)
+            # Trackers take no nested values, and have the step apart.
             numbers = {"position": self.progress.position, **record}
             self.trackers.log(self.progress.step, flat(numbers))
 

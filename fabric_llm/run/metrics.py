@@ -54,6 +54,7 @@ def of_code(at: AfterStep) -> dict[str, float]:
     numbers: dict[str, float] = {}
     if not register.METRICS:
         return numbers
+    # Not at the top, because arguments.py imports this file, and --help is to come at once.
     import torch
 
     from fabric_llm.model.sharded import reshard
@@ -61,7 +62,8 @@ def of_code(at: AfterStep) -> dict[str, float]:
     for name, metric in register.METRICS.items():
         with register.of_user(f"metric {name!r}"), torch.no_grad():
             numbers[name] = float(metric(at))
-    reshard(at.model)  # one may have called it
+    # A metric may have called the model, which leaves its outermost unit whole.
+    reshard(at.model)
     return numbers
 
 
@@ -82,18 +84,21 @@ class MetricsFile:
         self.cut(last)
 
     def cut(self, last: Optional[Progress], undone: Optional[Path] = None) -> None:
-        """Remove what a run that is at `last` does again, or all, and lines that aren't whole.
+        """Remove the lines of steps that a run at `last` makes again, or all lines if it is None.
+        Lines that aren't whole are removed, too.
 
-        They are added to the file `undone`, if there is one, behind a line that counts them.
+        undone: a file to which they are added, behind a line that counts them.
         """
         if not self.path.exists():
             return
         kept, removed = [], []
         for line, record in json_lines(self.path):
+            # A line that was cut off is {} here, so it is removed.
             lines = removed
             if last is not None and is_before(record, last):
                 lines = kept
             lines.append(f"{line.rstrip()}\n")
+        # Before the log is cut: a kill in between leaves lines twice, and loses none.
         if removed and undone is not None:
             title = {"step": last.step, "position": last.position, "undone": len(removed)}
             with undone.open("a") as file:
@@ -117,7 +122,9 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def flat(record: Mapping[str, Any]) -> Record:
@@ -152,9 +159,11 @@ class Trackers:
         known = TRACKERS | register.TRACKERS
         for name in named(names):
             opening = partial(known[name], folder, config, entity, project)
+            # Before the first new line is written: a tracker may begin with what the file holds.
             tracker = self._try(f"--logger {name}", opening)
             if tracker is not None:
                 self.opened[name] = tracker
+        # A daemon, so that a tracker that hangs doesn't keep the process alive.
         self.thread = Thread(target=self._work, name="trackers", daemon=True)
         self.thread.start()
 
@@ -162,7 +171,9 @@ class Trackers:
         """Returns at once. A tracker that has failed gets no more numbers."""
         for name, (log, *_) in self.opened.items():
             if f"--logger {name}" not in self.warned:
+                # A copy, because the thread reads it later.
                 self.waiting.put((f"--logger {name}", partial(log, step, dict(record))))
+        # The queue has no limit, because training mustn't wait for a tracker.
         if self.waiting.qsize() > MANY_LINES:
             self._warn_once(
                 "--logger", "falls behind; the run goes on, and metrics.jsonl has every line"
@@ -174,11 +185,12 @@ class Trackers:
         Returns at once.
         """
         for name, (_, _, *cut) in self.opened.items():
+            # None or one: a tracker needn't have this third function.
             for can_cut in cut:
                 self.waiting.put((f"--logger {name}", partial(can_cut, there)))
 
     def upload(self, checkpoint: Path) -> None:
-        """--log_model: returns at once."""
+        """Upload a checkpoint, for --log_model. Returns at once."""
         if "wandb" in self.opened:
             self.waiting.put(("--log_model", partial(upload_to_wandb, checkpoint)))
 
@@ -186,6 +198,7 @@ class Trackers:
         """Close all trackers. Together they have `patience_seconds` for what is waiting."""
         for name, (_, close, *_) in self.opened.items():
             self.waiting.put((f"--logger {name}", close))
+        # Behind all that is waiting, this ends the thread.
         self.waiting.put(None)
         self.thread.join(patience_seconds)
         if self.thread.is_alive():
@@ -205,6 +218,7 @@ class Trackers:
             self._warn_once(name, f"failed, the run and metrics.jsonl go on: {error!r}")
 
     def _warn_once(self, name: str, what: str) -> None:
+        # One warning is enough of a tracker that fails at each line.
         if name not in self.warned:
             self.warned.add(name)
             warnings.warn(f"{name} {what}.", stacklevel=2)
@@ -212,6 +226,7 @@ class Trackers:
 
 def named(given: str) -> list[str]:
     """The names in --logger. Raises ValueError."""
+    # Each name once, in the order that was given.
     names = list(dict.fromkeys(name.strip() for name in given.split(",")))
     known = TRACKERS | register.TRACKERS
     for name in names:
@@ -236,8 +251,10 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
         """Write the table anew, from metrics.jsonl up to there: later lines come by `log`."""
         file.seek(0)
         file.truncate()
+        # In place, because the DictWriter holds the same list.
         columns[1:] = []
         for _, record in json_lines(folder / METRICS):
+            # Verdicts are words, which aren't in the table.
             if "verdict" not in record and (last is None or is_before(record, last)):
                 log(record.pop("step"), flat(record))
 
@@ -275,6 +292,7 @@ def _tensorboard(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     def cut(there: Progress) -> None:
         nonlocal writer
         writer.close()
+        # Nothing can be removed from an event file, but a new writer hides later steps.
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=there.step + 1)
 
     return log, lambda: writer.close(), cut
@@ -297,6 +315,7 @@ def _wandb(
         "entity": entity,
         "name": folder.name,
         "dir": str(folder),
+        # From the folder, so that a resumed run goes on with the same run there.
         "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
         "resume": "allow",
         "config": config,
@@ -314,6 +333,7 @@ def _wandb(
         except wandb.errors.Error as error:
             reason = f"there is no connection ({str(error).splitlines()[0]})"
             wandb.teardown()  # or the id stays in use by the run that failed
+        # Without a key or a connection, what is logged stays in the run directory.
         if run is None:
             warnings.warn(
                 f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2
@@ -321,7 +341,8 @@ def _wandb(
             settings["mode"] = "offline"
     if run is None:
         run = wandb.init(**settings)
-    # Its own step can't go back, as those of a rewind do.
+    # Plots are drawn over this column, because the step of wandb itself can't go back as a rewind
+    # does.
     run.define_metric("*", step_metric="step")
 
     def close() -> None:

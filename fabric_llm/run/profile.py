@@ -34,6 +34,7 @@ class Profile:
         to print; a trace that can't be written is a warning."""
         if self.recorder is None:
             return []
+        # Timed before `stop`, which collects what was recorded.
         recorder, seconds = self.recorder, time.monotonic() - self.began
         recorder.stop()
         self.recorder, self.last = None, 0  # a rewind doesn't record the steps again
@@ -42,6 +43,7 @@ class Profile:
         try:
             no_link(self.folder).mkdir(exist_ok=True)
             recorder.export_chrome_trace(str(no_link(trace)))
+        # Such as a full disk, which mustn't end the run.
         except (OSError, RuntimeError, ValueError) as error:
             return [f"Warning: the profile of {steps} couldn't be written: {error}"]
         title = f"Profile of {steps}, {seconds:.2f} s: {trace}. Its largest costs:"
@@ -49,11 +51,14 @@ class Profile:
 
     def _costs(self, recorder: profile) -> list[str]:
         # The time of an operation without those that it calls, in microseconds.
-        time_of = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        time_of = "self_cpu_time_total"
+        if self.device.type == "cuda":
+            time_of = "self_device_time_total"
         costs = []
         for event in recorder.key_averages():
             costs.append((getattr(event, time_of), event.count, event.key))
         costs.sort(reverse=True)
+        # If nothing was recorded, there is nothing to divide.
         total = sum(cost for cost, *_ in costs) or 1.0
         return [
             f"  {cost / total:6.1%} {cost / 1e6:9.3f} s {count:8d} x  {name}"

@@ -102,8 +102,10 @@ def leave(run: Run) -> None:
     log, has_ranks = run.log, torch.distributed.is_initialized()
     if has_ranks:
         run.fabric.barrier()
+    # From here on a rank that ends is no fault, so it isn't watched.
     run.watch.close()
     if has_ranks:
+        # The run must outlive its process group, see `kept_alive`.
         kept_alive.append(run)
         torch.distributed.destroy_process_group()
     if log.trackers is not None and run.is_over and run.flags.logging.log_model in (True, "last"):
@@ -118,12 +120,10 @@ def say_what_comes_next(run: Run) -> None:
     plan, log = run.plan, run.log
     last, directory = step_directory(plan.run_directory, run.progress.step), plan.run_directory
     if not run.is_over:
-        why = (
-            f"after --max_hours {run.flags.training.max_hours:g}"
-            if run.requests.is_out_of_time()
-            else "on request"
-        )
-        # "true" would branch off again
+        why = "on request"
+        if run.requests.is_out_of_time():
+            why = f"after --max_hours {run.flags.training.max_hours:g}"
+        # With --checkpoint, `true` would go back to that again, and `auto` goes on from the newest.
         resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"
         print(f"\nStopped {why}. Checkpoint: {last}")
         print(
@@ -131,12 +131,12 @@ def say_what_comes_next(run: Run) -> None:
             flush=True,
         )
         return
-    evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
-    print(
-        f"\nLoss {log.first_loss:.4f} -> {log.last_loss:.4f}{evaluated}"
-        if log.speed.steps
-        else f"\nNo step was left{evaluated}"
-    )
+    result = "No step was left"
+    if log.speed.steps:
+        result = f"Loss {log.first_loss:.4f} -> {log.last_loss:.4f}"
+    if not math.isnan(log.eval_loss):
+        result += f", validation loss {log.eval_loss:.4f}"
+    print(f"\n{result}")
     print(f"Checkpoint: {last}")
     print(
         f"Next: {command('python', 'export_hf.py', directory, output=f'hf/{directory.name}')}",

@@ -27,7 +27,8 @@ from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
 
 SAMPLES = "samples.jsonl"
-# of a prompt and its continuation, and of a forward pass, which bounds the memory of the logits
+# Tokens of a prompt with its continuation, and of all rows of a forward pass together. They bound
+# the memory of the logits.
 MAX_TOKENS = 1024
 
 
@@ -51,6 +52,7 @@ class Samples:
             )
         self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
         longest = min(MAX_TOKENS, *plan.data.contexts)
+        # Rank 0 reads the file for all, since other machines may not have it.
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
             tokens = prompt_tokens(self.tokenizer, text)
             if not 0 < len(tokens) <= longest - self.count:
@@ -63,6 +65,7 @@ class Samples:
         # Rows are padded on the right, which a causal model doesn't see, and all have one length,
         # for which layers are compiled once.
         self.length = max(len(prompt) for _, prompt in self.prompts) + self.count
+        # Opening it removes samples of steps that a resumed run makes again.
         self.file = None
         if fabric.global_rank == 0:
             self.file = MetricsFile(plan.run_directory / SAMPLES, plan.begins_at)
@@ -77,8 +80,10 @@ class Samples:
         """Continue each prompt with the most likely tokens, and write the texts. All ranks call
         it."""
         began = time.monotonic()
+        # As many rows as have MAX_TOKENS together.
         at_once = max(1, MAX_TOKENS // self.length)
         with self.log.untimed:
+            # Without dropout.
             model.eval()
             for start in range(0, len(self.prompts), at_once):
                 prompts = self.prompts[start : start + at_once]
@@ -86,6 +91,7 @@ class Samples:
                 if self.file is not None:
                     self._write(progress, prompts, rows)
             model.train()
+            # These passes had no backward, so fsdp left the outermost unit whole.
             reshard(model)
             self.mark(progress.step, "in the next step")
         seconds = time.monotonic() - began
@@ -96,6 +102,7 @@ class Samples:
         tokens = torch.zeros((len(prompts), self.length), dtype=torch.int64, device=self.device)
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = torch.tensor(prompt, device=self.device)
+        # A row's next token is predicted at its last one, and written behind it.
         rows = torch.arange(len(prompts), device=self.device)
         ends = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         # All ranks make as many passes, also after a text has ended: none may wait for another.
@@ -117,8 +124,12 @@ class Samples:
 def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> str:
     """The text of what follows `prompt` in `row`, up to the first end-of-sequence token."""
     added = list(row[len(prompt) :])
+    # All rows have `count` new tokens, also those whose text ended before.
     if tokenizer.eos_token_id in added:
         added = added[: added.index(tokenizer.eos_token_id)]
     # Decoded with the prompt: whether a space comes first depends on what is before.
     whole, before = tokenizer.decode([*prompt, *added]), tokenizer.decode(prompt)
-    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(added)
+    if whole.startswith(before):
+        return whole.removeprefix(before)
+    # Some tokenizers decode the prompt differently with text behind it: then decode the rest alone.
+    return tokenizer.decode(added)

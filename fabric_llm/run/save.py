@@ -30,6 +30,7 @@ def due_after(
     saves = _is_due(progress, flags.save.save_step_interval, schedule)
     evaluates = evaluation_is_due(progress, progress.position - before.position, schedule, flags)
     logs = _is_due(progress, flags.logging.log_step_interval, schedule)
+    # The first step of a process is logged, too, so that its user sees early that it trains.
     return logs or saves or evaluates or before == schedule.start, evaluates, saves
 
 
@@ -42,8 +43,10 @@ def evaluation_is_due(progress: Progress, sequences: int, schedule: Schedule, fl
     if _is_due(progress, flags.evaluation.eval_step_interval, schedule):
         return True
     saves = _is_due(progress, flags.save.save_step_interval, schedule)
+    # A rewind chooses a checkpoint by its losses, so each that is saved at an interval has them.
     if saves and goes_back_by_losses(flags):
         return True
+    # A step seldom ends exactly at a half epoch, so the first one behind it counts.
     before = max(progress.position - sequences, 0)
     return schedule.half_epochs(progress.position) > schedule.half_epochs(before)
 
@@ -67,8 +70,10 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
     # Losses that are known are those of an evaluation here, of this process or one before.
     if keep.is_evaluated(plan.resumed):
         return False
+    # A new run measures the model before it changes it. What is forgotten is judged by that.
     if plan.start.step == 0:
         return True
+    # The last step was made with the batch size of the run before, which this run may have changed.
     sequences = plan.resumed["schedule"]["global_batch_size"]
     return evaluation_is_due(plan.start, sequences, plan.schedule, flags)
 
@@ -79,11 +84,17 @@ def save(run: Run, *, stops: bool) -> None:
     # One checkpoint at a time: the one before, if it is still being written, is published first.
     publish(run)
     step, plan = run.progress.step, run.plan
+    # This save answers all requests so far. A later one gets a save of its own.
     run.requests.answer_save()
     if stops:  # a slow disk takes minutes, in which who asked would see nothing
         run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
     with run.log.untimed:
+        # A save may take longer than a step, so the watch is told what goes on here.
         run.watch.mark(step, "saving")
+        # Rank 0 alone writes the manifest, and hashing takes time.
+        made_from = {}
+        if run.fabric.global_rank == 0:
+            made_from = origin(plan)
         pending = writing.begin(
             step_directory(plan.run_directory, step),
             run.fabric,
@@ -93,9 +104,10 @@ def save(run: Run, *, stops: bool) -> None:
             tokenizer=plan.model.tokenizer,
             progress=run.progress,
             facts=facts(run),
-            origin=origin(plan) if run.fabric.global_rank == 0 else {},
+            origin=made_from,
             probe=writing.record_probe(run.model, plan.data.probe_input(), run.fabric.device),
             state_dict_type=run.flags.fsdp.state_dict_type,
+            # The last save has no training beside it, so it needs no copies.
             copy=run.background is not None and not (run.is_over or stops),
         )
         # From copies the files are written while training goes on, and published after a later
@@ -127,15 +139,23 @@ def facts(run: Run) -> dict[str, Any]:
         loss = losses.get(followed, math.nan)
     # `fabric_llm.verify` compares the rows that all ranks have read with the data.
     before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
+    # A resumed run adds to the record of the processes before it.
     before = plan.resumed.get("rows_read", before)
-    read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
+    read = RowsRead(before["count"], before["hash_sum"])
+    for of_rank in gather(run.batches.rows_read):
+        read += of_rank
+    # Rows of a stream don't follow from a position, so the stream's state is saved.
     rows: Any = plan.data.dataset.train
-    stream = {"stream": rows.state_at(run.progress.position)} if is_stream(rows) else {}
+    stream = {}
+    if is_stream(rows):
+        stream["stream"] = rows.state_at(run.progress.position)
     return {
         **same_run.facts(plan, run.schedule, run.flags),
         **stream,
+        # The losses before step 1 can't be measured again.
         "guard": {**run.guard.state(), "before": run.forgetting.before},
         "scaler": run.fabric.strategy.precision.state_dict(),
+        # JSON has no NaN.
         "eval_loss": loss if math.isfinite(loss) else None,
         "eval_losses": losses,
         "rows_read": {"from_position": before["from_position"], **asdict(read)},
@@ -192,6 +212,7 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
 
     ranks_that_have_written: how many; None: wait for all. All ranks call it.
     """
+    # All ranks know the same number, so all publish after the same step.
     if run.saving is not None and ranks_that_have_written in (None, run.fabric.world_size):
         pending, run.saving = run.saving.result(), None
         _publish(run, pending)
@@ -204,6 +225,7 @@ def kept(run: Run) -> keep.Kept:
     def has_room(document: dict[str, Any]) -> bool:
         return run.forgetting.has_room(document.get("eval_losses"))
 
+    # Otherwise no rewind depends on losses.
     if goes_back_by_losses(run.flags):
         to_go_back_to = has_room
     return keep.Kept(
@@ -219,12 +241,14 @@ def kept(run: Run) -> keep.Kept:
 
 def _publish(run: Run, pending: writing.Pending) -> None:
     """Give the written checkpoint its name, once the log of its steps is durable, and prune."""
+    # A lambda, because ranks other than 0 have no metrics.
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
     if run.fabric.global_rank != 0:
         return
     # Only now, when the new checkpoint has its name, may older ones go.
     step, position = pending.progress.step, pending.progress.position
     flags, folder = run.flags, run.plan.run_directory
+    # Without --keep_last all checkpoints stay.
     if flags.save.keep_last is not None:
         keep.prune(folder, kept(run))
     run_directory.write_status(folder, None, "running", step, True)

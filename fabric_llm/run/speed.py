@@ -35,12 +35,15 @@ class Speed:
     ) -> None:
         """flops: of the model. batches: of this rank, whose wait for data stands for all ranks'."""
         self.flops, self.world_size, self.batches = flops, world_size, batches
+        # Without a known peak, as of a CPU, there is no MFU.
         self.peak = None
         if device.type == "cuda":
             self.peak = peak_tflops(torch.cuda.get_device_name(device))
         self.tokens = self.steps = 0  # of this process, also those that a rewind has undone
         self.waits, self.other, self.began = Stopwatch(), Stopwatch(), time.monotonic()
+        # Seconds, tokens, steps, seconds that steps waited for data, and for the device.
         self.at_last_lap = np.zeros(5)
+        # How many tokens had stood at each place of a row by the last lap.
         self.tokens_at = np.zeros(1, dtype=np.int64)
 
     @property
@@ -51,6 +54,7 @@ class Speed:
     def lap(self) -> dict[str, float]:
         """Metrics of the steps since the last lap, with `mfu` if the device's peak is known."""
         read, waited = self.batches.seconds_waited, self.waits.seconds
+        # Totals so far: a lap is what came to them since the last one.
         now = np.array([self.seconds, self.tokens, self.steps, read, waited])
         seconds, tokens, steps, read, waited = (now - self.at_last_lap).tolist()
         self.at_last_lap = now
@@ -70,6 +74,7 @@ class Speed:
         }
         if self.peak is not None:
             record["mfu"] = tflops / self.peak
+        # Both are seconds a step.
         record["data_seconds"] = read / max(steps, 1)
         record["wait_seconds"] = waited / max(steps, 1)
         return record

@@ -30,9 +30,10 @@ from fabric_llm.processes.watch import Watch
 from fabric_llm.run.fallback import without_fast_path
 from fabric_llm.run.speed import peak_memory_gib
 
-# rank 0, which holds the store, waits until the others have read its fault, or children end
+# Rank 0 holds the store, so it waits so long for the others to read its fault. Children have as
+# long to end.
 SECONDS_FOR_OTHERS = 5.0
-# its main thread may need all of the first
+# The main thread of rank 0 may need all of the first number.
 SECONDS_FOR_RANK_0 = launch.SECONDS_TO_END + SECONDS_FOR_OTHERS
 SECONDS_FOR_CHILDREN = 60.0  # to end after a run without a fault
 
@@ -47,6 +48,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
 
     def stuck(fault: Fault) -> NoReturn:
         """Called in the watching thread, when the main thread is stuck."""
+        # The main thread can't be reached, so this thread ends the process whatever `_end` meets.
         code = faults.PEER_LOST
         try:
             code = _end(this, flags, fault, is_stuck=True)
@@ -54,12 +56,14 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             os._exit(launch.for_launcher(code))
 
     placement = this.placement
-    if place(flags) != placement:  # torch is imported now
+    # `placement` may have been made without torch. Now that torch is imported, it counts the GPUs.
+    if place(flags) != placement:
         raise Fault(
             "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda to use them, or cpu."
         )
     this.fabric = make_fabric(placement, flags.model.precision, flags.devices.hang_timeout)
-    watched = 1 if flags.devices.tpu else placement.world_size  # on TPUs there is no store
+    # On TPUs there is no store in which ranks could hear of each other.
+    watched = 1 if flags.devices.tpu else placement.world_size
     this.rank = int(os.environ["RANK"]) if watched > 1 else 0
     this.watch = Watch(this.rank, watched, stuck, this.children, signals.is_asked)
     try:
@@ -67,7 +71,9 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         failpoint("assembled")
         _plan_together(this, flags)
         stopped = body()
+    # Also Ctrl-C and SystemExit: whatever ends this rank, the others are told.
     except BaseException as error:
+        # From here on the watching thread doesn't end the process as well.
         this.watch.claim_end()
         fault = as_fault(error)
         if fault.code == faults.OUT_OF_MEMORY and this.plan is not None:
@@ -79,9 +85,10 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             traceback.print_exc()
         code = _end(this, flags, fault)
     else:
-        code = faults.STOPPED if stopped else faults.DONE
+        code, reason = faults.DONE, "done"
+        if stopped:
+            code, reason = faults.STOPPED, "stopped on request"
         if this.rank == 0:
-            reason = "stopped on request" if stopped else "done"
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
     this.watch.close()  # as in tests, the process may go on
@@ -108,11 +115,13 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         failpoint("joined")
         this.rank = fabric.global_rank
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
+        # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
         _require_one_command(ranks.gather({**flags.flat(), "code": register.fact()}))
     except ValueError as error:
         raise as_mistake(error) from None
+    # PyTorch raises it for all that goes wrong between ranks: the text tells the cause.
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise launch.port_in_use() from error
@@ -146,6 +155,7 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
     # see the newest yet, or the end of the log, which has the losses of an evaluation.
     resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
+    # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:
         plan = make_plan(flags, this.placement, this.directory, resume_from, resumed)
@@ -162,14 +172,16 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
 def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:
     """(the checkpoint to resume from or None, its progress.json). Called on rank 0."""
     path = run_directory.choose(flags, this.directory)
-    return path, {} if path is None else keep.verified(path)
+    if path is None:
+        return None, {}
+    return path, keep.verified(path)
 
 
 def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:
     """Tell the other ranks and the user why this rank ends. Returns its exit code.
 
     own: this rank's fault. is_stuck: the watching thread calls this, for a fault that it has seen
-    or been told.
+    or another rank has told.
     """
     first_rank, first = this.watch.report(own)
     if first.again:
@@ -177,7 +189,9 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     # A main thread that is stuck has no error of its own to tell.
     if is_stuck:
         own = first
+    # Ranks that made the same mistake each exit with its code.
     is_first = first_rank == this.rank or str(first) == str(own)
+    # The sentence about a lost rank names it already.
     if not is_first and first.code != faults.PEER_LOST:
         first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
     _print_end(this.rank, own, first)
@@ -215,6 +229,7 @@ def _start_again(this: ThisRank, flags: Flags, first: Fault) -> int:
 def _print_end(rank: int, own: Fault, first: Fault) -> None:
     """Print the first fault on rank 0. Another rank prints its own error, which only it has seen,
     or that rank 0 is lost."""
+    # No error: the run that would be resumed is over.
     if first.code == faults.DONE:
         if is_rank_zero():
             print(first, flush=True)
@@ -243,6 +258,7 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
             this.directory, first.code, str(first), watch.step, first.retryable
         )
     if this.rank == 0:
+        # The store ends with rank 0, so it waits until the ranks that it has heard have read why.
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
         return
     # Rank 0 has time to write the status itself, unless nothing can be heard of it any more.
@@ -251,6 +267,7 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
         is_lost = not watch.wait_for([0], SECONDS_FOR_RANK_0)
     if is_lost:
         _write_for_rank_0(this, flags, first)
+        # A rank 0 that is frozen holds its devices and would never end.
         if first.code != faults.STOPPED:
             launch.kill_parent()
 
@@ -258,12 +275,14 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
     """Write STATUS.json in place of rank 0, unless rank 0 has written why this run ends."""
     of_rank_0 = this.watch.beats.get(0, {})
+    # Whatever goes wrong here mustn't hide why the run ended.
     with suppress(ValueError, OSError):
         directory = this.directory or run_directory.directory(flags)
         # Where rank 0 never came, it doesn't hold the lock.
         if not of_rank_0 and not launch.has_parent():
             run_directory.lock(directory)
         status = run_directory.read_status(directory)
+        # A status of another process is about an earlier start in this directory.
         is_written = status.get("code") is not None and status.get("pid") == of_rank_0.get("pid")
         if directory.is_dir() and not is_written:
             run_directory.write_status(

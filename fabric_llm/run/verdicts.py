@@ -52,6 +52,7 @@ def rewind(run: Run) -> None:
     If too much was forgotten, go on with more replay. Raises Fault (76) after too many rewinds,
     without a checkpoint, or if a source can't be read more often. All ranks call it.
     """
+    # The checkpoint that is being written may be the one to go back to.
     save.publish(run)
     guard, position = run.guard, run.progress.position
     forgot = run.forgetting.verdict == "rewind"
@@ -59,12 +60,14 @@ def rewind(run: Run) -> None:
     rewinds = guard.rewinds + 1
     if not guard.may_rewind():
         raise _too_many(run, f"this would be rewind number {rewinds}", reason, forgot)
+    # Rank 0 chooses for all: other machines may not see the newest checkpoint yet.
     last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot, reason))
 
     # Where the run goes on: the step of the checkpoint, at the position of the data here.
     there = replace(Progress(**document["progress"]), position=position)
     record: Record = {"verdict": "rewind", "reason": reason}
     words = f"went back to {last or 'the beginning'}, past position {position}"
+    # More replay answers forgetting. After a spike it is enough to pass over the data.
     if forgot:
         try:
             run.schedule = run.schedule.with_more_replay(run.forgetting.over, there)
@@ -82,7 +85,7 @@ def rewind(run: Run) -> None:
     # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
     guard.rewinds, run.forgetting.over = rewinds, ()
 
-    # What was undone goes last: a run that is killed before goes back again.
+    # Later checkpoints are moved aside last: a run that is killed before that goes back again.
     folder = run.plan.run_directory
     if ranks.from_rank_zero(lambda: leaves_none(folder, last, there.step)):
         save.save(run, stops=True)  # or it would be lost if it was killed before its next save
@@ -99,6 +102,7 @@ def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
 
     A branch that hasn't saved yet needs none: the same command begins it again.
     """
+    # `last` is then the checkpoint at which the branch began.
     begins_again = last is not None and files.latest(folder) is None
     return not step_directory(folder, step).exists() and not begins_again
 
@@ -123,11 +127,14 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
         run.log.line(f"Warning: {problem}")
     began = plan.branch_point
     if last is None and began is not None and began.is_dir():
-        last = began if is_one(keep.verified(began, hashes)) else None
+        # A branch that hasn't saved yet goes back to where it began, if not too much was forgotten.
+        if is_one(keep.verified(began, hashes)):
+            last = began
     # Spikes can be met with one that a user asked for, rather than with none.
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
     if last is not None:
+        # Its hashes are compared already where --verify_checkpoints asks for it.
         return last, keep.verified(last)
     if forgot and began is not None:
         had_none = f"{began}, where this branch began, is gone or had no room left"
@@ -139,6 +146,7 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
             f"command with {often}",
             NON_FINITE,
         )
+    # The beginning: no steps, a guard without history, and the losses before step 1.
     begin = {"progress": asdict(Progress()), "guard": Guard().state()}
     return None, {**begin, "eval_losses": run.forgetting.before}
 
@@ -164,6 +172,7 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
     That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
     that forgot can also be merged with its base model.
     """
+    # A rate that is too high is the likeliest reason, so the advice is half of it.
     folder, half = run.plan.run_directory, {"lr": f"{run.flags.training.lr / 2:g}"}
     is_one = suits(run, forgot)
 
@@ -171,6 +180,7 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
         path = step_directory(folder, document["progress"]["step"])
         return is_one(document) and not is_spoilt(path)
 
+    # Without hashes, which would take long, and the next command compares them.
     last, _ = keep.newest_valid(folder, False, is_good)
     following = f"Start again: the same command with {command(run_name=f'{folder.name}-2', **half)}"
     if last is not None:
@@ -178,15 +188,14 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
         following = f"Go on more gently: the same command with {more}"
     latest = files.latest(folder)
     merge = ""
+    # At step 0 the model is still its base model.
     has_learned = latest is not None and latest != step_directory(folder, 0)
-    # which makes another model of the base
+    # With changed rotary positions the base is another model, which can't be merged with this one.
     if forgot and has_learned and run.flags.model.rope is None:
-        base, budget = (
-            loading.folder_of(run.flags.model.model_name),
-            run.flags.evaluation.forgetting_budget,
-        )
+        base = Path(loading.folder_of(run.flags.model.model_name))
+        budget = run.flags.evaluation.forgetting_budget
         merging = command(
-            "python", "-m", "fabric_llm.average", Path(base), folder, forgetting_budget=budget
+            "python", "-m", "fabric_llm.average", base, folder, forgetting_budget=budget
         )
         merge = f"Next: {merging} merges it with its base model inside the budget. Or: "
     at = f"at step {run.progress.step}; the last checkpoint is {latest or 'none'}"
