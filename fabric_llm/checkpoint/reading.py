@@ -95,9 +95,11 @@ def parameter_of(key: str) -> str:
 
 
 def is_spoilt(path: Path) -> bool:
-    """Whether the model of a checkpoint predicts its probe far worse than a guess.
+    """Whether the model of a checkpoint predicts its probe far worse than a guess, or tells no token
+    from another.
 
-    It does after steps that were much too large.
+    It does after steps that were much too large: the norms of its layers overflow, to NaN or to zero
+    as the processor rounds.
     """
     probe = read_probe(path)
     tokens, positions = probe["input_ids"][0], probe["positions"]
@@ -106,6 +108,8 @@ def is_spoilt(path: Path) -> bool:
     if not known.any():
         return False
     logits = probe["logits"][known]
+    if (logits == logits[:, :1]).all():
+        return True
     loss = F.cross_entropy(logits, tokens[positions[known] + 1])
     return not loss <= SPOILT * math.log(logits.shape[1])  # NaN as well
 
