@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Optional
 
@@ -21,12 +22,10 @@ from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
 from fabric_llm.base.program import die_with
 from fabric_llm.processes.stop import SIGNALS
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent holds the store
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 # The environment variable of a started rank with the id of the process that it must not outlive.
 PARENT = "FABRIC_LLM_PARENT"
-# Of a run that starts again by itself: torchrun's own attempts are fewer, and the keys that they
-# leave in its store are others.
-OWN_ATTEMPT = 10**6
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
 
@@ -100,11 +99,7 @@ def adopt_launcher() -> None:
             os.environ.pop(name, None)
     _, most_restarts = (number_of(name, 0) for name in RESTARTS)
     # Restarted ranks would find the former attempt's keys in the agent's store, and fail.
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and most_restarts > 0
-        and is_rank_zero()
-    ):
+    if os.environ.get(AGENT_STORE) == "True" and most_restarts > 0 and is_rank_zero():
         advice = (
             "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on every machine "
             "(docs/clusters.md)"
@@ -235,17 +230,23 @@ def port_in_use() -> Fault:
 def for_launcher(code: int) -> int:
     """`code`, but 0 for a requested stop under a torchrun with restarts left, which would restart
     after any other code."""
-    restarts = number_of(RESTARTS[0], 0) % OWN_ATTEMPT
-    restarts_left = code == STOPPED and restarts < number_of(RESTARTS[1], 0)
+    restarts_left = code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0)
     return DONE if restarts_left else code
 
 
 def start_again(flags: Sequence[str]) -> NoReturn:
     """Replace this process by its own command with more flags. Ranks that it has started have
     ended."""
-    if RESTARTS[0] in _given:
-        _given[RESTARTS[0]] = str(number_of(RESTARTS[0], 0) + OWN_ATTEMPT)
+    # The store of torchrun's agent keeps the addresses of the ranks that there were. Rank 0 holds
+    # another, at the next port.
+    if _given.get(AGENT_STORE) == "True":
+        _given[AGENT_STORE] = "False"
+        _given["MASTER_PORT"] = str(number_of("MASTER_PORT", 1, 2**16 - 2) + 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # sockets, locks and GPUs
+    # Sockets, locks and GPUs go with this program. Closing them here would break what other threads
+    # are doing with them.
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            os.set_inheritable(int(name), int(name) <= 2)
     os.execve(sys.executable, [*sys.orig_argv, *flags], _given)

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from fabric_llm.base.faults import PEER_LOST, Fault
 from fabric_llm.base.program import wait_until
 from fabric_llm.base.ranks import waiting
-from fabric_llm.processes.launch import SECONDS_TO_END, Children
+from fabric_llm.processes.launch import AGENT_STORE, SECONDS_TO_END, Children
 from fabric_llm.processes.stop import at_start
 
 MAX_SECONDS_BETWEEN_BEATS = 0.5
@@ -203,7 +203,7 @@ class Watch:
             store = distributed_c10d._get_default_store().clone()  # there is no public way to it
         else:
             door, self.children.door = self.children.door, None
-            of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            of_agent = os.environ.get(AGENT_STORE) == "True"
             store = torch.distributed.TCPStore(
                 os.environ.get("MASTER_ADDR", "127.0.0.1"),  # Lightning's default
                 int(os.environ["MASTER_PORT"]),
