@@ -128,8 +128,13 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     began = plan.branch_point
     if last is None and began is not None and began.is_dir():
         # A branch that hasn't saved yet goes back to where it began, if not too much was forgotten.
-        if is_one(keep.verified(began, hashes)):
-            last = began
+        # A damaged one is passed over, as those of the run itself are.
+        try:
+            document = keep.verified(began, hashes)
+        except Fault as problem:
+            run.log.line(f"Warning: {problem}")
+        else:
+            last = began if is_one(document) else None
     # Spikes can be met with one that a user asked for, rather than with none.
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
