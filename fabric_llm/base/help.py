@@ -21,7 +21,9 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     after = [argv[asked[0]].partition("=")[2], *argv[asked[0] + 1 :]]  # --help=lr is --help lr
     named = [word for word in after if word.startswith("--")] or after  # --devices, not its value
     named = [part for word in named for part in re.split("[, ]+", word.partition("=")[0]) if part]
+    # One column less: some terminals wrap a line that fills the last one.
     columns = max(shutil.get_terminal_size().columns, 80) - 1
+    # What the program is for is said only where all of it is asked for.
     lines = [about] if named in ([], ["all"]) else []
     if not named and any(
         one.basic for title, group in groups.items() if title for one in group.values()
@@ -41,6 +43,7 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
             lines += [
                 line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)
             ]
+    # `--help | head` closes the pipe early.
     try:
         print("\n".join(lines).strip("\n"), flush=True)
     except BrokenPipeError:
@@ -54,12 +57,16 @@ def _meant(word: str, groups: Groups) -> Groups:
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
     if name == "all":
         return groups
+    # A group is named by its title, without the remark in brackets.
     titles = {title.split(" (")[0].lower(): title for title in groups}
     flags = {flag: one for group in groups.values() for flag, one in group.items()}
+    # The name of a flag in another trainer finds it as well.
     flag = next((flag for flag, one in flags.items() if name in (flag, *one.aliases.split())), None)
+    # A group may be abbreviated, such as `data`.
     close = [title for title in titles if title.startswith(name)]
     if flag is None and not close:
         close = nearest(name, titles)
+    # With a dash it is meant as a flag, even if a group has the same name.
     if flag is not None and (word.startswith("-") or not close):
         return {title: {flag: flags[flag]} for title, group in groups.items() if flag in group}
     if not close:
@@ -70,6 +77,7 @@ def _meant(word: str, groups: Groups) -> Groups:
 def _short(groups: Groups, columns: int) -> list[str]:
     """A line for each basic flag: its default and as many clauses of its text as there is room for,
     at least one."""
+    # Name and default of each basic flag; the texts begin in the same column behind them.
     starts = {
         name: f"  --{name} {_default(one)}"
         for group in groups.values()
@@ -77,6 +85,7 @@ def _short(groups: Groups, columns: int) -> list[str]:
         if one.basic
     }
     wide, lines = max(map(len, starts.values())) + 2, ["Flags of a first run, with their defaults:"]
+    # As much of a text as fits, up to the end of a clause, or else its first clause whole.
     clauses = re.compile(rf".{{1,{columns - wide}}}(?=; | \([^()]*\)(;|$)|$)|[^;]+")
     for title, group in groups.items():
         basic, short = [name for name in group if name in starts], title.split(" (")[0]
@@ -94,10 +103,12 @@ def _short(groups: Groups, columns: int) -> list[str]:
 
 def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
     """All that is declared of a flag."""
+    # The range belongs to what a flag takes, as `above 0`.
     limits = (("above", one.above), ("at least", one.at_least), ("below", one.below))
     takes = ", ".join(
         [one.values, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)]
     )
+    # Each need is a flag and, maybe, the values of it that will do.
     needs = [need.split() for need in one.needs.split(",") if need]
     unless = " and ".join(f"--{flag} is {' or '.join(values) or 'on'}" for flag, *values in needs)
     may = (
@@ -113,6 +124,7 @@ def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
     sentences += [f"In other trainers: {', '.join(one.aliases.split())}."] * bool(one.aliases)
     default, indent = f"; default: {_default(one)}" * (one.default is not None), " " * 6
     parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(sentences)
+    # Flag names have no place to break, since a name in two lines can't be copied.
     folded = TextWrapper(columns, subsequent_indent=indent, break_on_hyphens=False)
     return [line for part in parts for line in folded.wrap(part)]
 

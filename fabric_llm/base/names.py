@@ -44,11 +44,14 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
 
     elsewhere: what is said of names that are no flags here.
     """
+    # Each name that a flag has here or elsewhere -> its name here.
     flag_of = {
         word: known for known, one in flags.items() for word in (known, *one.aliases.split())
     }
     name = name.replace("-", "_").lower()
+    # Of `optimizer.lr` the whole comes first, then the last part.
     exact = [name, *reversed(name.split("."))]
+    # A name with a known answer isn't guessed at.
     if name in elsewhere and name not in flag_of:
         return elsewhere[name]
     # The first letter is hardly ever mistyped.
@@ -68,6 +71,7 @@ def unknown(
             f"{shown} ({meant[name]})" if meant[name] else shown for name, shown in names.items()
         )
         return f"unknown {what}s: {', '.join(each)}. See --help."
+    # A single name gets a sentence of its own.
     [(name, shown)] = names.items()
     words = meant[name] or "see --help"
     return (
@@ -98,6 +102,7 @@ def command(*words: object, **flags: object) -> str:
     ]
     for name, value in flags.items():
         values = [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+        # argparse would take a value that begins with a dash for another flag.
         joined = len(values) == 1 and values[0].startswith("-")
         shown += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]
     return shlex.join(shown)
@@ -105,11 +110,14 @@ def command(*words: object, **flags: object) -> str:
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:
     """Raises ValueError if `name`, which isn't a folder here, can't be a name on the hub either."""
+    # The hub would only answer that it has no such name.
     if os.path.exists(name):
         raise ValueError(
             f"{flag} {name!r} is a file: it takes a folder, or a name on the hub such as org/name."
         )
+    # The hub itself refuses names with `--` or `..`.
     is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and "--" not in name and ".." not in name
+    # It may be on the hub, which is asked later.
     if is_name and not is_path(name):
         return
     nor = "" if is_name else ", and it can't be a name on the hub"
@@ -128,6 +136,7 @@ def reach_hub() -> bool:
 
     address = urlsplit(constants.ENDPOINT)
     host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    # A proxy may reach the hub where this machine itself can't.
     if constants.is_offline_mode() or address.scheme in getproxies() and not proxy_bypass(host):
         return True
     answered = Event()
@@ -140,6 +149,7 @@ def reach_hub() -> bool:
     thread.start()
     thread.join(SECONDS_FOR_THE_HUB)
     if not answered.is_set():
+        # huggingface_hub reads this constant at each request, so it counts from now on.
         constants.HF_HUB_OFFLINE = True
     return answered.is_set()
 

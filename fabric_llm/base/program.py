@@ -38,6 +38,7 @@ class Lasting:
         self.stream, self.patience_seconds = stream, SECONDS_FOR_A_READER
 
     def write(self, text: str) -> int:
+        # A longer write may block even if the pipe is writable, so text is written in pieces.
         for start in range(0, len(text), SAFE_CHARACTERS):
             self._if_read(self.stream.write, text[start : start + SAFE_CHARACTERS])
             if len(text) > SAFE_CHARACTERS:
@@ -50,6 +51,7 @@ class Lasting:
     def _if_read(self, action: Callable[..., Any], *args: str) -> None:
         with suppress(OSError, ValueError):  # closed, or the disk is full
             is_read = bool(select.select([], [self.stream], [], self.patience_seconds)[1])
+            # Once nobody has read for so long, later writes don't wait, until one is read again.
             self.patience_seconds = SECONDS_FOR_A_READER if is_read else 0.0
             if is_read:
                 action(*args)
@@ -98,6 +100,7 @@ def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05
     """Call `ask` until its answer is true, but not for longer than `seconds`. Returns the last
     answer."""
     deadline = time.monotonic() + seconds
+    # `ask` is called at least once, also with no time left.
     while not (answer := ask()) and time.monotonic() < deadline:
         time.sleep(pause_seconds)
     return answer
@@ -129,12 +132,14 @@ def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
     )
     for group in _control_groups(root):
         most, used, stat = (_words(group / f"memory.{name}") for name in ("max", "current", "stat"))
+        # `max` isn't a number: then the group has no limit.
         if most and used and most[0].isdigit():
             files = [
                 int(stat[stat.index(kind) + 1])
                 for kind in ("active_file", "inactive_file")
                 if kind in stat
             ]
+            # The kernel counts cached files as used, but drops them when memory is needed.
             free.append(int(most[0]) - int(used[0]) + sum(files))
     return max(min(free), 0) if free else None
 
@@ -142,6 +147,7 @@ def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
 def _control_groups(root: Path) -> list[Path]:
     """The folders of this process's control group (version 2) and of its parents, as far as they
     can be seen."""
+    # The line of version 2 begins with `0::`; those of version 1 are left out.
     names = [
         word[3:].lstrip("/") for word in _words(root / "proc/self/cgroup") if word.startswith("0::")
     ]
@@ -157,6 +163,7 @@ def _words(file: Path) -> list[str]:
     try:
         return file.read_text().split()
     except OSError:
+        # A limit of any parent holds for this process as well.
         return []
 
 
