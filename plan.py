@@ -25,13 +25,16 @@ def main(argv: Optional[list[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     with in_one_sentence("plan.py"):
         own, flags = parse_plan(words)
+        # After the flags are parsed, so that --help and mistakes don't wait for torch.
         with without_collection():
             from fabric_llm.forecast import changes, sweep  # import torch
 
+        # The sizes of a preset's model lie in this repository, so no network is needed.
         if (sizes := sizes_of_preset(words)) is not None:
             flags = changes.changed(flags, {"model_name": str(sizes)})
         plan = None
         if own.html is not None:
+            # Refused before the prediction, which takes seconds.
             files.require_name(Path(own.html), "--html")
             page = page_module("fabric_llm.forecast.page")
             if own.json:
@@ -39,6 +42,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             if own.sweep is not None:
                 raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
             if (plan := page.plan_of(own, flags)) is not None:
+                # The steps and the row length follow from the dataset, if there is one.
                 now = {
                     "max_step": plan.schedule.max_step,
                     "context_length": max(plan.data.contexts),
@@ -48,6 +52,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             rows = sweep.sweep(own, flags)
             show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
             return 0
+        # What the flags alone give; --auto may replace it.
         prediction, chosen = changes.predict(own, flags), None
         if own.auto:
             chosen = changes.fastest(own, flags, progress)
@@ -55,6 +60,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if chosen is not None:
             change, prediction = chosen
             flags, chosen_words = changes.changed(flags, change), changes.words_of(change)
+        # Each change is added to those before it.
         tried = []
         if not prediction.fits:
             for change, one in changes.until_it_fits(own, flags, prediction):
@@ -93,9 +99,11 @@ def main(argv: Optional[list[str]] = None) -> int:
 def sizes_of_preset(words: list[str]) -> Optional[Path]:
     """The folder in configs/models with the config.json of a preset that is given alone; else
     None."""
+    # One word a line, since a value stands behind an equals sign or in the next word.
     given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
     if given is None or any(re.match("--model_name(=|$)", word) for word in words):
         return None
+    # configs/qwen3_8b.yaml has the sizes of its model in configs/models/qwen3-8b.
     preset = Path(given[1])
     folder = preset.parent / "models" / preset.stem.replace("_", "-")
     return folder if (folder / "config.json").is_file() else None
@@ -113,6 +121,7 @@ def progress(change: dict[str, Any], prediction: Any) -> None:
 
 def numbers(prediction: Any) -> dict[str, Any]:
     """What --json prints of a prediction."""
+    # Properties aren't fields, so asdict() leaves them out.
     found = {
         **asdict(prediction),
         "used": prediction.used,
@@ -130,6 +139,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
     unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     print(f"Memory of a device at its peak, {unit}")
+    # Parts below a thousandth of the peak would only make the table longer.
     large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
     large["the rest"] = memory.peak - sum(large.values())
     for name, part in large.items():
@@ -146,6 +156,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
         print(f"  {name:<51}{part / size:10,.2f}")
     disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
+    # The speed is the least certain number, so its source is told.
     seconds, source = prediction.seconds, "assumed, see --mfu and --like"
     if own.like is not None:
         source = f"as {own.like}"
@@ -171,6 +182,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
             f"{hidden}: {prediction.link_bytes / 1e9:,.1f} GB a device, "
             f"{prediction.network_bytes / 1e9:,.1f} GB a node over the network"
         )
+    # A step of small operations waits for the host, not for the device.
     if seconds.launch > seconds.compute:
         print(
             f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes "
@@ -201,6 +213,7 @@ def show_sweep(
         print(json.dumps({"rows": documents, "hidden": hidden, "assumptions": assumed}, indent=2))
         return
     lines = [titles, *(row.cells() for row in rows)]
+    # Each column is as wide as its longest cell.
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
@@ -229,6 +242,7 @@ def command(words: list[str]) -> str:
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:
+        # A flag that comes again replaces its former value, as for the parser.
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name] = [value] if equals else []
