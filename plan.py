@@ -16,6 +16,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
 
+# Flags that train.py doesn't have.
 OWN = [field.name for field in fields(PlanArguments)]
 GIB = 2**30
 
@@ -41,6 +42,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 raise Fault("--json true prints and --html draws: give one of them.")
             if own.sweep is not None:
                 raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
+            # With a dataset, the page draws the steps of the run that train.py would make.
             if (plan := page.plan_of(own, flags)) is not None:
                 # The steps and the row length follow from the dataset, if there is one.
                 now = {
@@ -48,6 +50,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                     "context_length": max(plan.data.contexts),
                 }
                 flags = changes.changed(flags, now)
+        # A table of many plans takes the place of a single one.
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)
             show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
@@ -80,10 +83,12 @@ def main(argv: Optional[list[str]] = None) -> int:
         if own.auto and chosen is None:
             print("\n--auto: nothing takes less than 80 % of the device.")
         show_changes(tried)
+        # The command at the end has all the changes, so that it can be copied.
         words += chosen_words
         for change_words, one in tried:
             words += change_words
             prediction = one
+        # No command is printed, since it would run out of memory.
         if not prediction.fits:
             print(
                 "\nIt doesn't fit with any of them: take a smaller model or --context_length, or "
@@ -111,6 +116,7 @@ def sizes_of_preset(words: list[str]) -> Optional[Path]:
 
 def progress(change: dict[str, Any], prediction: Any) -> None:
     """Print what --auto has tried."""
+    # On stderr, since stdout may be read as JSON.
     named = ", ".join(f"{name} {value}" for name, value in change.items())
     print(
         f"{named}: {100 * prediction.used:.0f} %, {prediction.seconds.step:.3g} s a step",
@@ -136,6 +142,7 @@ def numbers(prediction: Any) -> dict[str, Any]:
 def show(prediction: Any, own: PlanArguments) -> None:
     """Print a prediction."""
     memory = prediction.memory
+    # One unit for the whole table, so that its numbers can be compared.
     unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     print(f"Memory of a device at its peak, {unit}")
@@ -145,6 +152,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
     for name, part in large.items():
         print(f"  {name:<51}{part / size:10,.2f}")
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
+    # None where neither flags nor this machine say what a device holds.
     if prediction.device_bytes:
         device = prediction.device_bytes / size
         print(
@@ -209,6 +217,7 @@ def show_sweep(
 ) -> None:
     """Print plans on more and more devices."""
     if own.json:
+        # A prediction can't be written as JSON, so its numbers take its place.
         documents = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
         print(json.dumps({"rows": documents, "hidden": hidden, "assumptions": assumed}, indent=2))
         return

@@ -264,13 +264,13 @@ def parse(
     _tell_of_repeated(program, argv, {"config": CONFIG, **flags})
     lines: dict[str, int] = {}  # of the flags that the file alone gives
     if known.config is not None:
-        # Keys of the file are checked like flags, and a message about one names its line.
         config = at_home(known.config)
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
         # They are parsed, so that an old run can be resumed, and then dropped.
         for name in removed if Path(config).name == "arguments.yaml" else ():
             parser.add_argument(f"--{name}")
             in_config[name] = Flag(None, "", str)
+        # Keys of the file are checked like flags, and a message about one names its line.
         lines = _check_config(program, config, in_config, elsewhere)
         lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
         # first, so that the command line wins whatever the order
@@ -414,7 +414,6 @@ def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], s
             else ""
         )
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
-    # A required flag.
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
     # Any other message stays, in one line.

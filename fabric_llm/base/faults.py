@@ -97,7 +97,6 @@ def as_fault(error: BaseException) -> Fault:
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("fabric_llm"):
         return Fault(missing_package(error))
     words = one_line(error)
-    # Many libraries raise plain exceptions, so the message has to tell the cause.
     # torch's errors are RuntimeErrors, most of them plain ones.
     is_of_library = isinstance(error, RuntimeError)
     if isinstance(error, KeyboardInterrupt):

@@ -26,6 +26,7 @@ STEP_NAME = r"step-\d{8,}"  # of a checkpoint
 THREADS = 4  # hashing and reading both release the GIL
 ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 LARGEST_MANIFEST_BYTES = 256 * 2**20
+# Files that may run code when they are opened. Names are compared in lower case.
 CODE_SUFFIXES = (
     ".bin",
     ".pt",
@@ -197,8 +198,8 @@ def read(folder: Path) -> dict[str, Any]:
     damaged = Fault(
         f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT
     )
-    # Any kind of broken content ends as the one Fault, not as an error of the JSON reader.
     path, document = no_link(folder / MANIFEST), None
+    # Any kind of broken content ends as the one Fault, not as an error of the JSON reader.
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         content = path.read_bytes() if path.stat().st_size <= LARGEST_MANIFEST_BYTES else b""
         decoded = json.loads(content)
@@ -214,6 +215,7 @@ def read(folder: Path) -> dict[str, Any]:
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
     """Raises `damaged` if `entries` of the manifest `where` aren't entries, although sealed, and
     Fault (77) for their names."""
+    # Whoever changes a manifest can also seal it again, so its entries are checked one by one.
     if not isinstance(entries, dict):
         raise damaged
     for name, entry in entries.items():

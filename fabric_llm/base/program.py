@@ -153,6 +153,7 @@ def _control_groups(root: Path) -> list[Path]:
     ]
     top = root / "sys/fs/cgroup"
     inside = [Path(os.path.normpath(top / name)) for name in names]
+    # A limit of any parent holds for this process as well.
     return [
         folder for one in inside for folder in (one, *one.parents) if folder.is_relative_to(top)
     ]
@@ -163,7 +164,6 @@ def _words(file: Path) -> list[str]:
     try:
         return file.read_text().split()
     except OSError:
-        # A limit of any parent holds for this process as well.
         return []
 
 

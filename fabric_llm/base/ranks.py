@@ -31,7 +31,6 @@ def gather(value: Any) -> list[Any]:
     """`value` of every rank, by rank, on all ranks. All ranks call it."""
     if alone():
         return [value]
-    # A rank's place in the list is its number.
     values = [None] * torch.distributed.get_world_size()
     waits_for_others()
     torch.distributed.all_gather_object(values, value)
@@ -89,7 +88,6 @@ def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:
     waits_for_others()
     if alone():  # one process, or a TPU's
         return fabric.all_reduce(tensor, reduce_op="sum")
-    # It sums in place.
     torch.distributed.all_reduce(tensor)
     return tensor
 

@@ -40,6 +40,7 @@ def check_training(flags: Flags) -> None:
     so that a mistake is written into STATUS.json.
     """
     data, training, model_name = flags.data, flags.training, flags.model.model_name
+    # One of two flags gives the data.
     for name, value in {
         "model_name": model_name,
         "train_data_dir": data.train_data_dir or data.data_mix,
@@ -57,7 +58,7 @@ def check_training(flags: Flags) -> None:
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
-    # --compile auto gives way to it instead (see model_plan).
+    # --compile auto switches compiling off instead.
     if flags.fsdp.tiled_mlp and flags.model.compile is True:
         raise ValueError(
             "--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile "
@@ -80,7 +81,7 @@ def check_training(flags: Flags) -> None:
         )
     if training.min_lr > training.lr:
         raise ValueError(f"--min_lr {training.min_lr} is larger than --lr {training.lr}.")
-    # The plateau of the infinite schedule lies between the two ends of the decay.
+    # The infinite schedule goes from lr to constant_lr, and later from there to min_lr.
     if (rate := training.constant_lr) is not None and not training.min_lr <= rate <= training.lr:
         raise ValueError(
             f"--constant_lr {rate} isn't between --min_lr {training.min_lr} and --lr {training.lr}."
@@ -93,7 +94,7 @@ def check_training(flags: Flags) -> None:
     # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():
         read_prompts(flags.logging.sample_prompts)
-    # What follows reads folders.
+    # What follows reads folders, which another machine may not see yet.
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
 
@@ -161,6 +162,7 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
 
 def overrides(flags: Flags) -> tuple[str, ...]:
     """The flags that --resume_override names. Raises ValueError for one that it can't change."""
+    # All other flags may change freely, or never.
     known = [name for name, one in flags.declared().items() if one.belongs_to_run]
     given = (flags.checkpoint.resume_override or "").split(",")
     # The names may be given with dashes, as on the command line.

@@ -66,8 +66,8 @@ def make_plan(
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
     model, skeleton = _plan_model(flags, source, data, placement.kind)
-    # What follows compares parts of the plan with each other.
     plan = Plan(placement, model, data, schedule, directory, resume_from, resumed)
+    # These compare parts of the plan with each other, with the same result on all ranks.
     if is_rank_zero():
         _require_model_can(plan, skeleton)
         _require_rows_to_share(plan, flags.model.attention)
@@ -97,6 +97,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     tokenizer = of_model = loading.tokenizer_beside(source)
     for dataset in datasets:
         of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
+        # Where one of them has no tokenizer, there is nothing to compare.
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
                 f"{str(dataset.folder)!r} was made with a different tokenizer from that of "
@@ -208,6 +209,7 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
             raise ValueError(f"--float8 {plan.model.float8}: {missing}.")
         float8.float8_products(skeleton, plan.model.float8, is_emulated=True)
     masks = plan.data.document_end is not None and plan.data.document_masking is True
+    # Positions that begin anew tell the model where a document begins.
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(
             f"{name} takes no positions, so packed documents can't be kept apart: take "
@@ -292,6 +294,7 @@ def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix
     if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
         masking = resumed["schedule"]["document_masking"]  # as in the steps before
     mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
+    # The flags may name the sources in another order than before.
     if flags.data.data_mix and "mixture" in resumed:
         mix = _in_order(mix, mixture_of(resumed).names)
     sources, budgets = open_sources(flags, mix), parse_budgets(evaluation.forgetting_budget)
@@ -376,6 +379,7 @@ def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping
     training = flags.training
     if (mixture_text.described(mix), batch) != (then.get("data_mix"), then["global_batch_size"]):
         return False
+    # Stages begin at fractions of a run, so another length moves them.
     if training.max_step is not None:
         return training.max_step == then["max_step"]
     return then["max_step"] is None and training.number_epochs == then["number_epochs"]

@@ -68,7 +68,6 @@ class DataPlan:
     @cached_property
     def dataset(self) -> TokenDataset:
         """The training splits of all sources, and the validation split of the first."""
-        # A single dataset stays as it is.
         first, *others = self.sources.values()
         return concatenate([first, *others]) if others else first
 

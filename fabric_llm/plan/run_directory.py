@@ -170,7 +170,7 @@ def lock(folder: Path) -> None:
         return lock(folder)
     except BlockingIOError:
         os.close(descriptor)
-        # The other run has written who it is.
+        # STATUS.json of the other run says which process it is.
         status, who = read_status(folder), ""
         if {"pid", "host"} <= status.keys():
             who = f" (process {status['pid']} on {status['host']})"
@@ -280,7 +280,8 @@ def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) ->
     Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for
     readers: no code uses them.
 
-    event: started, resumed, saved, stage, left_out, fell_back or ended. step: finished steps, None if unknown.
+    event: started, resumed, saved, stage, left_out, fell_back or ended. step: finished steps, None
+    if unknown.
     """
     line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
     # A disk that is full or gone doesn't end a run here: a save will.

@@ -160,7 +160,7 @@ def _require_known_base(plan: Plan) -> None:
     if not plan.is_base_known:  # it will be measured
         return
     base, measured_on = plan.resumed["guard"]["before"], plan.data.measured_on()
-    # What is forgotten is a loss of now compared with the loss before step 1.
+    # A budget limits how far a loss may rise above its value before step 1, on the same rows.
     for name in plan.data.budgets:
         before = plan.resumed["measured_on"].get(name, measured_on[name])
         if name in base and before == measured_on[name]:

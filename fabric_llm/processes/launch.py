@@ -185,8 +185,8 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
 def number_of(name: str, first: int, last: int = 2**32, default: str = "0") -> int:
     """The number in an environment variable, or in `default` if it isn't set. Raises ValueError
     unless first <= number <= last."""
-    # isdecimal() also refuses signs, spaces and "", which int() or a shell might pass.
     given = os.environ.get(name, default)
+    # isdecimal() also refuses signs, spaces and "".
     if given.isdecimal() and first <= int(given) <= last:
         return int(given)
     advice = (
@@ -218,7 +218,6 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
     # The same variables that torchrun sets, since Fabric and torch read those.
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
     os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
-    # The script by its absolute path, as it was started from this folder.
     command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
     processes = {}
     # Local rank 0 is this process.
