@@ -152,7 +152,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
     for name, part in large.items():
         print(f"  {name:<51}{part / size:10,.2f}")
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
-    # None where neither flags nor this machine say what a device holds.
+    # None where it isn't known what a device holds.
     if prediction.device_bytes:
         device = prediction.device_bytes / size
         print(
