@@ -21,9 +21,9 @@ def commands() -> dict[str, tuple[str, str]]:
     for path in (*HERE.glob("[a-z]*.py"), *HERE.glob("[a-z]*/__main__.py")):
         name = path.parent.name if path.stem == "__main__" else path.stem
         # The docstring is read from the source, since importing a command may import torch.
-        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
         # It begins with the call in backquotes, then says what the command does.
-        call, does = re.match(r"`(.*?)`:? (.*)", said).groups()
+        call, does = re.match(r"`(.*?)`:? (.*)", text).groups()
         found[name] = call, does
     return dict(sorted(found.items()))
 
@@ -35,11 +35,9 @@ def main(argv: Optional[list[str]] = None) -> None:
     for word in sys.argv[1:] if argv is None else argv:
         if word not in ("-h", "--help"):
             close = [word] if word in known else nearest(word, known)
-            meant = (
-                f"take python -m fabric_llm.{close[0]}."
-                if close
-                else "python -m fabric_llm lists its commands."
-            )
+            meant = "python -m fabric_llm lists its commands."
+            if close:
+                meant = f"take python -m fabric_llm.{close[0]}."
             fail("fabric_llm", f"it takes no {word!r}: {meant}")
     for call, does in known.values():
         print(f"{call}\n    {does}")

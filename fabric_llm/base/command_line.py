@@ -82,11 +82,13 @@ class Flag:
     @property
     def kinds(self) -> list[Any]:
         """The types and words that it takes, without None."""
-        kinds = get_args(self.type) if get_origin(self.type) is Union else [self.type]
-        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        return [
-            kind for kind in kinds if kind is not type(None) and get_origin(kind) is not Literal
-        ] + words
+        kinds, words = [], []
+        for kind in get_args(self.type) if get_origin(self.type) is Union else [self.type]:
+            if get_origin(kind) is Literal:
+                words += get_args(kind)
+            elif kind is not type(None):
+                kinds.append(kind)
+        return kinds + words
 
     @property
     def values(self) -> str:
@@ -147,41 +149,40 @@ def groups(arguments_class: type) -> dict[str, type]:
 @cache
 def declared(group: type) -> dict[str, Flag]:
     """Flag name -> its declaration, in the order of --help."""
-    types, found = get_type_hints(group), {}
+    types, flags = get_type_hints(group), {}
     for f in fields(group):
-        help = (
-            f.metadata["flag"].help or strings_below(inspect.getfile(group))[group.__name__, f.name]
-        )
         flag, kind = f.metadata["flag"], types[f.name]
+        help = flag.help or strings_below(inspect.getfile(group))[group.__name__, f.name]
         # What --code has registered is allowed beside the built-in words.
         if flag.names:
             kind = Literal[(*get_args(kind), *flag.names)]
-        found[f.name] = replace(flag, help=help, type=kind)
-    return found
+        flags[f.name] = replace(flag, help=help, type=kind)
+    return flags
 
 
 @cache
 def strings_below(file: str) -> dict[tuple[str, str], str]:
     """(class name, field name) -> the string below the field. Python drops it, so the source is
     read, as Sphinx does."""
-    found = {}
+    texts = {}
     nodes = ast.parse(Path(file).read_text()).body
-    for group in (node for node in nodes if isinstance(node, ast.ClassDef)):
+    for group in nodes:
+        if not isinstance(group, ast.ClassDef):
+            continue
         # A field and its text are two statements, one after the other.
         for above, below in pairwise(group.body):
             if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[group.name, ast.unparse(above.target)] = " ".join(
-                    ast.literal_eval(below.value).split()
-                )
-    return found
+                text = ast.literal_eval(below.value)
+                texts[group.name, ast.unparse(above.target)] = " ".join(text.split())
+    return texts
 
 
 def is_rank_zero() -> bool:
     """True in the process that speaks to the user, also before there is a process group."""
     node = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
-    return (
-        os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0") if node == "0" else "other") == "0"
-    )
+    # Without RANK, local rank 0 of the first machine is rank 0.
+    of_machine = os.environ.get("LOCAL_RANK", "0") if node == "0" else "other"
+    return os.environ.get("RANK", of_machine) == "0"
 
 
 def is_first_of_machine() -> bool:
@@ -293,9 +294,9 @@ def _in_range(
 
     named: what a message calls a flag.
     """
-    values = {
-        name: one.default if parsed[name] is None else parsed[name] for name, one in flags.items()
-    }
+    values = {}
+    for name, one in flags.items():
+        values[name] = one.default if parsed[name] is None else parsed[name]
     for name, one in flags.items():
         if wrong := one.out_of_range(values[name]):
             fail(program, f"{named(name)} {wrong}")
@@ -328,10 +329,8 @@ def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> 
         # Only the last file would be read.
         if before and one is CONFIG:
             fail(program, f"{many}: take one file, and flags for what differs.")
-        has_commas, is_what = (
-            "comma-separated" in one.values + one.help,
-            one.path and one.how is False,
-        )
+        has_commas = "comma-separated" in one.values + one.help
+        is_what = one.path and one.how is False
         # A warning only where the user may have meant both values.
         if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
             all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
@@ -408,11 +407,9 @@ def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], s
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
-        dash = (
-            f" A value that begins with a dash is written --{bare[1]}=VALUE."
-            if str in flags[bare[1]].kinds
-            else ""
-        )
+        dash = ""
+        if str in flags[bare[1]].kinds:
+            dash = f" A value that begins with a dash is written --{bare[1]}=VALUE."
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."

@@ -29,7 +29,9 @@ def shown(name: object, most: int = MAX_CHARACTERS) -> str:
     """A name from outside, such as that of a file or a field, for a message: in one line, and cut
     in the middle if it is long."""
     text = str(name)
-    return printable(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return printable(text)
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -45,9 +47,10 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
     elsewhere: what is said of names that are no flags here.
     """
     # Each name that a flag has here or elsewhere -> its name here.
-    flag_of = {
-        word: known for known, one in flags.items() for word in (known, *one.aliases.split())
-    }
+    flag_of = {}
+    for known, one in flags.items():
+        for word in (known, *one.aliases.split()):
+            flag_of[word] = known
     name = name.replace("-", "_").lower()
     # Of `optimizer.lr` the whole comes first, then the last part.
     exact = [name, *reversed(name.split("."))]
@@ -67,16 +70,16 @@ def unknown(
     key."""
     meant = {name: flag_meant(name, flags, elsewhere) for name in names}
     if len(names) > 1:
-        each = (
-            f"{shown} ({meant[name]})" if meant[name] else shown for name, shown in names.items()
-        )
+        each = []
+        for name, shown in names.items():
+            each.append(f"{shown} ({meant[name]})" if meant[name] else shown)
         return f"unknown {what}s: {', '.join(each)}. See --help."
     # A single name gets a sentence of its own.
     [(name, shown)] = names.items()
     words = meant[name] or "see --help"
-    return (
-        f"unknown {what} {shown}. {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
-    )
+    if not words.endswith("?"):
+        words += "."
+    return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}"
 
 
 def at_home(given: Any) -> Any:
@@ -101,7 +104,8 @@ def command(*words: object, **flags: object) -> str:
         for word in words
     ]
     for name, value in flags.items():
-        values = [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+        given = value if isinstance(value, (list, tuple)) else [value]
+        values = [str(one) for one in given]
         # argparse would take a value that begins with a dash for another flag.
         joined = len(values) == 1 and values[0].startswith("-")
         shown += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]

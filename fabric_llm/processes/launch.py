@@ -46,16 +46,12 @@ class Children:
         for rank, process in self.processes.items():
             # None while it runs, 0 if it has ended well, negative if a signal killed it.
             if code := process.poll():
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"ended with code {code}"
-                )
-                return (
-                    rank,
-                    how,
-                    STOPPED if -code in SIGNALS else code if code in CODES else PEER_LOST,
-                )
+                how = f"ended with code {code}"
+                if code < 0:
+                    how = f"was killed by {signal.Signals(-code).name}"
+                if -code in SIGNALS:
+                    return rank, how, STOPPED
+                return rank, how, code if code in CODES else PEER_LOST
         return None
 
     def end(self, seconds: float) -> None:
@@ -189,9 +185,9 @@ def number_of(name: str, first: int, last: int = 2**32, default: str = "0") -> i
     # isdecimal() also refuses signs, spaces and "".
     if given.isdecimal() and first <= int(given) <= last:
         return int(given)
-    advice = (
-        ": start the ranks with torchrun or srun, or unset LOCAL_RANK" if started_by_other() else ""
-    )
+    advice = ""
+    if started_by_other():
+        advice = ": start the ranks with torchrun or srun, or unset LOCAL_RANK"
     os.environ["LOCAL_RANK"] = "0"  # only the first of a machine prints a mistake
     raise ValueError(
         f"{name} in the environment must be a number from {first} to {last}, not {given!r}{advice}."

@@ -127,9 +127,10 @@ class StopSignal:
         """The run is over and saved: ignore signals but Ctrl-C, and remove files, which aren't
         meant for the next run."""
         for number in SIGNALS:
-            signal.signal(
-                number, signal.SIG_IGN if number != signal.SIGINT else signal.default_int_handler
-            )
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
+            else:
+                signal.signal(number, signal.SIG_IGN)
         self.is_to_stop()
 
     def restore(self) -> None:
