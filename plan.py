@@ -128,15 +128,15 @@ def progress(change: dict[str, Any], prediction: Any) -> None:
 def numbers(prediction: Any) -> dict[str, Any]:
     """What --json prints of a prediction."""
     # Properties aren't fields, so asdict() leaves them out.
-    found = {
+    document = {
         **asdict(prediction),
         "used": prediction.used,
         "fits": prediction.fits,
         "hours": prediction.hours,
     }
-    found["memory"] |= {"peak": prediction.memory.peak}
-    found["seconds"] |= {"step": prediction.seconds.step}
-    return found
+    document["memory"] |= {"peak": prediction.memory.peak}
+    document["seconds"] |= {"step": prediction.seconds.step}
+    return document
 
 
 def show(prediction: Any, own: PlanArguments) -> None:
@@ -257,9 +257,8 @@ def command(words: list[str]) -> str:
             given[name] = [value] if equals else []
         elif name:
             given[name].append(word)
-    return names.command(
-        "python", "train.py", **{name: values for name, values in given.items() if name not in OWN}
-    )
+    of_training = {name: values for name, values in given.items() if name not in OWN}
+    return names.command("python", "train.py", **of_training)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,8 @@ def check_training(flags: Flags) -> None:
     """
     data, training, model_name = flags.data, flags.training, flags.model.model_name
     # One of two flags gives the data.
-    for name, value in {
-        "model_name": model_name,
-        "train_data_dir": data.train_data_dir or data.data_mix,
-    }.items():
+    needed = {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}
+    for name, value in needed.items():
         if not value:
             raise ValueError(
                 f"--{name} is missing: a run needs --model_name and --train_data_dir (or "
@@ -123,11 +121,9 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
         raise ValueError(f"--profile {flags.logging.profile}: the run ends at step {max_step}.")
     # The phases follow each other, so their sum must fit.
     if training.lr_schedule in WITH_DECAY_STEPS and training.decay_steps:
-        names = [
-            "warmup_steps",
-            "decay_steps",
-            *["cooldown_steps"] * (training.lr_schedule == "infinite"),
-        ]
+        names = ["warmup_steps", "decay_steps"]
+        if training.lr_schedule == "infinite":
+            names.append("cooldown_steps")
         given = {name: getattr(training, name) or 0 for name in names}
         if sum(given.values()) > max_step:
             words = " and ".join(f"--{name} {steps}" for name, steps in given.items() if steps)
@@ -137,11 +133,12 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 def activation_checkpointing(asked: Union[bool, str]) -> str:
     """--activation_checkpointing as one word: none, full, every:N, selective or offload."""
     # A boolean is allowed as well: true means full, false means none.
-    word = asked if isinstance(asked, str) else "full" if asked else "none"
-    if word in ("none", "full", "selective", "offload") or re.fullmatch(r"every:[1-9]\d*", word):
-        return word
+    if not isinstance(asked, str):
+        return "full" if asked else "none"
+    if asked in ("none", "full", "selective", "offload") or re.fullmatch(r"every:[1-9]\d*", asked):
+        return asked
     known = "none, full, every:N (such as every:2), selective or offload"
-    advice = "; plan.py --auto says which one fits" if word == "auto" else ""
+    advice = "; plan.py --auto says which one fits" if asked == "auto" else ""
     raise ValueError(f"--activation_checkpointing takes {known}, not {asked!r}{advice}.")
 
 
@@ -151,7 +148,9 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
         return None
     # (0, 0) fails the comparison, so text of another form gets the same message.
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
-    first, last = map(int, match.groups()) if match else (0, 0)
+    first, last = 0, 0
+    if match is not None:
+        first, last = map(int, match.groups())
     if not 1 <= first <= last:
         raise ValueError(
             "--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not "
@@ -177,10 +176,8 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     """Names in --eval_data, --forgetting_budget and --keep_best_of. of_training: validation sets of
     the training data."""
     evaluation = flags.evaluation
-    added, budgets = (
-        list(parse_eval_data(evaluation.eval_data)),
-        parse_budgets(evaluation.forgetting_budget),
-    )
+    added = list(parse_eval_data(evaluation.eval_data))
+    budgets = parse_budgets(evaluation.forgetting_budget)
     # Names of sets are keys in metrics.jsonl, so none may come twice.
     if twice := [name for name in added if name in of_training]:
         raise ValueError(
@@ -195,9 +192,10 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
         )
     # A budget may be for a probe as well; the best checkpoint is chosen by a validation set.
     known, best = [*of_training, *added], flags.save.keep_best_of
-    asked = [("--forgetting_budget", name, [*known, *PROBES]) for name in budgets]
-    for flag, name, names in asked + ([] if best is None else [("--keep_best_of", best, known)]):
-        require_set(flag, name, names)
+    for name in budgets:
+        require_set("--forgetting_budget", name, [*known, *PROBES])
+    if best is not None:
+        require_set("--keep_best_of", best, known)
     if budgets and evaluation.eval_iters == 0:
         raise ValueError(
             "--forgetting_budget is measured by evaluations, which --eval_iters 0 turns off."
@@ -222,9 +220,7 @@ def require_set(flag: str, name: str, names: Collection[str]) -> None:
     """Raises ValueError unless `name`, of `flag`, is that of a validation set."""
     if name not in names:
         close = nearest(name, names)
-        meant = (
-            f"Did you mean {close[0]!r}?"
-            if len(close) == 1
-            else f"There are {', '.join(map(repr, names))}."
-        )
+        meant = f"There are {', '.join(map(repr, names))}."
+        if close:
+            meant = f"Did you mean {close[0]!r}?"
         raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")

@@ -226,9 +226,8 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     )
     # Names and shapes suffice to tell another model, and need no weights.
     here, there = dict(state_dicts.saved_shapes(named)), dict(state_dicts.saved_shapes(skeleton))
-    if differing := sorted(
-        name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
-    ):
+    names = sorted(here.keys() | there.keys())
+    if differing := [name for name in names if here.get(name) != there.get(name)]:
         words = []
         for name in differing[:MAX_DIFFERENCES]:
             stored, wanted = list(there.get(name, ())), list(here.get(name, ()))
@@ -401,10 +400,11 @@ def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. Raises ValueError."""
     folders = parse_eval_data(flags.evaluation.eval_data)
-    return {
-        name: open_here(folder, flags, not Path(folder, TASKS).is_file())
-        for name, folder in folders.items()
-    }
+    datasets = {}
+    for name, folder in folders.items():
+        is_text = not Path(folder, TASKS).is_file()
+        datasets[name] = open_here(folder, flags, is_text)
+    return datasets
 
 
 def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
@@ -439,10 +439,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
 def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
     """Raises ValueError unless one run can read rows of both."""
     both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
-    columns, others = (
-        sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set()))
-        for one in (first, other)
-    )
+    columns, others = _columns(first), _columns(other)
     if columns != others:
         words = f"{', '.join(columns)}, and {', '.join(others)}"
         raise ValueError(
@@ -456,11 +453,21 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
         packed = []
         for end in ends:
             words = f"packed, token {end} ends a document"
-            packed.append("not packed by prepare_data.py" if end is None else words)
+            if end is None:
+                words = "not packed by prepare_data.py"
+            packed.append(words)
         raise ValueError(
             f"{both} have different documents: {', and '.join(packed)}; take --document_masking "
             "false."
         )
+
+
+def _columns(dataset: TokenDataset) -> list[str]:
+    """The columns of its rows, without labels where these only mark padding."""
+    columns = set(dataset.train[0])
+    if is_padded(dataset.train):
+        columns.discard("labels")
+    return sorted(columns)
 
 
 def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) -> None:
@@ -485,9 +492,8 @@ def differing_tokens(one: Any, other: Any) -> str:
     part of a sentence; "" if all agree."""
     # Vocabularies first: they say best what differs.
     ids, others = one.get_vocab(), other.get_vocab()
-    differing = sorted(
-        token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)
-    )
+    tokens = ids.keys() | others.keys()
+    differing = sorted(token for token in tokens if ids.get(token) != others.get(token))
     words = ", ".join(
         f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
         for token in differing[:MAX_DIFFERENCES]

@@ -81,15 +81,16 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
     # Another order of rows would read some twice and others never.
+    # The losses before step 1 stay what others are compared with.
+    evaluated_on = plan.data.measured_on()
+    base = plan.resumed["measured_on"] if plan.is_base_known else evaluated_on
     order = STREAM_ORDER if is_stream(plan.data.dataset.train) else ROW_ORDER
     return {
         "fixed": {**of_data, "row_order": order, **fixed},
         "schedule": of_run,
         **of_mixture,
-        "measured_on": plan.resumed["measured_on"]
-        if plan.is_base_known
-        else plan.data.measured_on(),
-        "evaluated_on": plan.data.measured_on(),
+        "measured_on": base,
+        "evaluated_on": evaluated_on,
         "end_step": schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "code": register.LOADED.get("code"),
@@ -119,9 +120,9 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     fixed, changed = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     # A run can't turn from one dataset into a mixture, or back.
     if ("mixture" in then) != ("mixture" in now):
-        before, after = (
-            f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)
-        )
+        before, after = "--train_data_dir", "--data_mix"
+        if "mixture" in then:
+            before, after = after, before
         fixed = {"data": (before, after), **fixed}
     if now["schedule"]["max_step"] is not None and "max_step" not in changed:
         changed.pop("number_epochs", None)  # isn't used
@@ -279,12 +280,11 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         end, shape = schedule["max_step"], arguments_of(schedule)
         # Another module of --code may not know the schedule of before.
         is_known = shape["lr_schedule"] in SCHEDULES | register.SCHEDULES
-        rates = []
+        row = f"{name:>10}"
         for step in steps:
-            has_rate = is_known and step < end
-            rates.append(lr_at(step, max_step=end, **shape) if has_rate else None)
-        rows.append(
-            f"{name:>10}"
-            + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates)
-        )
+            rate = "-"
+            if is_known and step < end:
+                rate = f"{lr_at(step, max_step=end, **shape):.3e}"
+            row += f"{rate:>11}"
+        rows.append(row)
     return rows

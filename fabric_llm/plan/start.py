@@ -66,17 +66,17 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
         return micro_batch_size, accumulation, micro_batch_size * accumulation * world_size
     # It follows from a number of micro-batches that was asked for; without one it is 1.
     if micro_batch_size is None:
-        micro_batch_size = (
-            max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
-        )
+        micro_batch_size = 1
+        if accumulation:
+            micro_batch_size = max(1, global_batch_size // (accumulation * world_size))
     if flags.demo:
         micro_batch_size = min(micro_batch_size, max(1, global_batch_size // world_size))
     # Micro-batches per step and device.
     needed, rest = divmod(global_batch_size, micro_batch_size * world_size)
     spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes"
-    spelled += (
-        f" / {sharing} that share rows" * (sharing > 1) + f" = {micro_batch_size * world_size}"
-    )
+    if sharing > 1:
+        spelled += f" / {sharing} that share rows"
+    spelled += f" = {micro_batch_size * world_size}"
     if rest:
         raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
     # All three flags are given, and they contradict each other.
@@ -200,11 +200,9 @@ def start(flags: Flags) -> ThisRank:
             if placement.world_size == 1 or starts:
                 raise problem from None
     # Last, since a problem that is found before then needs no ranks to be ended.
-    children = (
-        launch.start_ranks(placement.devices, placement.num_nodes)
-        if starts
-        else launch.Children({})
-    )
+    children = launch.Children({})
+    if starts:
+        children = launch.start_ranks(placement.devices, placement.num_nodes)
     return ThisRank(placement, children, directory, problem)
 
 
