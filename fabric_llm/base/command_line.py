@@ -83,7 +83,8 @@ class Flag:
     def kinds(self) -> list[Any]:
         """The types and words that it takes, without None."""
         kinds, words = [], []
-        for kind in get_args(self.type) if get_origin(self.type) is Union else [self.type]:
+        alternatives = get_args(self.type) if get_origin(self.type) is Union else [self.type]
+        for kind in alternatives:
             if get_origin(kind) is Literal:
                 words += get_args(kind)
             elif kind is not type(None):
@@ -268,9 +269,10 @@ def parse(
         config = at_home(known.config)
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
         # They are parsed, so that an old run can be resumed, and then dropped.
-        for name in removed if Path(config).name == "arguments.yaml" else ():
-            parser.add_argument(f"--{name}")
-            in_config[name] = Flag(None, "", str)
+        if Path(config).name == "arguments.yaml":
+            for name in removed:
+                parser.add_argument(f"--{name}")
+                in_config[name] = Flag(None, "", str)
         # Keys of the file are checked like flags, and a message about one names its line.
         lines = _check_config(program, config, in_config, elsewhere)
         lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
@@ -370,7 +372,8 @@ def _check_config(
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
         fail(program, f"{config}: {unknown('key', shown, flags, elsewhere)}")
     for key, value in values.items():
-        for item in value if isinstance(value, list) else [value]:
+        items = value if isinstance(value, list) else [value]
+        for item in items:
             here = f"line {lines[key]} of {config}: {key}"
             _refuse_other_numbers(program, here, key, item, flags)
             if isinstance(item, (list, dict, set, tuple)):

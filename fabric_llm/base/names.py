@@ -99,10 +99,10 @@ def command(*words: object, **flags: object) -> str:
     What begins with a dash would be taken for a flag: a value follows an equals sign, and a path
     begins with ./ instead.
     """
-    shown = [
-        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
-        for word in words
-    ]
+    shown = []
+    for word in words:
+        looks_like_flag = isinstance(word, Path) and str(word).startswith("-")
+        shown.append(f"./{word}" if looks_like_flag else str(word))
     for name, value in flags.items():
         given = value if isinstance(value, (list, tuple)) else [value]
         values = [str(one) for one in given]
@@ -139,7 +139,8 @@ def reach_hub() -> bool:
     from huggingface_hub import constants
 
     address = urlsplit(constants.ENDPOINT)
-    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    usual_port = 80 if address.scheme == "http" else 443
+    host, port = address.hostname or "", address.port or usual_port
     # A proxy may reach the hub where this machine itself can't.
     if constants.is_offline_mode() or address.scheme in getproxies() and not proxy_bypass(host):
         return True

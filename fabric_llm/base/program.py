@@ -108,16 +108,12 @@ def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05
 
 def cores(root: Path = Path("/")) -> int:
     """CPU cores that this process may use by its affinity and control groups. root: for tests."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
     for group in _control_groups(root):
         # The file holds the quota and the period, in microseconds.
-        quota, period, *_ = (
-            *_words(group / "cpu.max"),
-            "max",
-            "max",
-        )
+        quota, period, *_ = (*_words(group / "cpu.max"), "max", "max")
         if quota.isdigit():
             count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
@@ -127,9 +123,9 @@ def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
     """Memory that this process and its children may still take; None if unknown. Cached files count
     as free."""
     words = _words(root / "proc/meminfo")
-    free = (
-        [int(words[words.index("MemAvailable:") + 1]) * 2**10] if "MemAvailable:" in words else []
-    )
+    free = []
+    if "MemAvailable:" in words:
+        free.append(int(words[words.index("MemAvailable:") + 1]) * 2**10)
     for group in _control_groups(root):
         most, used, stat = (_words(group / f"memory.{name}") for name in ("max", "current", "stat"))
         # `max` isn't a number: then the group has no limit.

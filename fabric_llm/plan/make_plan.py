@@ -394,7 +394,9 @@ def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
     """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
     # The others still compare sizes, which takes no time.
     verify = flags.data.verify_data if is_first_of_machine() else "size"
-    return open_source(Path(folder), verify, flags) if is_text else open_tasks(Path(folder), verify)
+    if is_text:
+        return open_source(Path(folder), verify, flags)
+    return open_tasks(Path(folder), verify)
 
 
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
@@ -479,7 +481,9 @@ def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) 
         loading.tokenizer_beside(source.folder / "tokenizer") for source in (first, other)
     )
     # Where a hash is missing, the tokens themselves decide.
-    words = "" if one is None or another is None else differing_tokens(one, another)
+    words = ""
+    if one is not None and another is not None:
+        words = differing_tokens(one, another)
     if words or None not in hashes:
         raise ValueError(
             f"{both} were made with different tokenizers{words}; run prepare_data.py for both "
@@ -502,7 +506,9 @@ def differing_tokens(one: Any, other: Any) -> str:
         return f": {len(differing)} tokens differ: {words}"
     # Other merges, normalizers or templates, such as with and without BOS.
     made, made_there = (tokenizer(SAMPLE)["input_ids"] for tokenizer in (one, other))
-    return "" if made == made_there else f": {SAMPLE!r} is {made_there[:8]} ..., not {made[:8]} ..."
+    if made == made_there:
+        return ""
+    return f": {SAMPLE!r} is {made_there[:8]} ..., not {made[:8]} ..."
 
 
 def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, source: str) -> None:

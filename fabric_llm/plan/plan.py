@@ -86,10 +86,9 @@ class DataPlan:
     def ends_of_eval_data(self) -> dict[str, Optional[int]]:
         """{set of --eval_data: the token id that ends its documents; None: they aren't kept
         apart}."""
-        return {
-            name: one.document_end if self.document_masking else None
-            for name, one in self.eval_data.items()
-        }
+        if not self.document_masking:
+            return dict.fromkeys(self.eval_data)
+        return {name: one.document_end for name, one in self.eval_data.items()}
 
     def keeps_documents_apart(self) -> bool:
         """Whether the model must keep documents apart in any of the data."""

@@ -89,7 +89,9 @@ def _name(flags: Flags) -> str:
     if flags.demo and flags.checkpoint.resume is True:
         _require_demo_alone(parent, default)
     # The folder is read once, instead of asking for each of up to 10,000 names.
-    last, there = None, set(os.listdir(parent)) if parent.is_dir() else set()
+    last, there = None, set()
+    if parent.is_dir():
+        there.update(os.listdir(parent))
     for numbered in (default, *(f"{default}-{k}" for k in range(2, 10_000))):
         # Gaps are skipped, because the last of all runs is the one that goes on.
         if numbered in there:
@@ -350,7 +352,8 @@ def require_checkpoint(given: Path) -> None:
     """Raises Fault (66), with what there is instead, where `given` isn't a checkpoint."""
     if (given / MANIFEST).is_file():
         return
-    instead, beside = "", [] if given.is_dir() else files.checkpoints(given.parent)
+    instead = ""
+    beside = [] if given.is_dir() else files.checkpoints(given.parent)
     if (newest := files.latest(given)) is not None:
         instead = f" It is a run: its newest is {command(checkpoint=newest)}."
     elif beside:

@@ -118,7 +118,8 @@ def place(flags: Flags) -> Placement:
                 f"{torch.__version__}."
             )
     # `auto`: all GPUs of the machine, or one process on its CPU.
-    devices, kind = max(gpus, 1) if asked == "auto" else int(asked), "cuda" if gpus else "cpu"
+    devices = max(gpus, 1) if asked == "auto" else int(asked)
+    kind = "cuda" if gpus else "cpu"
     if gpus and devices > gpus:
         advice = ""
         # A batch script has the first of these alone.

@@ -103,8 +103,8 @@ class StopSignal:
         """Whether this rank is asked to stop. The answer stays True; a file that asks is
         removed."""
         # A file asks once: left there, it would stop the next run as well.
-        for name in (STOP_FILE, SAVE_FILE) if self.run_directory else ():
-            if (self.run_directory / name).is_file():
+        for name in (STOP_FILE, SAVE_FILE):
+            if self.run_directory and (self.run_directory / name).is_file():
                 (self.run_directory / name).unlink(missing_ok=True)
                 self.files.add(name)
         return STOP_FILE in self.files or self.requests > 0 or self.is_out_of_time()
