@@ -17,6 +17,7 @@ from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
 from parse_arguments import parse_plan
 
+# Flags that train.py doesn't have.
 OWN = [field.name for field in fields(PlanArguments)]
 GIB = 2**30
 
@@ -26,29 +27,36 @@ def main(argv: Optional[list[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     with in_one_sentence("plan.py"):
         own, flags = parse_plan(words)
+        # After the flags are parsed, so that --help and mistakes don't wait for torch.
         with without_collection():
             from fabric_llm.forecast import changes, sweep  # import torch
 
+        # The sizes of a preset's model lie in this repository, so no network is needed.
         if (sizes := sizes_of_preset(words)) is not None:
             flags = changes.changed(flags, {"model_name": str(sizes)})
         plan = None
         if own.html is not None:
+            # Refused before the prediction, which takes seconds.
             files.require_name(Path(own.html), "--html")
             page = page_module("fabric_llm.forecast.page")
             if own.json:
                 raise Fault("--json true prints and --html draws: give one of them.")
             if own.sweep is not None:
                 raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
+            # With a dataset, the page draws the steps of the run that train.py would make.
             if (plan := page.plan_of(own, flags)) is not None:
+                # The steps and the row length follow from the dataset, if there is one.
                 now = {
                     "max_step": plan.schedule.max_step,
                     "context_length": max(plan.data.contexts),
                 }
                 flags = changes.changed(flags, now)
+        # A table of many plans takes the place of a single one.
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)
             show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
             return 0
+        # What the flags alone give; --auto may replace it.
         prediction, chosen = changes.predict(own, flags), None
         if own.auto:
             chosen = changes.fastest(own, flags, progress)
@@ -56,6 +64,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if chosen is not None:
             change, prediction = chosen
             flags, chosen_words = changes.changed(flags, change), changes.words_of(change)
+        # Each change is added to those before it.
         tried = []
         if not prediction.fits:
             for change, one in changes.until_it_fits(own, flags, prediction):
@@ -75,10 +84,12 @@ def main(argv: Optional[list[str]] = None) -> int:
         if own.auto and chosen is None:
             print("\n--auto: nothing takes less than 80 % of the device.")
         show_changes(tried)
+        # The command at the end has all the changes, so that it can be copied.
         words += chosen_words
         for change_words, one in tried:
             words += change_words
             prediction = one
+        # No command is printed, since it would run out of memory.
         if not prediction.fits:
             print(
                 "\nIt doesn't fit with any of them: take a smaller model or --context_length, or "
@@ -94,9 +105,11 @@ def main(argv: Optional[list[str]] = None) -> int:
 def sizes_of_preset(words: list[str]) -> Optional[Path]:
     """The folder in configs/models with the config.json of a preset that is given alone; else
     None."""
+    # One word a line, since a value stands behind an equals sign or in the next word.
     given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
     if given is None or any(re.match("--model_name(=|$)", word) for word in words):
         return None
+    # configs/qwen3_8b.yaml has the sizes of its model in configs/models/qwen3-8b.
     preset = Path(given[1])
     folder = preset.parent / "models" / preset.stem.replace("_", "-")
     return folder if (folder / "config.json").is_file() else None
@@ -104,6 +117,7 @@ def sizes_of_preset(words: list[str]) -> Optional[Path]:
 
 def progress(change: dict[str, Any], prediction: Any) -> None:
     """Print what --auto has tried."""
+    # On stderr, since stdout may be read as JSON.
     named = ", ".join(f"{name} {value}" for name, value in change.items())
     print(
         f"{named}: {100 * prediction.used:.0f} %, {prediction.seconds.step:.3g} s a step",
@@ -114,28 +128,32 @@ def progress(change: dict[str, Any], prediction: Any) -> None:
 
 def numbers(prediction: Any) -> dict[str, Any]:
     """What --json prints of a prediction."""
-    found = {
+    # Properties aren't fields, so asdict() leaves them out.
+    document = {
         **asdict(prediction),
         "used": prediction.used,
         "fits": prediction.fits,
         "hours": prediction.hours,
     }
-    found["memory"] |= {"peak": prediction.memory.peak}
-    found["seconds"] |= {"step": prediction.seconds.step}
-    return found
+    document["memory"] |= {"peak": prediction.memory.peak}
+    document["seconds"] |= {"step": prediction.seconds.step}
+    return document
 
 
 def show(prediction: Any, own: PlanArguments) -> None:
     """Print a prediction."""
     memory = prediction.memory
+    # One unit for the whole table, so that its numbers can be compared.
     unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     print(f"Memory of a device at its peak, {unit}")
+    # Parts below a thousandth of the peak would only make the table longer.
     large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
     large["the rest"] = memory.peak - sum(large.values())
     for name, part in large.items():
         print(f"  {name:<51}{part / size:10,.2f}")
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
+    # None where it isn't known what a device holds.
     if prediction.device_bytes:
         device = prediction.device_bytes / size
         print(
@@ -147,6 +165,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
         print(f"  {name:<51}{part / size:10,.2f}")
     disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
+    # The speed is the least certain number, so its source is told.
     seconds, source = prediction.seconds, "assumed, see --mfu and --like"
     if own.like is not None:
         source = f"as {own.like}"
@@ -172,6 +191,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
             f"{hidden}: {prediction.link_bytes / 1e9:,.1f} GB a device, "
             f"{prediction.network_bytes / 1e9:,.1f} GB a node over the network"
         )
+    # A step of small operations waits for the host, not for the device.
     if seconds.launch > seconds.compute:
         print(
             f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes "
@@ -198,10 +218,12 @@ def show_sweep(
 ) -> None:
     """Print plans on more and more devices."""
     if own.json:
+        # A prediction can't be written as JSON, so its numbers take its place.
         documents = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
         print(json.dumps({"rows": documents, "hidden": hidden, "assumptions": assumed}, indent=2))
         return
     lines = [titles, *(row.cells() for row in rows)]
+    # Each column is as wide as its longest cell.
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
@@ -230,14 +252,14 @@ def command(words: list[str]) -> str:
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:
+        # A flag that comes again replaces its former value, as for the parser.
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name] = [value] if equals else []
         elif name:
             given[name].append(word)
-    return names.command(
-        "python", "train.py", **{name: values for name, values in given.items() if name not in OWN}
-    )
+    of_training = {name: values for name, values in given.items() if name not in OWN}
+    return names.command("python", "train.py", **of_training)
 
 
 if __name__ == "__main__":

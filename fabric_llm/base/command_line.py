@@ -82,11 +82,14 @@ class Flag:
     @property
     def kinds(self) -> list[Any]:
         """The types and words that it takes, without None."""
-        kinds = get_args(self.type) if get_origin(self.type) is Union else [self.type]
-        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        return [
-            kind for kind in kinds if kind is not type(None) and get_origin(kind) is not Literal
-        ] + words
+        kinds, words = [], []
+        alternatives = get_args(self.type) if get_origin(self.type) is Union else [self.type]
+        for kind in alternatives:
+            if get_origin(kind) is Literal:
+                words += get_args(kind)
+            elif kind is not type(None):
+                kinds.append(kind)
+        return kinds + words
 
     @property
     def values(self) -> str:
@@ -98,6 +101,7 @@ class Flag:
             str: "text",
             list[str]: "a list",
         }
+        # Types in the table become words; the words of a Literal are shown as they are.
         *most, last = (str(names.get(kind, kind)) for kind in self.kinds)
         return self.takes or ", ".join(most) + " or " * bool(most) + last
 
@@ -106,6 +110,7 @@ class Flag:
         values."""
         if not isinstance(value, (int, float)):
             return ""
+        # `not value > limit` instead of `value <= limit`: NaN then counts as out of range.
         if self.above is not None and not value > self.above:
             words = "positive" if self.above == 0 else f"more than {self.above}"
         elif self.at_least is not None and not value >= self.at_least:
@@ -138,45 +143,47 @@ def option(default: Any, help: str = "", **declaration: Any) -> Any:
 def groups(arguments_class: type) -> dict[str, type]:
     """Field name -> dataclass of every flag group of `arguments_class`."""
     hints = get_type_hints(arguments_class)
+    # A class of arguments may also have fields that aren't groups.
     return {f.name: hints[f.name] for f in fields(arguments_class) if is_dataclass(hints[f.name])}
 
 
 @cache
 def declared(group: type) -> dict[str, Flag]:
     """Flag name -> its declaration, in the order of --help."""
-    types, found = get_type_hints(group), {}
+    types, flags = get_type_hints(group), {}
     for f in fields(group):
-        help = (
-            f.metadata["flag"].help or strings_below(inspect.getfile(group))[group.__name__, f.name]
-        )
         flag, kind = f.metadata["flag"], types[f.name]
+        help = flag.help or strings_below(inspect.getfile(group))[group.__name__, f.name]
+        # What --code has registered is allowed beside the built-in words.
         if flag.names:
             kind = Literal[(*get_args(kind), *flag.names)]
-        found[f.name] = replace(flag, help=help, type=kind)
-    return found
+        flags[f.name] = replace(flag, help=help, type=kind)
+    return flags
 
 
 @cache
 def strings_below(file: str) -> dict[tuple[str, str], str]:
     """(class name, field name) -> the string below the field. Python drops it, so the source is
     read, as Sphinx does."""
-    found = {}
+    texts = {}
     nodes = ast.parse(Path(file).read_text()).body
-    for group in (node for node in nodes if isinstance(node, ast.ClassDef)):
+    for group in nodes:
+        if not isinstance(group, ast.ClassDef):
+            continue
+        # A field and its text are two statements, one after the other.
         for above, below in pairwise(group.body):
             if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[group.name, ast.unparse(above.target)] = " ".join(
-                    ast.literal_eval(below.value).split()
-                )
-    return found
+                text = ast.literal_eval(below.value)
+                texts[group.name, ast.unparse(above.target)] = " ".join(text.split())
+    return texts
 
 
 def is_rank_zero() -> bool:
     """True in the process that speaks to the user, also before there is a process group."""
     node = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
-    return (
-        os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0") if node == "0" else "other") == "0"
-    )
+    # Without RANK, local rank 0 of the first machine is rank 0.
+    of_machine = os.environ.get("LOCAL_RANK", "0") if node == "0" else "other"
+    return os.environ.get("RANK", of_machine) == "0"
 
 
 def is_first_of_machine() -> bool:
@@ -214,15 +221,18 @@ def parse(
     here, and what is said of each. removed: flags of earlier versions, which an arguments.yaml may
     still hold.
     """
+    # A copy, because flags may be put before it below.
     argv = list(sys.argv[1:] if argv is None else argv)
     sections = {
         "": {"config": CONFIG},
         **{" ".join((group.__doc__ or "").split()): declared(group) for group in flag_groups},
     }
     try:
+        # --help ends the program here, before anything is checked.
         answer_help(about, sections, argv)
     except ValueError as error:
         fail(program, str(error))
+    # Without the first section: --config is no flag that a program gets.
     flags = {name: one for group in [*sections.values()][1:] for name, one in group.items()}
 
     import jsonargparse  # takes time, and only parsing needs it
@@ -232,15 +242,18 @@ def parse(
             fail(program, _one_sentence(message, flags, named))
 
     jsonargparse.set_loader("yaml", _load_value, exceptions=(ValueError,))
+    # Without abbreviations: a new flag would change what an old abbreviation means.
     parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
     parser.add_argument("--config", action="config")
     for name, one in flags.items():
+        # A flag without a default is required, unless its type takes None.
         required = one.default is None and type(None) not in get_args(one.type)
         options = {"required": True} if required else {"default": one.default}
         options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
         parser.add_argument(f"--{name}", **options)
     if first and argv and not argv[0].startswith("-"):
         argv = [f"--{first}", *argv]
+    # --config is taken out first: the file's keys must be known before all flags are parsed.
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", nargs="?", const="")
     known, words = before.parse_known_args(argv)
@@ -255,9 +268,12 @@ def parse(
     if known.config is not None:
         config = at_home(known.config)
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
-        for name in removed if Path(config).name == "arguments.yaml" else ():
-            parser.add_argument(f"--{name}")
-            in_config[name] = Flag(None, "", str)
+        # They are parsed, so that an old run can be resumed, and then dropped.
+        if Path(config).name == "arguments.yaml":
+            for name in removed:
+                parser.add_argument(f"--{name}")
+                in_config[name] = Flag(None, "", str)
+        # Keys of the file are checked like flags, and a message about one names its line.
         lines = _check_config(program, config, in_config, elsewhere)
         lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
         # first, so that the command line wins whatever the order
@@ -266,6 +282,7 @@ def parse(
     def named(name: str) -> str:
         return f"line {lines[name]} of {config}: {name}" if name in lines else f"--{name}"
 
+    # The value of a flag is what follows it, or what is behind its equals sign.
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.removeprefix("--").partition("=")
         _refuse_other_numbers(program, f"--{name}", name, value if equals else following, flags)
@@ -279,9 +296,9 @@ def _in_range(
 
     named: what a message calls a flag.
     """
-    values = {
-        name: one.default if parsed[name] is None else parsed[name] for name, one in flags.items()
-    }
+    values = {}
+    for name, one in flags.items():
+        values[name] = one.default if parsed[name] is None else parsed[name]
     for name, one in flags.items():
         if wrong := one.out_of_range(values[name]):
             fail(program, f"{named(name)} {wrong}")
@@ -289,6 +306,7 @@ def _in_range(
         # such names of files either, but `input`, a list, is opened here.
         if isinstance(values[name], str) and re.search("[\ud800-\udfff]", values[name]):
             fail(program, f"{named(name)} {ascii(values[name][:60])} isn't UTF-8 text.")
+        # In quotes, or after an equals sign, the shell leaves `~` as it is.
         if one.path and values[name] is not None:
             values[name] = at_home(values[name])
     return values
@@ -307,14 +325,15 @@ def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> 
             values.setdefault(name, []).append(value if equals else following)
     for name, (*before, last) in values.items():
         one, many = flags[name], f"--{name} is given {len(values[name])} times"
+        # The parser would take the last one and drop the others silently.
         if before and one.kinds == [list[str]]:
             fail(program, f"{many}: give all its values behind one --{name}.")
+        # Only the last file would be read.
         if before and one is CONFIG:
             fail(program, f"{many}: take one file, and flags for what differs.")
-        has_commas, is_what = (
-            "comma-separated" in one.values + one.help,
-            one.path and one.how is False,
-        )
+        has_commas = "comma-separated" in one.values + one.help
+        is_what = one.path and one.how is False
+        # A warning only where the user may have meant both values.
         if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
             all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
             message = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
@@ -341,6 +360,7 @@ def _check_config(
                 f"{type(values).__name__}."
             ),
         )
+    # Values have no line numbers, so the text is read once more as nodes.
     nodes = yaml.compose(text, Loader=_Loader).value
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in nodes}
     others = [str(key) for key in values if key not in flags]
@@ -352,7 +372,8 @@ def _check_config(
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
         fail(program, f"{config}: {unknown('key', shown, flags, elsewhere)}")
     for key, value in values.items():
-        for item in value if isinstance(value, list) else [value]:
+        items = value if isinstance(value, list) else [value]
+        for item in items:
             here = f"line {lines[key]} of {config}: {key}"
             _refuse_other_numbers(program, here, key, item, flags)
             if isinstance(item, (list, dict, set, tuple)):
@@ -382,19 +403,20 @@ def _refuse_other_numbers(
 def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], str]) -> str:
     """One sentence with the offending value, for jsonargparse's message of several lines with
     Python types."""
+    # A value without a flag before it, such as the second word of a text without quotes.
     if unexpected := re.match(r"unrecognized arguments: (\S*)", message):
         return f"unexpected {unexpected[1]!r}: every flag is written --name value."
+    # A value of another type, on the command line or in the file.
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
-        dash = (
-            f" A value that begins with a dash is written --{bare[1]}=VALUE."
-            if str in flags[bare[1]].kinds
-            else ""
-        )
+        dash = ""
+        if str in flags[bare[1]].kinds:
+            dash = f" A value that begins with a dash is written --{bare[1]}=VALUE."
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
+    # Any other message stays, in one line.
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
 
 
@@ -410,10 +432,12 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         value, line = getattr(event, "value", ""), event.start_mark.line + 1
+        # Both `&name` and `*name` have an anchor.
         if event.anchor is not None:
             raise yaml.YAMLError(
                 f"{event.anchor[:60]!r} in line {line} is an alias, or what one stands for"
             )
+        # Python takes long to convert such a number, or refuses it with an error of its own.
         if len(value) > MAX_DIGITS and re.fullmatch("[-+0-9a-fA-Fxo_:]*", value):
             raise yaml.YAMLError(f"line {line} has a number of {len(value):,} characters")
         return super().compose_node(parent, index)
@@ -457,6 +481,7 @@ def yaml_text(path: Path) -> str:
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
         raise ValueError(f"{str(path)!r} isn't a file")
     with path.open("rb") as file:
+        # One byte more than is allowed tells whether there is more.
         content = file.read(MAX_YAML_BYTES + 1)
     if len(content) > MAX_YAML_BYTES:
         return content.decode("latin-1")  # as many characters as bytes, which are too many
@@ -477,6 +502,7 @@ def _load_value(text: str) -> Any:
 def load_yaml(text: str, subject: str = "it") -> Any:
     """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full
     stop."""
+    # Checked before it is parsed, because parsing is slow.
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(
             f"{subject} has more than {MAX_YAML_BYTES // 2**10} KiB, the most that is read as YAML"
@@ -484,5 +510,6 @@ def load_yaml(text: str, subject: str = "it") -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
+        # Messages of yaml have several lines and quote the text.
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(f"{subject} can't be read as YAML: {reason}") from error

@@ -55,6 +55,7 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
     """
     ending = SimpleNamespace(left="nothing was written", asked=False)
 
+    # The exception ends the body wherever it is, so that its own cleaning up is done.
     def stop(number: int, frame: Any) -> NoReturn:
         ending.asked = True
         raise KeyboardInterrupt
@@ -62,6 +63,7 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
     with uninterrupted(stop):
         try:
             yield ending
+        # Whoever raised it has printed why.
         except SystemExit:
             raise
         except BaseException as error:
@@ -77,6 +79,7 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
                     fault = Fault(f"{str(error.filename)!r} can't be read: {error.strerror}.")
                 else:
                     fault = as_mistake(error)
+                # An error in this package: a report of it needs the traceback.
                 if fault.code == faults.UNEXPECTED and not isinstance(error, Fault):
                     traceback.print_exc()
                 print(f"{program}: error: {fault}", file=sys.stderr, flush=True)
@@ -90,6 +93,7 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
 
     needs: the space that the body needs, in words, for the message.
     """
+    # Measured before the body, whose files take space.
     free = shutil.disk_usage(folder.parent).free
     try:
         yield

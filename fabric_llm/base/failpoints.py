@@ -18,6 +18,7 @@ import time
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
 NAMES = (
+    # Each line has the places of one part of the program, roughly in the order of a run.
     *(
         "joining",
         "joined",
@@ -46,16 +47,20 @@ SIGNALS = {
     "term": signal.SIGTERM,
     "int": signal.SIGINT,
 }
+# Name of a place -> how often this process has reached it.
 _reached: dict[str, int] = {}
 
 
 def failpoint(name: str) -> None:
     """Fail if the environment names this place for this rank and this count; otherwise do
     nothing."""
+    # A mistyped name in a call would make its test pass without a failure.
     assert name in NAMES, name
     point, *options = os.environ.get(VARIABLE, "").split(":")
     given = dict(option.split("=", 1) for option in options)
+    # The process group may not exist yet, so the environment says which rank this is.
     own_rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    # Without `rank`, each rank that gets here fails.
     if point == name and given.get("rank", own_rank) == own_rank:
         _reached[name] = _reached.get(name, 0) + 1
         if _reached[name] == int(given.get("count", 1)):
@@ -64,6 +69,7 @@ def failpoint(name: str) -> None:
 
 def _do(action: str, name: str) -> None:
     if action == "hang":
+        # Sleeping, unlike SIGSTOP, leaves the other threads of the process running.
         while True:
             time.sleep(1)
     elif action == "enospc":
@@ -71,8 +77,10 @@ def _do(action: str, name: str) -> None:
     elif action == "raise":
         raise RuntimeError(f"failpoint {name}")
     elif action == "oom":
+        # Only this action needs torch, which takes seconds to import.
         import torch
 
+        # No machine has so much, so the real error of the allocator is raised.
         torch.empty(2**60, dtype=torch.uint8)
     else:
         os.kill(os.getpid(), SIGNALS[action])

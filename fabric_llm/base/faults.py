@@ -74,9 +74,9 @@ def one_line(error: object) -> str:
 def printable(text: str) -> str:
     """`text` in one line of bounded length, with control characters, such as those in a file's
     name, made visible."""
-    shown = "".join(
-        c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text[:MAX_CHARACTERS]
-    )
+    shown = ""
+    for character in text[:MAX_CHARACTERS].replace("\n", " "):
+        shown += character if character.isprintable() else repr(character)[1:-1]
     return shown + " ..." * (len(text) > MAX_CHARACTERS)
 
 
@@ -126,8 +126,6 @@ def as_fault(error: BaseException) -> Fault:
 def as_mistake(error: BaseException) -> Fault:
     """`error` as a Fault, for code that reads flags, data or a model, in which a ValueError is a
     mistake of the user."""
-    return (
-        Fault(str(error))
-        if isinstance(error, ValueError) and not isinstance(error, Fault)
-        else as_fault(error)
-    )
+    if isinstance(error, ValueError) and not isinstance(error, Fault):
+        return Fault(str(error))
+    return as_fault(error)

@@ -26,6 +26,7 @@ STEP_NAME = r"step-\d{8,}"  # of a checkpoint
 THREADS = 4  # hashing and reading both release the GIL
 ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 LARGEST_MANIFEST_BYTES = 256 * 2**20
+# Files that may run code when they are opened. Names are compared in lower case.
 CODE_SUFFIXES = (
     ".bin",
     ".pt",
@@ -51,6 +52,7 @@ def sha256(path: Path) -> str:
 def fsync(path: Path) -> None:
     """Flush a file or directory to the disk. A file system that can't flush directories is no
     error."""
+    # Read-only, as a directory can't be opened otherwise.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,16 +70,20 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = False) ->
     durable: it is on the disk when this returns. Raises OSError, and then keeps the old content and
     leaves no other file.
     """
+    # In the same folder: a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        # The content must be on the disk before the name: a crash may else leave an empty file.
         if durable:
             fsync(temporary)
         temporary.replace(path)
+    # Also on Ctrl-C, so that no temporary file stays.
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    # The rename itself is in the directory.
     if durable:
         fsync(path.parent)
 
@@ -91,6 +97,7 @@ def json_lines(file: Path, having: str = "") -> Iterator[tuple[str, dict[str, An
     if file.is_file():  # a pipe blocks whoever opens it
         with file.open(errors="replace") as lines:
             for line in (line for line in lines if having in line):
+                # The line after a broken one is read as usual.
                 record = None
                 with suppress(ValueError, RecursionError):
                     record = json.loads(line)
@@ -103,6 +110,7 @@ def instead_of_content(path: Path) -> Optional[str]:
     start = b""
     if path.is_file():
         with path.open("rb") as file:
+            # A pointer or a page is recognised by its first bytes.
             start = file.read(256).lstrip().lower()
     if start.startswith(b"version https://git-lfs"):
         return "a pointer of git-lfs, not the file itself: fetch that with git lfs pull"
@@ -130,6 +138,7 @@ class Describing:
 
     def start(self, names: Iterable[str]) -> None:
         """Start to hash these complete files and to flush them, unless that was started before."""
+        # Sorted, so that the manifest has the same order each time.
         for name in sorted(set(names) - self.started.keys()):
             path = self.folder / name
             self.started[name] = self.pool.submit(fsync, path), self.pool.submit(sha256, path)
@@ -138,6 +147,7 @@ class Describing:
         """Wait for all files, and return their entries. Raises what hashing or flushing raised."""
         entries = {}
         for name, (flushed, hashed) in self.started.items():
+            # A file is listed only once it is on the disk.
             flushed.result()
             entries[name] = {
                 "bytes": (self.folder / name).stat().st_size,
@@ -149,6 +159,7 @@ class Describing:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # After an error no thread may still read files that the caller removes.
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -169,6 +180,7 @@ def no_link(path: Path) -> Path:
 
 def encode(document: dict[str, Any]) -> bytes:
     """A manifest as the content of its file, with its own hash."""
+    # Sorted keys, since the hash must not depend on the order in which entries were made.
     own_hash = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**document, "sha256": own_hash}, indent=2) + "\n").encode()
 
@@ -187,10 +199,12 @@ def read(folder: Path) -> dict[str, Any]:
         f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT
     )
     path, document = no_link(folder / MANIFEST), None
+    # Any kind of broken content ends as the one Fault, not as an error of the JSON reader.
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         content = path.read_bytes() if path.stat().st_size <= LARGEST_MANIFEST_BYTES else b""
         decoded = json.loads(content)
         decoded.pop("sha256", None)
+        # Compared byte by byte, which covers the hash and leaves no second way to write it.
         document = decoded if content == encode(decoded) else None
     if document is None:
         raise damaged
@@ -201,11 +215,13 @@ def read(folder: Path) -> dict[str, Any]:
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
     """Raises `damaged` if `entries` of the manifest `where` aren't entries, although sealed, and
     Fault (77) for their names."""
+    # Whoever changes a manifest can also seal it again, so its entries are checked one by one.
     if not isinstance(entries, dict):
         raise damaged
     for name, entry in entries.items():
         if not isinstance(entry, dict):
             raise damaged
+        # `type` instead of isinstance, which takes JSON's true for an int.
         if type(entry.get("bytes")) is not int or type(entry.get("sha256")) is not str:
             raise damaged
         check_name(name, where)
@@ -214,6 +230,7 @@ def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
 def check_name(name: str, where: Path) -> None:
     """Raises Fault (77) unless `name`, read from the file `where`, names a file below the folder of
     `where`."""
+    # `str(plain) != name` refuses "./a", "a//b" and the like, which name one file in two ways.
     plain = PurePosixPath(name)
     if (
         plain.is_absolute()
@@ -236,6 +253,7 @@ def weight_map(index: Path) -> dict[str, str]:
         files = {str(name): str(file) for name, file in json.loads(content)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(index)!r} can't be read as an index of weights.") from error
+    # An index is from outside: its names must not lead out of the folder, either.
     for file in sorted(set(files.values())):
         check_name(file, index)
     return files
@@ -249,12 +267,14 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
     run code (77).
     """
     document = read(folder)
+    # Code is looked for first: such a file is refused even if its hash is right.
     listed, there = document["files"], files_in(folder)
     if code := sorted(name for name in {*there, *listed} if name.lower().endswith(CODE_SUFFIXES)):
         raise Fault(
             f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.",
             REFUSED,
         )
+    # A file that isn't listed has no hash, so nothing vouches for it.
     if foreign := sorted(set(there) - listed.keys() - {MANIFEST}):
         raise Fault(
             f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.",
@@ -277,10 +297,12 @@ def check_files(
             raise Fault(
                 f"{wrong}: {name} has {file.stat().st_size} bytes, not {entry['bytes']}.", code
             )
+    # Names and sizes take no time, and find most damage. Hashing reads everything.
     if not hashes:
         return
     pool = ThreadPoolExecutor(THREADS)
     try:
+        # Files are hashed at the same time, but judged in the order of the manifest.
         hashed = {name: pool.submit(sha256, folder / name) for name in entries}
         for name, entry in entries.items():
             if hashed[name].result() != entry["sha256"]:
@@ -288,6 +310,7 @@ def check_files(
     except OSError as error:  # such as a bad sector, or no permission
         raise Fault(f"{wrong}: {name} can't be read ({error.strerror}).", code) from error
     finally:
+        # After the first difference the other files needn't be read.
         pool.shutdown(cancel_futures=True)
 
 
@@ -307,10 +330,12 @@ def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
 def writable(output: Path, wrong: str = "") -> None:
     """Raises Fault (73) if `output` can't be created. Leaves nothing behind. wrong: how its
     sentence begins."""
+    # The nearest folder that exists is where the first new one would be made.
     place = output.absolute().parent
     while not os.path.lexists(place):
         place = place.parent
     try:
+        # Permission bits don't tell it, for example on a file system that is read-only.
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         wrong = wrong or f"output {output} cannot be written"
@@ -330,6 +355,7 @@ def step_of(path: Path) -> int:
 
 def step_directories(run_directory: Path) -> list[Path]:
     """All directories with a checkpoint's name, in the order of steps, not of times."""
+    # A save that isn't published, or was moved aside, has another name.
     directories = [
         p for p in run_directory.glob("step-*") if re.fullmatch(STEP_NAME, p.name) and p.is_dir()
     ]

@@ -9,6 +9,12 @@ from typing import Any
 from fabric_llm.base.names import nearest, unknown
 from fabric_llm.base.program import no_more_output
 
+# What a resumed run does with a flag, by `Flag.resume`.
+RESUMED = {
+    "free": "may change it",
+    "never": "keeps it",
+    "override": "changes it only by --resume_override",
+}
 Groups = dict[str, dict[str, Any]]  # title (remark) -> flag name -> its command_line.Flag
 
 
@@ -19,33 +25,42 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     if not asked:
         return
     after = [argv[asked[0]].partition("=")[2], *argv[asked[0] + 1 :]]  # --help=lr is --help lr
-    named = [word for word in after if word.startswith("--")] or after  # --devices, not its value
-    named = [part for word in named for part in re.split("[, ]+", word.partition("=")[0]) if part]
+    words = [word for word in after if word.startswith("--")] or after  # --devices, not its value
+    named: list[str] = []
+    for word in words:
+        named += filter(None, re.split("[, ]+", word.partition("=")[0]))
+    # One column less: some terminals wrap a line that fills the last one.
     columns = max(shutil.get_terminal_size().columns, 80) - 1
+    # What the program is for is said only where all of it is asked for.
     lines = [about] if named in ([], ["all"]) else []
-    if not named and any(
-        one.basic for title, group in groups.items() if title for one in group.values()
-    ):
+    if not named and any(_has_basic(group) for title, group in groups.items() if title):
         # The usage comes last: on a small screen what comes first has scrolled away.
         lines += [
             *_short(groups, columns),
             *about.splitlines()[:1],
         ]
     else:
-        for title, group in (
-            part for word in named or ["all"] for part in _meant(word, groups).items()
-        ):
+        meant: list[tuple[str, dict[str, Any]]] = []
+        for word in named or ["all"]:
+            meant += _meant(word, groups).items()
+        for title, group in meant:
             # Only a program whose runs can be resumed has such flags.
             of_run = any(one.resume == "free" for one in groups[title].values())
-            lines += ["", title] * bool(title)
-            lines += [
-                line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)
-            ]
+            if title:
+                lines += ["", title]
+            for name, one in group.items():
+                lines += _full(name, one, min(columns, 100), of_run)
+    # `--help | head` closes the pipe early.
     try:
         print("\n".join(lines).strip("\n"), flush=True)
     except BrokenPipeError:
         no_more_output()
     raise SystemExit(0)
+
+
+def _has_basic(group: dict[str, Any]) -> bool:
+    """Whether a first run needs a flag of the group."""
+    return any(one.basic for one in group.values())
 
 
 def _meant(word: str, groups: Groups) -> Groups:
@@ -54,12 +69,16 @@ def _meant(word: str, groups: Groups) -> Groups:
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
     if name == "all":
         return groups
+    # A group is named by its title, without the remark in brackets.
     titles = {title.split(" (")[0].lower(): title for title in groups}
     flags = {flag: one for group in groups.values() for flag, one in group.items()}
+    # The name of a flag in another trainer finds it as well.
     flag = next((flag for flag, one in flags.items() if name in (flag, *one.aliases.split())), None)
+    # A group may be abbreviated, such as `data`.
     close = [title for title in titles if title.startswith(name)]
     if flag is None and not close:
         close = nearest(name, titles)
+    # With a dash it is meant as a flag, even if a group has the same name.
     if flag is not None and (word.startswith("-") or not close):
         return {title: {flag: flags[flag]} for title, group in groups.items() if flag in group}
     if not close:
@@ -70,13 +89,14 @@ def _meant(word: str, groups: Groups) -> Groups:
 def _short(groups: Groups, columns: int) -> list[str]:
     """A line for each basic flag: its default and as many clauses of its text as there is room for,
     at least one."""
-    starts = {
-        name: f"  --{name} {_default(one)}"
-        for group in groups.values()
-        for name, one in group.items()
-        if one.basic
-    }
+    # Name and default of each basic flag; the texts begin in the same column behind them.
+    starts = {}
+    for group in groups.values():
+        for name, one in group.items():
+            if one.basic:
+                starts[name] = f"  --{name} {_default(one)}"
     wide, lines = max(map(len, starts.values())) + 2, ["Flags of a first run, with their defaults:"]
+    # As much of a text as fits, up to the end of a clause, or else its first clause whole.
     clauses = re.compile(rf".{{1,{columns - wide}}}(?=; | \([^()]*\)(;|$)|$)|[^;]+")
     for title, group in groups.items():
         basic, short = [name for name in group if name in starts], title.split(" (")[0]
@@ -94,25 +114,25 @@ def _short(groups: Groups, columns: int) -> list[str]:
 
 def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
     """All that is declared of a flag."""
+    # The range belongs to what a flag takes, as `above 0`.
     limits = (("above", one.above), ("at least", one.at_least), ("below", one.below))
-    takes = ", ".join(
-        [one.values, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)]
-    )
+    takes = one.values
+    for word, limit in limits:
+        if limit is not None:
+            takes += f", {word} {limit:g}"
+    # Each need is a flag and, maybe, the values of it that will do.
     needs = [need.split() for need in one.needs.split(",") if need]
     unless = " and ".join(f"--{flag} is {' or '.join(values) or 'on'}" for flag, *values in needs)
-    may = (
-        "may change it"
-        if one.resume == "free"
-        else "keeps it"
-        if one.resume == "never"
-        else "changes it only by --resume_override"
-    )
-    sentences = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (
-        of_run and one.kept
-    )
-    sentences += [f"In other trainers: {', '.join(one.aliases.split())}."] * bool(one.aliases)
+    sentences = []
+    if needs:
+        sentences.append(f"No effect unless {unless}.")
+    if of_run and one.kept:
+        sentences.append(f"A resumed run {RESUMED[one.resume]}.")
+    if one.aliases:
+        sentences.append(f"In other trainers: {', '.join(one.aliases.split())}.")
     default, indent = f"; default: {_default(one)}" * (one.default is not None), " " * 6
     parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(sentences)
+    # Flag names have no place to break, since a name in two lines can't be copied.
     folded = TextWrapper(columns, subsequent_indent=indent, break_on_hyphens=False)
     return [line for part in parts for line in folded.wrap(part)]
 

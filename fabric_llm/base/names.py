@@ -29,7 +29,9 @@ def shown(name: object, most: int = MAX_CHARACTERS) -> str:
     """A name from outside, such as that of a file or a field, for a message: in one line, and cut
     in the middle if it is long."""
     text = str(name)
-    return printable(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return printable(text)
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -44,11 +46,15 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
 
     elsewhere: what is said of names that are no flags here.
     """
-    flag_of = {
-        word: known for known, one in flags.items() for word in (known, *one.aliases.split())
-    }
+    # Each name that a flag has here or elsewhere -> its name here.
+    flag_of = {}
+    for known, one in flags.items():
+        for word in (known, *one.aliases.split()):
+            flag_of[word] = known
     name = name.replace("-", "_").lower()
+    # Of `optimizer.lr` the whole comes first, then the last part.
     exact = [name, *reversed(name.split("."))]
+    # A name with a known answer isn't guessed at.
     if name in elsewhere and name not in flag_of:
         return elsewhere[name]
     # The first letter is hardly ever mistyped.
@@ -64,15 +70,16 @@ def unknown(
     key."""
     meant = {name: flag_meant(name, flags, elsewhere) for name in names}
     if len(names) > 1:
-        each = (
-            f"{shown} ({meant[name]})" if meant[name] else shown for name, shown in names.items()
-        )
+        each = []
+        for name, shown in names.items():
+            each.append(f"{shown} ({meant[name]})" if meant[name] else shown)
         return f"unknown {what}s: {', '.join(each)}. See --help."
+    # A single name gets a sentence of its own.
     [(name, shown)] = names.items()
     words = meant[name] or "see --help"
-    return (
-        f"unknown {what} {shown}. {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
-    )
+    if not words.endswith("?"):
+        words += "."
+    return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}"
 
 
 def at_home(given: Any) -> Any:
@@ -92,12 +99,14 @@ def command(*words: object, **flags: object) -> str:
     What begins with a dash would be taken for a flag: a value follows an equals sign, and a path
     begins with ./ instead.
     """
-    shown = [
-        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
-        for word in words
-    ]
+    shown = []
+    for word in words:
+        looks_like_flag = isinstance(word, Path) and str(word).startswith("-")
+        shown.append(f"./{word}" if looks_like_flag else str(word))
     for name, value in flags.items():
-        values = [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+        given = value if isinstance(value, (list, tuple)) else [value]
+        values = [str(one) for one in given]
+        # argparse would take a value that begins with a dash for another flag.
         joined = len(values) == 1 and values[0].startswith("-")
         shown += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]
     return shlex.join(shown)
@@ -105,11 +114,14 @@ def command(*words: object, **flags: object) -> str:
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:
     """Raises ValueError if `name`, which isn't a folder here, can't be a name on the hub either."""
+    # The hub would only answer that it has no such name.
     if os.path.exists(name):
         raise ValueError(
             f"{flag} {name!r} is a file: it takes a folder, or a name on the hub such as org/name."
         )
+    # The hub itself refuses names with `--` or `..`.
     is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and "--" not in name and ".." not in name
+    # It may be on the hub, which is asked later.
     if is_name and not is_path(name):
         return
     nor = "" if is_name else ", and it can't be a name on the hub"
@@ -127,7 +139,9 @@ def reach_hub() -> bool:
     from huggingface_hub import constants
 
     address = urlsplit(constants.ENDPOINT)
-    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    usual_port = 80 if address.scheme == "http" else 443
+    host, port = address.hostname or "", address.port or usual_port
+    # A proxy may reach the hub where this machine itself can't.
     if constants.is_offline_mode() or address.scheme in getproxies() and not proxy_bypass(host):
         return True
     answered = Event()
@@ -140,6 +154,7 @@ def reach_hub() -> bool:
     thread.start()
     thread.join(SECONDS_FOR_THE_HUB)
     if not answered.is_set():
+        # huggingface_hub reads this constant at each request, so it counts from now on.
         constants.HF_HUB_OFFLINE = True
     return answered.is_set()
 

@@ -38,6 +38,7 @@ class Lasting:
         self.stream, self.patience_seconds = stream, SECONDS_FOR_A_READER
 
     def write(self, text: str) -> int:
+        # A longer write may block even if the pipe is writable, so text is written in pieces.
         for start in range(0, len(text), SAFE_CHARACTERS):
             self._if_read(self.stream.write, text[start : start + SAFE_CHARACTERS])
             if len(text) > SAFE_CHARACTERS:
@@ -50,6 +51,7 @@ class Lasting:
     def _if_read(self, action: Callable[..., Any], *args: str) -> None:
         with suppress(OSError, ValueError):  # closed, or the disk is full
             is_read = bool(select.select([], [self.stream], [], self.patience_seconds)[1])
+            # Once nobody has read for so long, later writes don't wait, until one is read again.
             self.patience_seconds = SECONDS_FOR_A_READER if is_read else 0.0
             if is_read:
                 action(*args)
@@ -98,6 +100,7 @@ def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05
     """Call `ask` until its answer is true, but not for longer than `seconds`. Returns the last
     answer."""
     deadline = time.monotonic() + seconds
+    # `ask` is called at least once, also with no time left.
     while not (answer := ask()) and time.monotonic() < deadline:
         time.sleep(pause_seconds)
     return answer
@@ -105,16 +108,12 @@ def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05
 
 def cores(root: Path = Path("/")) -> int:
     """CPU cores that this process may use by its affinity and control groups. root: for tests."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
     for group in _control_groups(root):
         # The file holds the quota and the period, in microseconds.
-        quota, period, *_ = (
-            *_words(group / "cpu.max"),
-            "max",
-            "max",
-        )
+        quota, period, *_ = (*_words(group / "cpu.max"), "max", "max")
         if quota.isdigit():
             count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
@@ -124,17 +123,19 @@ def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
     """Memory that this process and its children may still take; None if unknown. Cached files count
     as free."""
     words = _words(root / "proc/meminfo")
-    free = (
-        [int(words[words.index("MemAvailable:") + 1]) * 2**10] if "MemAvailable:" in words else []
-    )
+    free = []
+    if "MemAvailable:" in words:
+        free.append(int(words[words.index("MemAvailable:") + 1]) * 2**10)
     for group in _control_groups(root):
         most, used, stat = (_words(group / f"memory.{name}") for name in ("max", "current", "stat"))
+        # `max` isn't a number: then the group has no limit.
         if most and used and most[0].isdigit():
             files = [
                 int(stat[stat.index(kind) + 1])
                 for kind in ("active_file", "inactive_file")
                 if kind in stat
             ]
+            # The kernel counts cached files as used, but drops them when memory is needed.
             free.append(int(most[0]) - int(used[0]) + sum(files))
     return max(min(free), 0) if free else None
 
@@ -142,11 +143,13 @@ def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
 def _control_groups(root: Path) -> list[Path]:
     """The folders of this process's control group (version 2) and of its parents, as far as they
     can be seen."""
+    # The line of version 2 begins with `0::`; those of version 1 are left out.
     names = [
         word[3:].lstrip("/") for word in _words(root / "proc/self/cgroup") if word.startswith("0::")
     ]
     top = root / "sys/fs/cgroup"
     inside = [Path(os.path.normpath(top / name)) for name in names]
+    # A limit of any parent holds for this process as well.
     return [
         folder for one in inside for folder in (one, *one.parents) if folder.is_relative_to(top)
     ]

@@ -41,6 +41,7 @@ def from_first(value: Any) -> Any:
     """Rank 0's `value`, on all ranks. All ranks call it."""
     if alone():
         return value
+    # The list is overwritten with rank 0's on all other ranks.
     values = [value]
     waits_for_others()
     torch.distributed.broadcast_object_list(values, src=0)
@@ -49,6 +50,7 @@ def from_first(value: Any) -> Any:
 
 def first_fault(problem: Optional[Fault]) -> None:
     """Raise, on all ranks, the `problem` of the first rank that has one."""
+    # All ranks raise the same fault, so none goes on to wait for one that has ended.
     for fault in gather(problem):
         if fault is not None:
             raise fault
@@ -61,6 +63,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
     A ValueError is a mistake of the user (2), any other exception becomes what `as_fault` makes of
     it.
     """
+    # An exception on rank 0 alone would leave the others waiting for its value.
     value, problem = None, None
     if alone() or torch.distributed.get_rank() == 0:
         try:
@@ -71,6 +74,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
                 problem.__cause__ = error  # for the traceback on rank 0
     value, fault = from_first((value, problem))
     if fault is not None:
+        # Rank 0 raises its own object, which has the cause; the others raise a copy.
         raise problem or fault
     return value
 

@@ -61,6 +61,7 @@ def loss(adds: Iterable[str] = ()) -> Register:
     """
 
     def register(function: Any) -> Any:
+        # The names belong to the function, so the table holds both.
         _into(ONLY, "loss", "a loss")((function, tuple(adds)))
         return function
 
@@ -98,9 +99,11 @@ def flags(group: type) -> type:
 
     Its docstring is the title of the group in `--help`. The values are in `flags.own`.
     """
+    # dataclass() writes a docstring of its own where there is none, so the title is kept.
     title = group.__doc__ or group.__name__
     group = _into(FLAGS, group.__name__, f"the flags {group.__name__!r}")(dataclass(group))
     group.__doc__ = title
+    # Each field needs a declaration and a text, without which it can't be parsed or explained.
     for field in fields(group):
         if "flag" not in field.metadata:
             raise Fault(f"{field.name} isn't declared by option(DEFAULT).")
@@ -113,6 +116,7 @@ def flags(group: type) -> type:
 
 def _into(table: Table, name: str, words: str) -> Register:
     def register(entry: Any) -> Any:
+        # The second one would replace the first without a word.
         if name in table:
             raise Fault(f"it registers {words} twice.")
         table[name] = entry
@@ -149,6 +153,7 @@ def load(code: Optional[str], runs: Collection[Path] = (), expected: Optional[st
     if loaded.items() <= LOADED.items():
         return  # a module can't register its model classes in transformers twice
     _forget()
+    # A list, since the loop deletes from the table.
     for name in list(sys.modules):
         if name.startswith(f"{spec.name}."):
             del sys.modules[name]  # a module of a package, which registers again
@@ -172,6 +177,7 @@ def load_of_run(checkpoint: Path) -> None:
     """
     try:
         document = json.loads((checkpoint / "trainer" / "progress.json").read_bytes())
+        # Checkpoints of runs without --code have None here.
         code, expected = document.get("code"), document["schedule"].get("code")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return  # whoever reads the checkpoint says what is wrong with it
@@ -206,6 +212,7 @@ def of_user(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # A full device or a lost rank isn't a mistake in the user's code.
         if isinstance(error, Fault) or as_fault(error).code != UNEXPECTED:
             raise
         where = f"--code {LOADED['code']!r}, {what}, {_words(error, LOADED['file'])}"
@@ -213,6 +220,7 @@ def of_user(what: str) -> Iterator[None]:
 
 
 def _forget() -> None:
+    # The tables are emptied, not replaced, since other modules have imported them.
     for table in TABLES:
         table.clear()
     declared.cache_clear()
@@ -221,6 +229,7 @@ def _forget() -> None:
 
 def _spec(code: str, runs: Collection[Path]) -> Any:
     """Where the module `code` is, for importlib. Raises Fault."""
+    # Anything that may be a path is taken for one; only a plain dotted name is a module.
     is_file = code.endswith(".py") or os.sep in code or Path(code).is_file()
     if not is_file and not re.fullmatch(r"\w+(\.\w+)*", code):
         raise Fault(f"--code takes a Python file or the name of a module, not {code!r}.")
@@ -234,6 +243,7 @@ def _spec(code: str, runs: Collection[Path]) -> Any:
         if outermost is None:
             raise Fault(f"--code {code!r} is neither a file nor a module that Python finds.")
         places = list(map(Path, outermost.submodule_search_locations or [outermost.origin]))
+    # Refused: code below the run's folder, and a package that is this folder or holds it.
     for run, place in product(runs, [place.resolve() for place in places]):
         if run in place.parents or place in (run, *run.parents):
             raise Fault(
@@ -259,6 +269,7 @@ def _spec(code: str, runs: Collection[Path]) -> Any:
 def _sha256(file: Path, content: bytes) -> str:
     """Hash of a module, or of all modules of a package."""
     hashed = hashlib.sha256(content)
+    # A package may keep its code in other modules, which its `__init__` imports.
     if file.name == "__init__.py":
         for other in sorted(file.parent.rglob("*.py")):
             hashed.update(other.read_bytes())
@@ -268,6 +279,7 @@ def _sha256(file: Path, content: bytes) -> str:
 def _words(error: BaseException, file: str) -> str:
     """What went wrong in the module, with its line."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The last frame in the module itself: an error may come from a library that it calls.
     lines = [frame.lineno for frame in frames if frame.filename == file]
     line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
     words = one_line(error).rstrip(".")

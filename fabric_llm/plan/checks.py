@@ -40,10 +40,9 @@ def check_training(flags: Flags) -> None:
     so that a mistake is written into STATUS.json.
     """
     data, training, model_name = flags.data, flags.training, flags.model.model_name
-    for name, value in {
-        "model_name": model_name,
-        "train_data_dir": data.train_data_dir or data.data_mix,
-    }.items():
+    # One of two flags gives the data.
+    needed = {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}
+    for name, value in needed.items():
         if not value:
             raise ValueError(
                 f"--{name} is missing: a run needs --model_name and --train_data_dir (or "
@@ -53,8 +52,11 @@ def check_training(flags: Flags) -> None:
         raise ValueError(
             "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture."
         )
+    # Parsed for its errors; the names of its sources are validation sets as well.
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
+    # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
+    # --compile auto switches compiling off instead.
     if flags.fsdp.tiled_mlp and flags.model.compile is True:
         raise ValueError(
             "--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile "
@@ -65,6 +67,7 @@ def check_training(flags: Flags) -> None:
             f"--code registers the metric {next(iter(register.METRICS))!r}, whose batch would be "
             "parts of rows with --context_parallel: leave one of them out."
         )
+    # Called for its error. What it changes depends on the model's configuration.
     if flags.model.rope is not None:
         positions.parse(flags.model.rope)
     if flags.model.float8 != "none" and (
@@ -76,10 +79,12 @@ def check_training(flags: Flags) -> None:
         )
     if training.min_lr > training.lr:
         raise ValueError(f"--min_lr {training.min_lr} is larger than --lr {training.lr}.")
+    # The infinite schedule goes from lr to constant_lr, and later from there to min_lr.
     if (rate := training.constant_lr) is not None and not training.min_lr <= rate <= training.lr:
         raise ValueError(
             f"--constant_lr {rate} isn't between --min_lr {training.min_lr} and --lr {training.lr}."
         )
+    # Without --max_step the length follows from the data, and make_plan.py checks again.
     check_length(flags, training.max_step)
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     freezing.check(training.freeze, training.train_only)
@@ -87,6 +92,7 @@ def check_training(flags: Flags) -> None:
     # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():
         read_prompts(flags.logging.sample_prompts)
+    # What follows reads folders, which another machine may not see yet.
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
 
@@ -94,9 +100,11 @@ def check_training(flags: Flags) -> None:
     read = [] if flags.demo else folders  # the demo's dataset may have to be made first
     for folder in (*parse_eval_data(flags.evaluation.eval_data).values(), *read):
         check_dataset_folder(folder, model_name)
+    # A name that leads elsewhere is refused here, before any time is spent.
     directory = run_directory.directory(flags)
     if flags.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
         check_model_folder(model_name)
+        # A tokenizer's file comes from outside, so it is checked before a library opens it.
         for folder in (Path(model_name), *(Path(name, "tokenizer") for name in folders)):
             check_tokenizer_file(folder / "tokenizer.json")
     run_directory.require_writable(directory)
@@ -105,17 +113,17 @@ def check_training(flags: Flags) -> None:
 def check_length(flags: Flags, max_step: Optional[int]) -> None:
     """Whether --profile and the phases of --lr_schedule fit a run of `max_step` steps; None: not
     known yet."""
+    # Read before the length is known, so that a wrong value is always told.
     steps, training = profiled_steps(flags.logging.profile), flags.training
     if max_step is None:
         return
     if steps is not None and steps[0] > max_step:
         raise ValueError(f"--profile {flags.logging.profile}: the run ends at step {max_step}.")
+    # The phases follow each other, so their sum must fit.
     if training.lr_schedule in WITH_DECAY_STEPS and training.decay_steps:
-        names = [
-            "warmup_steps",
-            "decay_steps",
-            *["cooldown_steps"] * (training.lr_schedule == "infinite"),
-        ]
+        names = ["warmup_steps", "decay_steps"]
+        if training.lr_schedule == "infinite":
+            names.append("cooldown_steps")
         given = {name: getattr(training, name) or 0 for name in names}
         if sum(given.values()) > max_step:
             words = " and ".join(f"--{name} {steps}" for name, steps in given.items() if steps)
@@ -124,11 +132,13 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 
 def activation_checkpointing(asked: Union[bool, str]) -> str:
     """--activation_checkpointing as one word: none, full, every:N, selective or offload."""
-    word = asked if isinstance(asked, str) else "full" if asked else "none"
-    if word in ("none", "full", "selective", "offload") or re.fullmatch(r"every:[1-9]\d*", word):
-        return word
+    # A boolean is allowed as well: true means full, false means none.
+    if not isinstance(asked, str):
+        return "full" if asked else "none"
+    if asked in ("none", "full", "selective", "offload") or re.fullmatch(r"every:[1-9]\d*", asked):
+        return asked
     known = "none, full, every:N (such as every:2), selective or offload"
-    advice = "; plan.py --auto says which one fits" if word == "auto" else ""
+    advice = "; plan.py --auto says which one fits" if asked == "auto" else ""
     raise ValueError(f"--activation_checkpointing takes {known}, not {asked!r}{advice}.")
 
 
@@ -136,8 +146,11 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
     """The first and the last step of --profile START:STOP."""
     if given is None:
         return None
+    # (0, 0) fails the comparison, so text of another form gets the same message.
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
-    first, last = map(int, match.groups()) if match else (0, 0)
+    first, last = 0, 0
+    if match is not None:
+        first, last = map(int, match.groups())
     if not 1 <= first <= last:
         raise ValueError(
             "--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not "
@@ -148,8 +161,10 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
 
 def overrides(flags: Flags) -> tuple[str, ...]:
     """The flags that --resume_override names. Raises ValueError for one that it can't change."""
+    # All other flags may change freely, or never.
     known = [name for name, one in flags.declared().items() if one.belongs_to_run]
     given = (flags.checkpoint.resume_override or "").split(",")
+    # The names may be given with dashes, as on the command line.
     names = tuple(name.strip().removeprefix("--") for name in given if name.strip())
     for name in names:
         if name not in known:
@@ -161,33 +176,37 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     """Names in --eval_data, --forgetting_budget and --keep_best_of. of_training: validation sets of
     the training data."""
     evaluation = flags.evaluation
-    added, budgets = (
-        list(parse_eval_data(evaluation.eval_data)),
-        parse_budgets(evaluation.forgetting_budget),
-    )
+    added = list(parse_eval_data(evaluation.eval_data))
+    budgets = parse_budgets(evaluation.forgetting_budget)
+    # Names of sets are keys in metrics.jsonl, so none may come twice.
     if twice := [name for name in added if name in of_training]:
         raise ValueError(
             f"--eval_data: {twice[0]!r} is evaluated already, with the training data; take "
             "another name."
         )
+    # Called for its error.
     parse_probes(evaluation.probes)
     if taken := [name for name in PROBES if name in of_training]:
         raise ValueError(
             f"--data_mix: {taken[0]!r} is the name of a probe, so no source can have it."
         )
+    # A budget may be for a probe as well; the best checkpoint is chosen by a validation set.
     known, best = [*of_training, *added], flags.save.keep_best_of
-    asked = [("--forgetting_budget", name, [*known, *PROBES]) for name in budgets]
-    for flag, name, names in asked + ([] if best is None else [("--keep_best_of", best, known)]):
-        require_set(flag, name, names)
+    for name in budgets:
+        require_set("--forgetting_budget", name, [*known, *PROBES])
+    if best is not None:
+        require_set("--keep_best_of", best, known)
     if budgets and evaluation.eval_iters == 0:
         raise ValueError(
             "--forgetting_budget is measured by evaluations, which --eval_iters 0 turns off."
         )
+    # Without an interval the run evaluates only at its ends, when nothing can be done any more.
     action = evaluation.forgetting_action
     if budgets and action != "warn" and evaluation.eval_step_interval is None:
         raise ValueError(
             f"--forgetting_action {action} acts when the run evaluates: give --eval_step_interval."
         )
+    # A rewind raises the share of a source, so the set must be one in the mixture.
     if action == "rewind" and (
         others := [name for name in budgets if not is_mixture or name not in of_training]
     ):
@@ -201,9 +220,7 @@ def require_set(flag: str, name: str, names: Collection[str]) -> None:
     """Raises ValueError unless `name`, of `flag`, is that of a validation set."""
     if name not in names:
         close = nearest(name, names)
-        meant = (
-            f"Did you mean {close[0]!r}?"
-            if len(close) == 1
-            else f"There are {', '.join(map(repr, names))}."
-        )
+        meant = f"There are {', '.join(map(repr, names))}."
+        if close:
+            meant = f"Did you mean {close[0]!r}?"
         raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")

@@ -18,6 +18,7 @@ EXCLUDED = (
 def prepare_demo(folder: Path, context_length: int) -> None:
     """Prepare the dataset in `folder`, unless it is there. No network is needed. Raises Fault as
     prepare_data.py ends."""
+    # Imported here, since only the demo needs it.
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -31,6 +32,7 @@ def prepare_demo(folder: Path, context_length: int) -> None:
             ),
             flush=True,
         )
+        # The standard library is text that every machine with Python has, without a download.
         words = [
             "--input",
             os.path.dirname(os.__file__),
@@ -53,6 +55,8 @@ def prepare_demo(folder: Path, context_length: int) -> None:
             [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, text=True
         )
         if done.returncode:
+            # A negative code is a signal, which no exit code of docs/faults.md stands for.
             code = done.returncode if done.returncode > 0 else UNEXPECTED
             raise Fault("the demo's dataset can't be prepared, see above.", code)
+        # Without its advice on what to do next: the run does it now.
         print(done.stdout.partition("\nNext:")[0], flush=True)

@@ -52,17 +52,22 @@ def make_plan(
 
     resumed: progress.json of that checkpoint, as rank 0 has read it; None: as this rank reads it.
     """
+    # Each rank checks that it sees the checkpoint, also where rank 0's document counts.
     read = {} if resume_from is None else keep.verified(resume_from)
     resumed = read if resumed is None else resumed
+    # Before the data is opened, since it needs nothing but flags.
     batches = batch_sizes(flags, placement.devices, placement.num_nodes)
     with same_run.written_by_a_run(resume_from):
         data, mix = _plan_data(flags, resumed)
         schedule = _plan_schedule(flags, batches, data.sources, mix, resumed)
+    # A resumed run opens what its checkpoint holds, not what --model_name may hold by now.
     source = flags.model.model_name if resume_from is None else str(resume_from)
+    # Rank 0 alone: hashing weights takes long, and all ranks would read the same files.
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
     model, skeleton = _plan_model(flags, source, data, placement.kind)
     plan = Plan(placement, model, data, schedule, directory, resume_from, resumed)
+    # These compare parts of the plan with each other, with the same result on all ranks.
     if is_rank_zero():
         _require_model_can(plan, skeleton)
         _require_rows_to_share(plan, flags.model.attention)
@@ -88,9 +93,11 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     if is_rank_zero():
         _require_rows_for(config.get_text_config(), datasets, source)
     skeleton = loading.checked_skeleton(source, config, loading.DTYPES[asked.precision])
+    # The model's tokenizer, or else that of the first dataset that has one.
     tokenizer = of_model = loading.tokenizer_beside(source)
     for dataset in datasets:
         of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
+        # Where one of them has no tokenizer, there is nothing to compare.
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
                 f"{str(dataset.folder)!r} was made with a different tokenizer from that of "
@@ -102,19 +109,23 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     model = replace(
         model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope
     )
+    # --compile auto goes on without a compiler, --compile true insists on it.
     if model.compiles and (missing := layers.no_compiler(kind)) is not None:
         if asked.compile is True:
             raise ValueError(f"--compile true: {missing}.")
         if is_rank_zero():
             print(f"Layers aren't compiled: {missing}.", flush=True)
         model = replace(model, compiles=False)
+    # Only the model knows whether it has routers, and which coefficient is its default.
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
     if coefficient and model.tiled_mlp:
         raise ValueError(
             f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of "
             "whole rows."
         )
+    # Kept in checkpoints: it tells later which revision of the model the run began with.
     config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
+    # A checkpoint says itself with which file its run began.
     if (Path(source) / MANIFEST).is_file():
         config_file = keep.read_progress(Path(source)).get("config_file")
     return replace(model, router_aux_loss_coef=coefficient, config_file=config_file), skeleton
@@ -125,6 +136,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
     of the devices."""
     asked, training = flags.model, flags.training
     recomputed = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
+    # `auto` never compiles on a CPU, nor with --tiled_mlp, which excludes it.
     may_compile = asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp
     return ModelPlan(
         name=asked.model_name,
@@ -148,6 +160,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
 def _require_whole(source: Path, hashes: bool) -> None:
     """Raises Fault if a new run starts from a checkpoint whose files aren't as listed. Other files
     may be beside them."""
+    # A folder of Hugging Face has no manifest, and nothing to compare with.
     if (source / MANIFEST).is_file():
         listed = files.read(source)["files"]
         files.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
@@ -157,9 +170,11 @@ def _require_whole(source: Path, hashes: bool) -> None:
 
 def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source: str) -> None:
     """Raises ValueError if the model has no embedding for a token, or too few positions."""
+    # With rotary positions a longer row is possible; warnings.py tells of it.
     longest = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None
     for dataset in datasets:
+        # On a GPU such a token would end in an assertion that names nothing.
         if dataset.max_token_id >= text_config.vocab_size:
             raise ValueError(
                 f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the "
@@ -177,11 +192,14 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     isn't used afterwards."""
     name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
     whole.require_opens(skeleton)
+    # The same units as in training, so that a wrong policy is told before weights are loaded.
     units = strategies.modules_to_wrap(skeleton, plan.placement.sharding.auto_wrap_policy)
+    # Raises for a module with parameters of several dtypes, which FSDP can't flatten.
     if plan.placement.strategy in ("fsdp", "fsdp2"):
         strategies.of_one_dtype(skeleton, units)
     if checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {name} doesn't support it.")
+    # Tried on the skeleton, so that what the model can't do is told now.
     layers.checkpoint_activations(skeleton, checkpointing)
     if plan.model.float8 != "none":
         # A feature that is off isn't imported.
@@ -191,11 +209,13 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
             raise ValueError(f"--float8 {plan.model.float8}: {missing}.")
         float8.float8_products(skeleton, plan.model.float8, is_emulated=True)
     masks = plan.data.document_end is not None and plan.data.document_masking is True
+    # Positions that begin anew tell the model where a document begins.
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(
             f"{name} takes no positions, so packed documents can't be kept apart: take "
             "--document_masking auto or false."
         )
+    # Only a --model_name that was changed since is compared with the checkpoint.
     if plan.resume_from is None or plan.model.name in (
         plan.model.source,
         plan.resumed["model_name"],
@@ -204,10 +224,10 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     named = loading.checked_skeleton(
         plan.model.name, loading.load_config(plan.model.name), skeleton.dtype
     )
+    # Names and shapes suffice to tell another model, and need no weights.
     here, there = dict(state_dicts.saved_shapes(named)), dict(state_dicts.saved_shapes(skeleton))
-    if differing := sorted(
-        name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
-    ):
+    names = sorted(here.keys() | there.keys())
+    if differing := [name for name in names if here.get(name) != there.get(name)]:
         words = []
         for name in differing[:MAX_DIFFERENCES]:
             stored, wanted = list(there.get(name, ())), list(here.get(name, ()))
@@ -251,6 +271,7 @@ def require_shares(
         raise ValueError(
             f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention."
         )
+    # Ranks exchange parts of rows for parts of heads, so both must divide.
     if (heads := getattr(text_config, "num_attention_heads", sharing)) % sharing:
         raise ValueError(f"{flag}: {name} has {heads} attention heads, which don't divide by it.")
     if depending := positions.kinds(text_config) & positions.BY_LONGEST:
@@ -268,12 +289,15 @@ def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix
     resumed: progress.json of the checkpoint, {} for a new run.
     """
     evaluation, masking = flags.evaluation, flags.data.document_masking
+    # It was measured in the run's first process; another answer would change the loss.
     if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
         masking = resumed["schedule"]["document_masking"]  # as in the steps before
     mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
+    # The flags may name the sources in another order than before.
     if flags.data.data_mix and "mixture" in resumed:
         mix = _in_order(mix, mixture_of(resumed).names)
     sources, budgets = open_sources(flags, mix), parse_budgets(evaluation.forgetting_budget)
+    # require_alike() has compared the others with it.
     first = next(iter(sources.values()))
     data = DataPlan(
         sources,
@@ -290,6 +314,7 @@ def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix
 def _in_order(mix: DataMix, names: Sequence[str]) -> DataMix:
     """The mixture with the sources of the resumed run first, so that their rows keep their
     numbers. Raises ValueError where one is missing."""
+    # A stage so far has weights by the place of a source, so none may be missing.
     for name in names:
         if name not in mix.names:
             raise ValueError(
@@ -307,25 +332,31 @@ def _plan_schedule(
 ) -> Schedule:
     """The steps of a run. Raises ValueError. batches: see `batch_sizes`."""
     training, is_named, batch = flags.training, bool(flags.data.data_mix), batches[2]
+    # Of each source, in the order of the mixture.
     rows = tuple(len(source.train) for source in sources.values())
     contexts = tuple(source.context_length for source in sources.values())
+    # Without --data_mix there is one source.
     if not is_named and batch > rows[0]:
         [dataset] = sources.values()
         raise ValueError(
             f"A step takes {batch} sequences, but the training split of {str(dataset.folder)!r} "
             f"has {rows[0]}."
         )
+    # A stream isn't mixed, so it is the first and only source.
     if training.max_step is None and rows[0] == ENDLESS:
         [dataset] = sources.values()
         raise ValueError(f"{str(dataset.folder)!r} is a stream, which has no end: give --max_step.")
     mixture_text.require_one_length(mix, contexts)
+    # A new run starts at step 0.
     start = Progress(**resumed["progress"]) if resumed else Progress()
     length = training.max_step, training.number_epochs
+    # None also for a run without --data_mix: then the one source is laid out anew.
     before = resumed.get("mixture") if is_named else None
     raised: dict[str, Fraction] = {}
     if before is None:
         stages, end, _ = lay_out(mix, rows, batch, *length)
     else:
+        # Fractions are stored as text, because a float would round them.
         raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
         stages, end = mixture_of(resumed).stages, before["end"]
         if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
@@ -338,6 +369,7 @@ def _plan_schedule(
     if training.max_step is not None:
         last.append(training.max_step)
     mixture = Mixture(mix.names, rows, contexts, stages, training.seed, is_named)
+    # The run ends at the data's end or after --max_step, whichever comes first.
     return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised)
 
 
@@ -346,6 +378,7 @@ def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping
     training = flags.training
     if (mixture_text.described(mix), batch) != (then.get("data_mix"), then["global_batch_size"]):
         return False
+    # Stages begin at fractions of a run, so another length moves them.
     if training.max_step is not None:
         return training.max_step == then["max_step"]
     return then["max_step"] is None and training.number_epochs == then["number_epochs"]
@@ -359,17 +392,21 @@ def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
 
 def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
     """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
+    # The others still compare sizes, which takes no time.
     verify = flags.data.verify_data if is_first_of_machine() else "size"
-    return open_source(Path(folder), verify, flags) if is_text else open_tasks(Path(folder), verify)
+    if is_text:
+        return open_source(Path(folder), verify, flags)
+    return open_tasks(Path(folder), verify)
 
 
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. Raises ValueError."""
     folders = parse_eval_data(flags.evaluation.eval_data)
-    return {
-        name: open_here(folder, flags, not Path(folder, TASKS).is_file())
-        for name, folder in folders.items()
-    }
+    datasets = {}
+    for name, folder in folders.items():
+        is_text = not Path(folder, TASKS).is_file()
+        datasets[name] = open_here(folder, flags, is_text)
+    return datasets
 
 
 def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
@@ -393,6 +430,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
                 f"--data_mix: {str(source.folder)!r} is a stream, which isn't mixed: give it by "
                 "--train_data_dir."
             )
+    # Each is compared with the first, which makes all alike.
     first, *others = sources.values()
     if is_rank_zero():
         for other in others:
@@ -403,10 +441,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
 def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
     """Raises ValueError unless one run can read rows of both."""
     both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
-    columns, others = (
-        sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set()))
-        for one in (first, other)
-    )
+    columns, others = _columns(first), _columns(other)
     if columns != others:
         words = f"{', '.join(columns)}, and {', '.join(others)}"
         raise ValueError(
@@ -414,26 +449,41 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
             "flags."
         )
     _require_one_tokenizer(first, other, both)
+    # One token id marks ends for the whole run, so it must be the same in all sources.
     ends = [one.document_end for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
         packed = []
         for end in ends:
             words = f"packed, token {end} ends a document"
-            packed.append("not packed by prepare_data.py" if end is None else words)
+            if end is None:
+                words = "not packed by prepare_data.py"
+            packed.append(words)
         raise ValueError(
             f"{both} have different documents: {', and '.join(packed)}; take --document_masking "
             "false."
         )
 
 
+def _columns(dataset: TokenDataset) -> list[str]:
+    """The columns of its rows, without labels where these only mark padding."""
+    columns = set(dataset.train[0])
+    if is_padded(dataset.train):
+        columns.discard("labels")
+    return sorted(columns)
+
+
 def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) -> None:
+    # Equal hashes tell that the tokenizers are equal without loading them.
     hashes = [one.manifest.get("tokenizer_sha256") for one in (first, other)]
     if hashes[0] == hashes[1] is not None:
         return
     one, another = (
         loading.tokenizer_beside(source.folder / "tokenizer") for source in (first, other)
     )
-    words = "" if one is None or another is None else differing_tokens(one, another)
+    # Where a hash is missing, the tokens themselves decide.
+    words = ""
+    if one is not None and another is not None:
+        words = differing_tokens(one, another)
     if words or None not in hashes:
         raise ValueError(
             f"{both} were made with different tokenizers{words}; run prepare_data.py for both "
@@ -444,10 +494,10 @@ def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) 
 def differing_tokens(one: Any, other: Any) -> str:
     """The first tokens whose ids differ between two tokenizers, or that they make of a text, as a
     part of a sentence; "" if all agree."""
+    # Vocabularies first: they say best what differs.
     ids, others = one.get_vocab(), other.get_vocab()
-    differing = sorted(
-        token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)
-    )
+    tokens = ids.keys() | others.keys()
+    differing = sorted(token for token in tokens if ids.get(token) != others.get(token))
     words = ", ".join(
         f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
         for token in differing[:MAX_DIFFERENCES]
@@ -456,15 +506,19 @@ def differing_tokens(one: Any, other: Any) -> str:
         return f": {len(differing)} tokens differ: {words}"
     # Other merges, normalizers or templates, such as with and without BOS.
     made, made_there = (tokenizer(SAMPLE)["input_ids"] for tokenizer in (one, other))
-    return "" if made == made_there else f": {SAMPLE!r} is {made_there[:8]} ..., not {made[:8]} ..."
+    if made == made_there:
+        return ""
+    return f": {SAMPLE!r} is {made_there[:8]} ..., not {made[:8]} ..."
 
 
 def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, source: str) -> None:
     """Raises ValueError where documents end with a token that ends no text of the model; warns
     where its configuration has another."""
     end, of_config = dataset.manifest.get("eos_token_id"), config.get_text_config().eos_token_id
+    # A configuration holds one id, a list of them, or none.
     of_config = [of_config] if isinstance(of_config, int) else of_config or []
     of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+    # The end is known, or there is nothing to compare it with.
     if end is None or end in of_config or of_tokenizer is None and not of_config:
         return
     sentence = f"Documents of {str(dataset.folder)!r} end with token {end}"

@@ -86,13 +86,13 @@ class DataPlan:
     def ends_of_eval_data(self) -> dict[str, Optional[int]]:
         """{set of --eval_data: the token id that ends its documents; None: they aren't kept
         apart}."""
-        return {
-            name: one.document_end if self.document_masking else None
-            for name, one in self.eval_data.items()
-        }
+        if not self.document_masking:
+            return dict.fromkeys(self.eval_data)
+        return {name: one.document_end for name, one in self.eval_data.items()}
 
     def keeps_documents_apart(self) -> bool:
         """Whether the model must keep documents apart in any of the data."""
+        # One set that does is enough.
         return {self.document_end, *self.ends_of_eval_data().values()} != {None}
 
     @property
@@ -132,6 +132,7 @@ class DataPlan:
         # A feature that is off isn't imported.
         from fabric_llm.data.probes import Questions, copy_probe
 
+        # Probes are made of tokens that are evaluated anyway, so they need no data of their own.
         split = self.validation_splits()[self._copied()]
         ids = [number for number in left_out if number is not None]
         made = {COPY: copy_probe, RETRIEVAL: Questions}
@@ -162,6 +163,7 @@ class DataPlan:
         """
         facts: dict[str, list[Any]] = {}
         splits, ends = self.validation_splits(), self.ends_of_eval_data()
+        # The number of evaluated rows and the fingerprint tell which rows these are.
         for name, split in splits.items():
             evaluated = len(sample(split, self.evaluated_rows))
             facts[name] = [fingerprint(split), evaluated]
@@ -169,6 +171,7 @@ class DataPlan:
                 facts[name].append(len(split))
             if ends.get(name) not in (None, self.document_end):
                 facts[name].append(f"documents end with {ends[name]}")
+        # A probe is compared only if the set that it takes its tokens from is the same.
         copied = splits[self._copied()]
         facts[COPY] = facts[self._copied()][:2]
         if len(drawn_from(copied)) < len(copied):
@@ -198,6 +201,7 @@ class Plan:
     def completed(self, attention: str, loss: str, keeps_documents_apart: bool) -> Plan:
         """The plan with what was measured on the model, which the flags leave open. It is completed
         before there is a run, which never has another one."""
+        # A copy, because the plan before stays as it was.
         config = deepcopy(self.model.config)
         config._attn_implementation = attention
         data = self.data
@@ -232,6 +236,7 @@ class Plan:
     @property
     def branch_point(self) -> Optional[Path]:
         """The checkpoint of another run at which this one began, or None: it began with a model."""
+        # A new branch. One that has saved before finds its beginning in its own checkpoint.
         if self.resume_from is not None and not self.has_checkpoint:
             return self.resume_from
         began = self.resumed.get("branch_of")
@@ -250,11 +255,13 @@ class Plan:
         facts = {name: fact(dataset) for name, dataset in self.data.sources.items()}
         if self.schedule.mixture.is_named:
             return facts
+        # Without --data_mix the one source has no name that a user gave.
         [of_dataset] = facts.values()
         return of_dataset
 
     def changed_eval_sets(self) -> frozenset[str]:
         """The sets whose losses before step 1 were of other rows, and can't be compared."""
+        # A new run has nothing to compare with.
         then = self.resumed["measured_on"] if self.is_base_known else {}
         return frozenset(
             name for name, rows in self.data.measured_on().items() if then.get(name, rows) != rows
@@ -263,6 +270,7 @@ class Plan:
     def resolved(self) -> dict[str, Any]:
         """Values in arguments.yaml in place of the given ones. With them, other devices make the
         same steps."""
+        # Sources may have rows of different lengths, which no single flag says.
         contexts = self.data.contexts
         return {
             "context_length": contexts[0] if len(contexts) == 1 else None,

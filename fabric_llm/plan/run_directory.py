@@ -47,6 +47,7 @@ def directory(flags: Flags) -> Path:
     """
     resume, given = flags.checkpoint.resume, given_checkpoint(flags)
     if given is not None:
+        # A new run from the weights of a checkpoint names it by --model_name.
         if not resume:
             raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
         # A run that was restarted may have pruned the checkpoint since.
@@ -55,10 +56,12 @@ def directory(flags: Flags) -> Path:
         if flags.checkpoint.run_name is None:
             return no_link(given.parent)
     folder = no_link(Path(flags.checkpoint.output_dir) / _name(flags))
+    # With `auto` a missing checkpoint means a new run.
     if resume is True and given is None and not files.step_directories(folder):
         raise Fault(
             f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT
         )
+    # A new run would mix its checkpoints with those of another one.
     if not resume and (newest := files.latest(folder)) is not None:
         raise ValueError(
             f"{str(folder)!r} holds checkpoints up to {newest.name}: go on with --resume true, or "
@@ -72,6 +75,7 @@ def _name(flags: Flags) -> str:
     resumed run. Raises ValueError."""
     name = flags.checkpoint.run_name
     if name is not None:
+        # A path may lead out of --output_dir, and unprintable characters can't be typed.
         is_plain = name == Path(name).name and name != ".." and name.isprintable()
         if not is_plain or not 0 < len(name) <= LONGEST_NAME:
             raise ValueError(
@@ -81,10 +85,15 @@ def _name(flags: Flags) -> str:
         return name
     default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
     parent = Path(flags.checkpoint.output_dir)
+    # The demo has a default name, but the user may mean a run that has another one.
     if flags.demo and flags.checkpoint.resume is True:
         _require_demo_alone(parent, default)
-    last, there = None, set(os.listdir(parent)) if parent.is_dir() else set()
+    # The folder is read once, instead of asking for each of up to 10,000 names.
+    last, there = None, set()
+    if parent.is_dir():
+        there.update(os.listdir(parent))
     for numbered in (default, *(f"{default}-{k}" for k in range(2, 10_000))):
+        # Gaps are skipped, because the last of all runs is the one that goes on.
         if numbered in there:
             last = numbered
         elif not flags.checkpoint.resume:
@@ -112,10 +121,13 @@ def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] =
     """
     if data_mix:
         mix = mixture_text.parse(data_mix)
+        # With --replay the new data alone names the run.
         replays = mix.names == (mixture_text.NEW, mixture_text.REPLAY)
         data = mix.sources[0].path if replays else "-".join(mix.names)[:MAX_CHARACTERS]
     model, data = Path(model_name), Path(data).name
+    # A checkpoint is called step-N in each run, so its run gives the name.
     name = model.parent.name if model.name.startswith("step-") else model.name
+    # Without the name of the same data twice, and without the number of the run before.
     return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
 
 
@@ -133,6 +145,7 @@ def lock(folder: Path) -> None:
 
     Raises Fault (73) where another run is in it.
     """
+    # This process has the lock already, and a second descriptor would be refused.
     if folder in _locks:
         return
     if not folder.exists():
@@ -146,8 +159,10 @@ def lock(folder: Path) -> None:
             is_known = no_link(path).is_dir() or path.is_file()
             if not is_known and path.exists():
                 raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
+        # O_NOFOLLOW: a link put there would have another file locked, or created.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The file that is locked must still be the one in the directory.
         if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
             raise FileNotFoundError
     except FileNotFoundError:
@@ -157,6 +172,7 @@ def lock(folder: Path) -> None:
         return lock(folder)
     except BlockingIOError:
         os.close(descriptor)
+        # STATUS.json of the other run says which process it is.
         status, who = read_status(folder), ""
         if {"pid", "host"} <= status.keys():
             who = f" (process {status['pid']} on {status['host']})"
@@ -173,6 +189,7 @@ def lock(folder: Path) -> None:
             f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second "
             "run out of it."
         )
+    # It stays open, because closing it would release the lock.
     _locks[folder] = descriptor
 
 
@@ -224,6 +241,7 @@ def write_status(
     --resume auto may succeed.
     """
     try:
+        # Only a complete checkpoint counts as durable.
         last = files.latest(folder)
         status = {
             "code": code,
@@ -243,6 +261,7 @@ def write_status(
 
 def read_status(folder: Path) -> dict[str, Any]:
     """STATUS.json, {} where there is none."""
+    # A file that is missing, cut off or foreign says nothing of a run.
     with suppress(OSError, ValueError, RecursionError):
         status = json.loads((folder / STATUS).read_text())
         if isinstance(status, dict):
@@ -263,11 +282,13 @@ def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) ->
     Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for
     readers: no code uses them.
 
-    event: started, resumed, saved, stage, left_out, fell_back or ended. step: finished steps, None if unknown.
+    event: started, resumed, saved, stage, left_out, fell_back or ended. step: finished steps, None
+    if unknown.
     """
     line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
     # A disk that is full or gone doesn't end a run here: a save will.
     with suppress(OSError), (folder / EVENTS).open("ab+") as file:
+        # The last line must be complete before another one follows it.
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":  # a kill cut off the last line
@@ -298,13 +319,16 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
 
     Called on rank 0, which has locked the run directory. Raises Fault.
     """
+    # Hashing reads all weights, so only `full` asks for it.
     given, hashes = given_checkpoint(flags), flags.checkpoint.verify_checkpoints == "full"
     if not flags.checkpoint.resume:
         return None
+    # After a restart the run goes on from its own newest checkpoint, not from the given one again.
     if given is not None and not (_restarted(flags) and _goes_on_from(directory, given)):
         require_checkpoint(given)
         no_link(given.parent / "metrics.jsonl")  # of which a branch begins with a copy
         own = files.latest(directory)
+        # A branch begins in an empty directory, or its checkpoints would be of two runs.
         if own is not None and given.parent.resolve() != directory.resolve():
             raise ValueError(
                 f"--checkpoint {given} would begin a branch in {str(directory)!r}, which holds "
@@ -314,6 +338,7 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
         keep.verified(given, hashes)
         return given
     valid, problems = keep.newest_valid(directory, hashes)
+    # Starting anew instead would hide that all checkpoints are damaged.
     if valid is None and problems:
         raise Fault(
             f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}", NO_CHECKPOINT
@@ -327,7 +352,8 @@ def require_checkpoint(given: Path) -> None:
     """Raises Fault (66), with what there is instead, where `given` isn't a checkpoint."""
     if (given / MANIFEST).is_file():
         return
-    instead, beside = "", [] if given.is_dir() else files.checkpoints(given.parent)
+    instead = ""
+    beside = [] if given.is_dir() else files.checkpoints(given.parent)
     if (newest := files.latest(given)) is not None:
         instead = f" It is a run: its newest is {command(checkpoint=newest)}."
     elif beside:

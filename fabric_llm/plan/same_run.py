@@ -28,7 +28,9 @@ def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
     although its hash is right."""
     try:
         yield
+    # Whatever a foreign file lacks or has in another type ends here.
     except (LookupError, TypeError, AttributeError) as error:
+        # Nothing was read from a file, so it is an error of this package.
         if checkpoint is None:
             raise
         raise Fault(
@@ -46,16 +48,21 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
     flat, declared, given = flags.flat(), flags.declared(), given_checkpoint(flags)
     packed = bool(plan.data.dataset.manifest.get("packed"))
     masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
+    # What may change by --resume_override.
     of_run = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
+    # The values that the run has, where the flags leave them open.
     of_run |= {"global_batch_size": schedule.global_batch_size, "document_masking": masking}
     of_run["code"] = register.fact()  # its file may be moved
+    # The same words in another form, such as with spaces, are no change.
     of_run |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
+    # What can't change within a run.
     fixed = {name: flat[name] for name, one in declared.items() if one.resume == "never"}
     of_data = {
         "context_length": plan.of_each_source(lambda dataset: dataset.context_length),
         "train_rows": plan.of_each_source(lambda dataset: len(dataset.train)),
         "train_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
     }
+    # Empty without --data_mix: then progress.json has no `mixture`, which tells the two apart.
     of_mixture: dict[str, Any] = {}
     if schedule.mixture.is_named:
         of_run["data_mix"] = mixture_text.described(schedule.mix)
@@ -66,20 +73,24 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
             "raised": {name: str(share) for name, share in schedule.raised.items()},
         }
     else:
+        # A run of one dataset has no shares to compare.
         del of_run["data_mix"]
+    # Without an average, its other flags change nothing.
     if of_run["ema_decay"] is None:
         del of_run["ema_device"], of_run["ema_every"]
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
+    # Another order of rows would read some twice and others never.
+    # The losses before step 1 stay what others are compared with.
+    evaluated_on = plan.data.measured_on()
+    base = plan.resumed["measured_on"] if plan.is_base_known else evaluated_on
     order = STREAM_ORDER if is_stream(plan.data.dataset.train) else ROW_ORDER
     return {
         "fixed": {**of_data, "row_order": order, **fixed},
         "schedule": of_run,
         **of_mixture,
-        "measured_on": plan.resumed["measured_on"]
-        if plan.is_base_known
-        else plan.data.measured_on(),
-        "evaluated_on": plan.data.measured_on(),
+        "measured_on": base,
+        "evaluated_on": evaluated_on,
         "end_step": schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "code": register.LOADED.get("code"),
@@ -107,13 +118,15 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     # The guard counts on from these numbers.
     sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])
     fixed, changed = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
+    # A run can't turn from one dataset into a mixture, or back.
     if ("mixture" in then) != ("mixture" in now):
-        before, after = (
-            f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)
-        )
+        before, after = "--train_data_dir", "--data_mix"
+        if "mixture" in then:
+            before, after = after, before
         fixed = {"data": (before, after), **fixed}
     if now["schedule"]["max_step"] is not None and "max_step" not in changed:
         changed.pop("number_epochs", None)  # isn't used
+    # What isn't named by --resume_override may have changed by mistake.
     allowed = overrides(flags)
     silent = {name: values for name, values in changed.items() if name not in allowed}
     _refuse(
@@ -122,6 +135,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
         f"That can't change within a run; for a new one from its weights: {_new_run_from(plan)}.",
     )
     _refuse(plan, silent, f"To change that on purpose: --resume_override {','.join(silent)}.")
+    # After the flags: a difference among them may be the reason.
     _require_known_base(plan)
     _require_work(plan, flags, is_changed=bool(changed))
     return _changes(plan, flags, changed, now)
@@ -135,6 +149,7 @@ def _new_run_from(plan: Plan) -> str:
 def _refuse(plan: Plan, differing: dict[str, tuple[Any, Any]], advice: str) -> None:
     """Raises ValueError if anything differs from the checkpoint."""
     if differing:
+        # A foreign checkpoint may differ in everything, so only the first differences are listed.
         words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
         first = "; ".join(words[:MAX_DIFFERENCES])
         raise ValueError(f"{str(plan.resume_from)!r} was written with {first}. {advice}")
@@ -146,6 +161,7 @@ def _require_known_base(plan: Plan) -> None:
     if not plan.is_base_known:  # it will be measured
         return
     base, measured_on = plan.resumed["guard"]["before"], plan.data.measured_on()
+    # A budget limits how far a loss may rise above its value before step 1, on the same rows.
     for name in plan.data.budgets:
         before = plan.resumed["measured_on"].get(name, measured_on[name])
         if name in base and before == measured_on[name]:
@@ -166,6 +182,7 @@ def _require_known_base(plan: Plan) -> None:
 
 def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
     """Raises Fault (0), or ValueError where the command asks for more, if nothing is left to do."""
+    # There are steps left to train.
     if plan.start.step < plan.schedule.max_step:
         return
     # A request to stop may have cut off the last evaluation.
@@ -178,6 +195,7 @@ def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
         f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "
         f"{plan.schedule.max_step})"
     )
+    # For a scheduler that repeats the command with `auto`, this is the end and no error.
     if flags.checkpoint.resume == "auto" and not is_changed:
         raise Fault(f"{sentence}: nothing is left to do.", DONE)
     raise ValueError(
@@ -203,6 +221,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
     is no difference."""
     differing: dict[str, tuple[Any, Any]] = {}
     for name, value in now.items():
+        # What the checkpoint doesn't hold, such as one of an older version, is no difference.
         before = then.get(name, value)
         if isinstance(before, dict) and isinstance(value, dict):
             for source, fact in value.items():
@@ -219,6 +238,7 @@ def _changes(
     """Lines about what the run changes on purpose, and the learning rate from here on. Without
     changes there are none."""
     lines, then = [], plan.resumed
+    # A branch begins beside the run of its checkpoint, and leaves that as it is.
     if not plan.has_checkpoint:
         lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
     elif (newest := files.latest(plan.run_directory)) is not None and newest != plan.resume_from:
@@ -250,7 +270,9 @@ def _changes(
 
 def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A table of the learning rate from here on and as it would have been, at a few steps."""
+    # Steps count from 0 here, and from 1 in the table.
     first, last = plan.start.step, plan.schedule.max_step - 1
+    # A set, since a short run has the same step several times.
     steps = sorted({first + round(quarter * (last - first) / 4) for quarter in range(5)})
     curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}
     rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
@@ -258,12 +280,11 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         end, shape = schedule["max_step"], arguments_of(schedule)
         # Another module of --code may not know the schedule of before.
         is_known = shape["lr_schedule"] in SCHEDULES | register.SCHEDULES
-        rates = []
+        row = f"{name:>10}"
         for step in steps:
-            has_rate = is_known and step < end
-            rates.append(lr_at(step, max_step=end, **shape) if has_rate else None)
-        rows.append(
-            f"{name:>10}"
-            + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates)
-        )
+            rate = "-"
+            if is_known and step < end:
+                rate = f"{lr_at(step, max_step=end, **shape):.3e}"
+            row += f"{rate:>11}"
+        rows.append(row)
     return rows

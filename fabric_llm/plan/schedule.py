@@ -41,6 +41,7 @@ class Schedule:
     def after(self, progress: Progress) -> Progress:
         """Where the run is one step later: after a global batch, or the rest of the last epoch."""
         sequences = self.global_batch_size
+        # The last step of the data may take less than a batch.
         if self.end is not None:
             sequences = min(sequences, self.end - progress.position)
         return progress.advance(sequences, self.mixture.context_at(progress.position))
@@ -60,6 +61,7 @@ class Schedule:
 
     def shares_at(self, position: int) -> dict[str, float]:
         """{validation set: its weight in the common loss} after the step to `position`."""
+        # The last sequence of that step stands one before `position`.
         return self.mixture.shares_at(max(position - 1, 0))
 
     def epochs(self) -> dict[str, float]:
@@ -70,6 +72,7 @@ class Schedule:
     def in_words(self) -> str:
         """A sentence with the shares of the sources from here on, and how often each is read."""
         parts, stages = [], self.mixture.stages
+        # A stage lasts until the next one begins, the last one without end.
         for stage, after in zip(stages, [*(one.begins for one in stages[1:]), math.inf]):
             if after <= self.start.position:
                 continue
@@ -97,10 +100,12 @@ class Schedule:
         All raised sources together have at most MAX_REPLAY. Raises ValueError if they have that
         much already, or would be read too often.
         """
+        # A share is a fraction of at most MAX_SLOTS slots, which a float only approximates.
         now = self.shares_at(there.position)
         doubled = {
             name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MAX_SLOTS) for name in names
         }
+        # What earlier rewinds have raised stays raised.
         kept = {name: share for name, share in self.raised.items() if name not in doubled}
         room = MAX_REPLAY - sum(kept.values())
         if sum(doubled.values()) >= 2 * room or not all(doubled.values()):
@@ -168,6 +173,7 @@ def lay_out(
     """
     # How many rows of each source the run may read, None for any number.
     limits: list[Optional[int]] = []
+    # A limit of the source itself wins over --number_epochs, which --max_step replaces.
     for source, count in zip(mix.sources, rows):
         if source.max_epochs:
             limits.append(math.floor(source.max_epochs * count))
@@ -177,6 +183,7 @@ def lay_out(
         laid_out = _until_read(mix, limits, batch, here)
     else:
         laid_out = _in_steps(mix, rows, limits, batch, max_step, here, shortens)
+    # A run that was shortened on the way may well lose its later stages.
     if not shortens:
         _require_steps(mix, laid_out[2], here.step)
     return laid_out
@@ -185,6 +192,7 @@ def lay_out(
 def _require_steps(mix: DataMix, last: int, step: int) -> None:
     """Raises ValueError if a stage has no step in a run of `last` steps, of which `step` are
     done."""
+    # Stages begin at fractions of the run, so a short run may round two to one step.
     begins = [round(stage.begins * last) for stage in mix.stages] + [last]
     for stage, first, after in zip(mix.stages, begins, begins[1:]):
         if first >= after and after > step:
@@ -218,6 +226,7 @@ def _first_passed(
     """(the first position at which a source would be read more often than it may, that source)."""
     passed = []
     for source, limit in enumerate(limits):
+        # A source without a limit may be read for ever.
         if limit is not None:
             position = position_of(stages, source, limit)
             if position is not None:
@@ -240,6 +249,7 @@ def _in_steps(
     if passed is None:
         return stages, None, max_step
     end, source = passed
+    # The position after --max_step steps.
     asked = here.position + (max_step - here.step) * batch
     if end >= asked:
         return stages, end, max_step
@@ -261,14 +271,17 @@ def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Cursor) -
     Stages begin at fractions of the run, so what is read depends on its length. Bisection finds
     the length.
     """
+    # All the time `fits` steps are possible, and `too_many` aren't.
     fits, too_many = 0, (sum(limits) - here.position) // batch + 2  # steps from here on
     while too_many - fits > 1:
         steps = (fits + too_many) // 2
+        # Never None: without --max_step each source has a limit, and one of them is reached.
         end, _ = _first_passed(_stages(mix, here.step + steps, batch, here), limits)
         if end >= here.position + steps * batch:
             fits = steps
         else:
             too_many = steps
+    # One more step with a part of a batch, if rows are left for it.
     for steps in (fits + 1, fits):
         stages = _stages(mix, here.step + steps, batch, here)
         first, source = _first_passed(stages, limits)

@@ -60,22 +60,26 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
         )
     micro_batch_size, global_batch_size = training.micro_batch_size, training.global_batch_size
     accumulation = training.gradient_accumulation_steps
+    # The size of a step follows from the micro-batches and the number of ranks.
     if global_batch_size is None:
         micro_batch_size, accumulation = micro_batch_size or 1, accumulation or 1
         return micro_batch_size, accumulation, micro_batch_size * accumulation * world_size
+    # It follows from a number of micro-batches that was asked for; without one it is 1.
     if micro_batch_size is None:
-        micro_batch_size = (
-            max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
-        )
+        micro_batch_size = 1
+        if accumulation:
+            micro_batch_size = max(1, global_batch_size // (accumulation * world_size))
     if flags.demo:
         micro_batch_size = min(micro_batch_size, max(1, global_batch_size // world_size))
+    # Micro-batches per step and device.
     needed, rest = divmod(global_batch_size, micro_batch_size * world_size)
     spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes"
-    spelled += (
-        f" / {sharing} that share rows" * (sharing > 1) + f" = {micro_batch_size * world_size}"
-    )
+    if sharing > 1:
+        spelled += f" / {sharing} that share rows"
+    spelled += f" = {micro_batch_size * world_size}"
     if rest:
         raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
+    # All three flags are given, and they contradict each other.
     if accumulation not in (None, needed):
         raise ValueError(
             f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps "
@@ -113,7 +117,9 @@ def place(flags: Flags) -> Placement:
                 f"--accelerator {accelerator}: this machine shows no GPU to PyTorch "
                 f"{torch.__version__}."
             )
-    devices, kind = max(gpus, 1) if asked == "auto" else int(asked), "cuda" if gpus else "cpu"
+    # `auto`: all GPUs of the machine, or one process on its CPU.
+    devices = max(gpus, 1) if asked == "auto" else int(asked)
+    kind = "cuda" if gpus else "cpu"
     if gpus and devices > gpus:
         advice = ""
         # A batch script has the first of these alone.
@@ -122,9 +128,11 @@ def place(flags: Flags) -> Placement:
         raise ValueError(
             f"--devices {devices}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}."
         )
+    # Once more, since the rules for the devices and their kind can be checked only now.
     strategy = strategy_rules.strategy(
         fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding
     )
+    # PyTorch would emulate it, which is slow.
     if gpus and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
             f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true."
@@ -158,6 +166,7 @@ def start(flags: Flags) -> ThisRank:
     placement = place(flags)
     if placement.kind == "cpu":  # tensors are in memory of malloc
         return_freed_memory()
+    # Asked before start_ranks() sets the same variables in this process.
     by_other = launch.started_by_other()
     has_ranks = placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
@@ -176,9 +185,11 @@ def start(flags: Flags) -> ThisRank:
             f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun "
             "and --devices auto, or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
         )
+    # Each rank calls it: one makes the dataset, and the others wait for its lock.
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
     directory, problem = None, None
+    # Rank 0 alone writes there.
     if is_rank_zero():
         try:
             named = run_directory.directory(flags)
@@ -189,11 +200,10 @@ def start(flags: Flags) -> ThisRank:
             problem = as_mistake(error)
             if placement.world_size == 1 or starts:
                 raise problem from None
-    children = (
-        launch.start_ranks(placement.devices, placement.num_nodes)
-        if starts
-        else launch.Children({})
-    )
+    # Last, since a problem that is found before then needs no ranks to be ended.
+    children = launch.Children({})
+    if starts:
+        children = launch.start_ranks(placement.devices, placement.num_nodes)
     return ThisRank(placement, children, directory, problem)
 
 

@@ -29,8 +29,10 @@ MANY_STEPS = 200  # too many to lose in a crash
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     """One sentence for each flag, or group of flags, that is probably a mistake."""
     flat, placement = flags.flat(), plan.placement
+    # Steps of the whole run, and those that were done before this start.
     last, done = plan.schedule.max_step, plan.start.step
     context_length = plan.data.dataset.context_length
+    # None where the configuration names no number of positions.
     made_for = positions.length(plan.model.config.get_text_config())
     sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
     lr, warmup = flat["lr"], flat["warmup_steps"]
@@ -50,6 +52,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "place. A model shifts them itself, so it learns the token after next: write labels "
             "that equal input_ids where there is a target, or leave the column out."
         )
+    # A column such as a mask with another name would be ignored silently.
     for dataset in plan.data.opened:
         if unread := getattr(dataset, "unread", ()):
             yield (
@@ -97,6 +100,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "no --save_step_interval: the only checkpoint comes at the end, a crash loses all "
             "before it."
         )
+    # A rewind goes back to a checkpoint, and none is written on the way.
     if interval is None and plan.data.budgets and flat["forgetting_action"] == "rewind":
         yield (
             "--forgetting_action rewind without --save_step_interval goes back to the beginning "

@@ -43,27 +43,26 @@ class Children:
         """(rank, how, code) of one that has failed. code: the exit code for the run, which is its
         own if docs/faults.md has it."""
         for rank, process in self.processes.items():
+            # None while it runs, 0 if it has ended well, negative if a signal killed it.
             if code := process.poll():
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"ended with code {code}"
-                )
-                return (
-                    rank,
-                    how,
-                    STOPPED if -code in SIGNALS else code if code in CODES else PEER_LOST,
-                )
+                how = f"ended with code {code}"
+                if code < 0:
+                    how = f"was killed by {signal.Signals(-code).name}"
+                if -code in SIGNALS:
+                    return rank, how, STOPPED
+                return rank, how, code if code in CODES else PEER_LOST
         return None
 
     def end(self, seconds: float) -> None:
         """Wait so long for them to end, then kill those that are left."""
+        # One deadline for all of them together.
         deadline = time.monotonic() + seconds
         for process in self.processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+                # After the kill, so that no zombie is left and its exit code is known.
                 process.wait()
 
 
@@ -85,12 +84,14 @@ def adopt_launcher() -> None:
     # itself.
     tasks = 0 if started_by_other() else number_of("SLURM_STEP_NUM_TASKS", 0)
     if tasks > 1:
+        # SLURM says how many tasks there are in all. Unequal numbers on nodes are refused later.
         per_node = math.ceil(tasks / number_of("SLURM_STEP_NUM_NODES", 1, default="1"))
         node, local_rank = number_of("SLURM_NODEID", 0), number_of("SLURM_LOCALID", 0)
         os.environ.update(
             LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks)
         )
         os.environ.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
+        # Two jobs on one machine get different ports, as far as numbers allow.
         port = 15_000 + (31 * number_of("SLURM_JOB_ID", 0) + number_of("SLURM_STEP_ID", 0)) % 10_000
         os.environ.setdefault("MASTER_PORT", str(port))  # the same for all tasks of a step
     # No launcher has set these. In a pod, for example, RANK may mean something else.
@@ -124,6 +125,7 @@ def kill_parent() -> None:
     if has_parent():
         if os.environ["NODE_RANK"] != "0":  # that process isn't rank 0: it may be ending by itself
             time.sleep(SECONDS_TO_END)
+        # If that process has ended, this one has another parent, which isn't to be killed.
         if os.getppid() == int(os.environ[PARENT]):
             os.kill(os.getppid(), signal.SIGKILL)
 
@@ -148,10 +150,12 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
         number_of("WORLD_SIZE", 1, default=""),
         number_of("LOCAL_WORLD_SIZE", 1, default=""),
     )
+    # Fabric takes one number of devices for all machines.
     nodes, left = divmod(world_size, per_node)
     there = f"the launcher has started {world_size} processes, {per_node} of them on this machine"
     if left:
         raise ValueError(f"{there}: each machine must have the same number.")
+    # Fabric calculates a rank from node and local rank, so those of a machine must be adjacent.
     node, place = divmod(number_of("RANK", 0, world_size - 1, default=""), per_node)
     if number_of("LOCAL_RANK", 0, per_node - 1) != place:
         raise ValueError(
@@ -160,6 +164,7 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
         )
     # Fabric numbers ranks that torchrun hasn't started by it.
     os.environ["NODE_RANK"] = str(node)
+    # A number that was given must be the launcher's.
     for name, number in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", number):
             raise ValueError(
@@ -172,11 +177,12 @@ def number_of(name: str, first: int, last: int = 2**32, default: str = "0") -> i
     """The number in an environment variable, or in `default` if it isn't set. Raises ValueError
     unless first <= number <= last."""
     given = os.environ.get(name, default)
+    # isdecimal() also refuses signs, spaces and "".
     if given.isdecimal() and first <= int(given) <= last:
         return int(given)
-    advice = (
-        ": start the ranks with torchrun or srun, or unset LOCAL_RANK" if started_by_other() else ""
-    )
+    advice = ""
+    if started_by_other():
+        advice = ": start the ranks with torchrun or srun, or unset LOCAL_RANK"
     os.environ["LOCAL_RANK"] = "0"  # only the first of a machine prints a mistake
     raise ValueError(
         f"{name} in the environment must be a number from {first} to {last}, not {given!r}{advice}."
@@ -200,10 +206,12 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
             socket.create_server(("", port)).close()
         except OSError as error:
             raise port_in_use() from error
+    # The same variables that torchrun sets, since Fabric and torch read those.
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
     os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
     command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
     processes = {}
+    # Local rank 0 is this process.
     for local_rank in range(1, devices):
         rank = node * devices + local_rank
         own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
@@ -242,6 +250,7 @@ def start_again(flags: Sequence[str]) -> NoReturn:
     if _given.get(AGENT_STORE) == "True":
         _given[AGENT_STORE] = "False"
         _given["MASTER_PORT"] = str(number_of("MASTER_PORT", 1, 2**16 - 2) + 1)
+    # execve() drops what Python still holds in its buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     # Sockets, locks and GPUs go with this program. Closing them here would break what other threads

@@ -49,6 +49,7 @@ class StopSignal:
         self.until = 0.0  # monotonic seconds: a signal before that belongs to the same request
         self.pipe = os.pipe()  # Python's C code writes each signal into it at once
         for end in self.pipe:
+            # The handler must never wait for a full pipe, nor is_asked() for an empty one.
             os.set_blocking(end, False)
         self.former_wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         self.former = {
@@ -63,6 +64,7 @@ class StopSignal:
         if again or time.monotonic() < self.until:
             return
         self.until = time.monotonic() + SECONDS_OF_ONE_REQUEST
+        # First, second and third request: stop at a step's end, stop now, be killed.
         self.requests += 1
         if self.requests == 1:
             self.end_by(self.at_once)
@@ -84,6 +86,7 @@ class StopSignal:
     def is_asked(self) -> bool:
         """True once a signal has come. A thread may ask while the main thread is in C code, where
         Python runs no handlers."""
+        # An empty pipe is no error: no signal has come.
         heard = b""
         with suppress(BlockingIOError):
             heard = os.read(self.pipe[0], 4096)
@@ -92,14 +95,16 @@ class StopSignal:
     def watch_for(self, run_directory: Optional[Path], max_hours: Optional[float]) -> None:
         """From now on only remember signals. run_directory, max_hours: None except on rank 0, which
         looks for all ranks."""
+        # There is something to save now, so a signal no longer ends the process at once.
         self.end_by(None)
         self.run_directory, self.max_hours = run_directory, max_hours
 
     def is_to_stop(self) -> bool:
         """Whether this rank is asked to stop. The answer stays True; a file that asks is
         removed."""
-        for name in (STOP_FILE, SAVE_FILE) if self.run_directory else ():
-            if (self.run_directory / name).is_file():
+        # A file asks once: left there, it would stop the next run as well.
+        for name in (STOP_FILE, SAVE_FILE):
+            if self.run_directory and (self.run_directory / name).is_file():
                 (self.run_directory / name).unlink(missing_ok=True)
                 self.files.add(name)
         return STOP_FILE in self.files or self.requests > 0 or self.is_out_of_time()
@@ -122,15 +127,17 @@ class StopSignal:
         """The run is over and saved: ignore signals but Ctrl-C, and remove files, which aren't
         meant for the next run."""
         for number in SIGNALS:
-            signal.signal(
-                number, signal.SIG_IGN if number != signal.SIGINT else signal.default_int_handler
-            )
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
+            else:
+                signal.signal(number, signal.SIG_IGN)
         self.is_to_stop()
 
     def restore(self) -> None:
         """Put the former signal handlers back."""
         for number, handler in self.former.items():
             signal.signal(number, handler)
+        # Before the pipe is closed, because signals are written into it.
         signal.set_wakeup_fd(self.former_wakeup)
         for end in self.pipe:
             os.close(end)

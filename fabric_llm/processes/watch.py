@@ -115,6 +115,7 @@ class Watch:
         """To be called by the thread that ends this rank. Never returns if another thread is ending
         it already."""
         self.ended.set()
+        # Waits for ever: the other thread ends the whole process.
         if not self.claimed.acquire(blocking=False):
             threading.Event().wait()
 
