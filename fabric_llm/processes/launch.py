@@ -238,8 +238,10 @@ def port_in_use() -> Fault:
 def for_launcher(code: int) -> int:
     """`code`, but 0 for a requested stop under a torchrun with restarts left, which would restart
     after any other code."""
-    restarts_left = code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0)
-    return DONE if restarts_left else code
+    # Another code may be that of a wrong number in these variables, which isn't read again then.
+    if code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0):
+        return DONE
+    return code
 
 
 def start_again(flags: Sequence[str]) -> NoReturn:
