@@ -7,19 +7,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 rehearses= && [ "${1:-}" = --rehearse ] && rehearses=1 && shift
-out=$(realpath -m "${1:-gpu_results}") ends=$((SECONDS + $(python -c "print(round(60 * ${2:-9}))"))) failed=()
+out=$(realpath -m "${1:-gpu_results}") ends=$((SECONDS + $(python -c "print(round(60 * ${2:-9}))")))
 mkdir -p "$out"
 
-part() {  # NAME COMMAND...
-    local name=$1 began=$SECONDS
-    shift
-    [ -e "$out/$name.done" ] && return
-    [ $((ends - SECONDS)) -lt 15 ] && { failed+=("$name (not begun)"); return; }
-    echo "+ $*"
-    if timeout -s INT -k 10 $((ends - SECONDS)) "$@" >"$out/$name.log" 2>&1; then touch "$out/$name.done"; else failed+=("$name"); fi
-    tail -n 3 "$out/$name.log"
-    echo "  $((SECONDS - began)) s"
-}
+. benchmarks/parts.sh
 
 page() {  # NAME SCRIPT OPTIONS...
     local name=$1 script=$2
@@ -31,7 +22,7 @@ train() {  # NAME OPTIONS...
     local name=$1
     shift
     part "$name" python train.py $model --train_data_dir "$out/data" --lr 2e-5 --output_dir "$out/runs" --run_name "$name" \
-        --eval_iters 2 "$@"
+        --fast_paths strict --eval_iters 2 "$@"
 }
 
 library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
@@ -59,5 +50,4 @@ page context context.py $on --sharing 1
 page loss_head steps.py loss $on --dtypes bfloat16
 page attention steps.py attention $on --dtypes bfloat16
 train float8 --max_step 30 --float8 rowwise
-echo "Pages, numbers and logs: $out"
-[ ${#failed[@]} -eq 0 ] || { printf 'Failed or not finished: %s\n' "${failed[*]}"; exit 1; }
+finish
