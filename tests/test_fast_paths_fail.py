@@ -5,9 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ranks import metrics
+
+from fabric_llm.base.faults import as_fault
+from fabric_llm.run.fallback import without_fast_path
 
 ROOT = Path(__file__).parent.parent
 # What breaks on rank 1, as on a machine where it doesn't work. Rank 0 and the reference are whole.
@@ -115,3 +119,44 @@ def test_under_torchrun_as_well(data, tmp_path):
 def test_strict_ends_the_run(data, tmp_path):
     code, said = run(data, tmp_path, "packed", "--fast_paths", "strict")
     assert code == 1 and "it doesn't work on this machine" in said and "again" not in said
+
+
+def raised_in(*files, message="it fails", cause=None):
+    """An error that has come through these files, the outermost first."""
+    code = f"raise RuntimeError({message!r}) from cause"
+    names = {"cause": cause}
+    for file in reversed(files):
+        names = {"inner": compile(code, file, "exec"), "names": names, "cause": cause}
+        code = "exec(inner, names)"
+    try:
+        exec(code, names)
+    except RuntimeError as error:
+        return error
+
+
+EVERY = {
+    "float8": "rowwise", "activation_checkpointing": "offload", "loss": "chunked", "compiles": True,
+    "config": SimpleNamespace(_attn_implementation="packed"),
+}  # fmt: skip
+INDUCTOR, TORCHAO = "/s/torch/_inductor/graph.py", "/s/torchao/float8/float8_linear.py"
+OFFLOAD, MODEL = "/w/fabric_llm/model/offload.py", "/s/transformers/models/llama/modeling_llama.py"
+
+
+@pytest.mark.parametrize(
+    ("error", "taken", "flag"),
+    [
+        (raised_in(OFFLOAD, MODEL, INDUCTOR), EVERY, "--compile false"),
+        (raised_in(INDUCTOR, TORCHAO, MODEL), EVERY, "--float8 none"),
+        (raised_in(OFFLOAD, MODEL), EVERY, "--activation_checkpointing full"),
+        (raised_in(MODEL, cause=raised_in(INDUCTOR)), EVERY, "--compile false"),
+        (raised_in(INDUCTOR), {**EVERY, "compiles": False}, None),
+        (raised_in(MODEL), EVERY, None),
+        (raised_in(MODEL, message="CUDA error: an illegal access"), EVERY, "--float8 none"),
+        (raised_in(INDUCTOR, message="CUDA out of memory"), EVERY, None),
+        (raised_in(INDUCTOR, message="Connection closed by peer"), EVERY, None),
+    ],
+)
+def test_whose_error_it_is(error, taken, flag):
+    fault = without_fast_path(error, as_fault(error), SimpleNamespace(**taken), rank=3)
+    assert (" ".join(fault.again) or None) == flag
+    assert flag is None or "failed on rank 3" in str(fault) and flag in str(fault)
