@@ -102,20 +102,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
                 )
-            # The probe has two documents only where the model that trains keeps them apart.
-            document_end, gradients = None, None
-            if chosen.keeps_documents_apart:
-                document_end = plan.data.document_end
-            inputs = probe_of(plan, document_end)
-            outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
-            if compares_gradients(plan):
-                with gate.attention(model, plain):
-                    gradients = gate.gradients_of_reference(
-                        language_model.LanguageModel(model), inputs
-                    )
-            # For the advice in an error: the attention that plain transformers would take.
-            default = model.get_correct_attn_implementation(None, is_init_check=True)
-            expected = Expected(outputs, gradients, default)
+            expected = _expected_of(model, plan, chosen.keeps_documents_apart, plain)
             return chosen
         except (
             RuntimeError,
@@ -137,6 +124,24 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
     chosen = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
     return Reference(opened, expected, chosen)
+
+
+def _expected_of(
+    model: PreTrainedModel, plan: Plan, keeps_documents_apart: bool, plain: str
+) -> Expected:
+    """What the reference makes of the probe. plain: the attention of its gradients."""
+    # The probe has two documents only where the model that trains keeps them apart.
+    document_end, gradients = None, None
+    if keeps_documents_apart:
+        document_end = plan.data.document_end
+    inputs = probe_of(plan, document_end)
+    outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
+    if compares_gradients(plan):
+        with gate.attention(model, plain):
+            gradients = gate.gradients_of_reference(language_model.LanguageModel(model), inputs)
+    # For the advice in an error: the attention that plain transformers would take.
+    default = model.get_correct_attn_implementation(None, is_init_check=True)
+    return Expected(outputs, gradients, default)
 
 
 def _say_left_out(plan: Plan, names: list[str]) -> None:
