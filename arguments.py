@@ -23,6 +23,7 @@ from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
+# Applies where the command line names no model, no data and no other file of flags.
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 # Each flag of train.py says what is trained, or how. Most of the latter may change in a resumed
 # run.
@@ -110,6 +111,7 @@ class DataArguments:
     """packed documents don't see each other: attention and positions restart (needs
     prepare_data.py's manifest); auto: where the model can, which is measured; a resumed run keeps
     what it had"""
+    # Any number gives the same batches, so a resumed run may change it.
     num_workers: int = setting(1, at_least=0, aliases="dataloader_num_workers dataset_num_proc")
     """threads that prepare the batches of the next steps, on the GPU if there is one; 0: within the
     step"""
@@ -130,6 +132,7 @@ class ModelArguments:
         ),
     )
     """hub name or local directory of a causal LM; config.json alone: random start"""
+    # The dtypes of the optimizer's state follow from it, so a resumed run can't change it.
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", resume="never", aliases="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
@@ -145,6 +148,7 @@ class ModelArguments:
     )
     """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a
     scale for each tensor or row; needs torchao, and on a CPU it is emulated, which is slow"""
+    # All that the run saves has these positions, so they can't change in the middle.
     rope: Optional[str] = what(
         None,
         resume="never",
@@ -197,6 +201,7 @@ class FSDPArguments:
         "FULL_SHARD", needs="strategy fsdp fsdp2", aliases="fsdp_sharding_strategy sharding"
     )
     """what each rank holds a part of; fsdp2 takes all but NO_SHARD"""
+    # A run may resume from either kind with the other.
     state_dict_type: Literal["full", "sharded"] = setting("full", aliases="fsdp_state_dict_type")
     """full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"""
     limit_all_gathers: bool = setting(True, needs="strategy fsdp")
@@ -242,6 +247,7 @@ class CheckpointArguments:
         None, kept=False, how=True, aliases="wandb_name exp_name experiment_name"
     )
     """name of the run directory (default: model and data, numbered)"""
+    # Not kept: each start of a run says for itself whether it resumes.
     resume: Union[bool, Literal["auto"]] = basic(
         False, kept=False, how=True, aliases="auto_resume auto_resume_from_checkpoints"
     )
@@ -258,6 +264,7 @@ class CheckpointArguments:
     )
     """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a
     branch"""
+    # Not kept: it is permission for one start, not for all later ones.
     resume_override: Optional[str] = what(None, kept=False, needs="resume")
     """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused
     otherwise"""
@@ -313,6 +320,7 @@ class TrainingArguments:
     """learning rate at the last step"""
     lr_decay: bool = what(True, aliases="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
+    # `names` adds the schedules that --code registers.
     lr_schedule: Literal[tuple(SCHEDULES)] = basic(
         "cosine",
         names=register.SCHEDULES,
@@ -455,6 +463,7 @@ class SaveArguments:
 class LoggingArguments:
     """Logging (metrics.jsonl is always written)"""
 
+    # Its text names the trackers that there are, so it isn't a string below the field.
     logger: str = basic_setting(
         "none",
         (
@@ -467,6 +476,7 @@ class LoggingArguments:
         10, above=0, aliases="log_every log_every_n_steps log_freq logging_steps"
     )
     """steps between logged lines; 1: each step"""
+    # Not kept: it concerns a single start of the run.
     profile: Optional[str] = option(None, kept=False, how=True)
     """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's
     profiler, into the folder profile of the run directory; prints the five largest costs"""
@@ -533,6 +543,7 @@ class Arguments:
 
 def groups_of_run() -> dict[str, type]:
     """The flag groups of a run, those that --code registers last."""
+    # The space keeps these names apart from the fields of Arguments.
     own = {f"own {name}": group for name, group in register.FLAGS.items()}
     return {**groups(Arguments), **own}
 

@@ -76,11 +76,13 @@ REMOVED = ("compare_plan",)
 def not_here() -> dict[str, str]:
     """{name: what is said of it} of names that are no flags of train.py, also those of other
     scripts."""
+    # Each key of NOT_A_FLAG holds several names of the same meaning.
     found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
     scripts = {
         "plan.py": PlanArguments,
         "prepare_data.py": PrepareArguments,
     }
+    # Flags that another script has: the sentence names the script.
     for script, group in scripts.items():
         for name, one in declared(group).items():
             found |= dict.fromkeys((name, *one.aliases.split()), f"it is --{name} of {script}")
@@ -106,6 +108,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
 def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
     """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as
     that does."""
+    # jsonargparse takes neither a flag without its value nor a number with a unit.
     argv = _in_gib(_with_true(list(sys.argv[1:] if argv is None else argv)))
     arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
@@ -116,6 +119,7 @@ def _with_true(argv: list[str]) -> list[str]:
     --json."""
     alone = {f"--{name}" for name, one in declared(PlanArguments).items() if one.kinds == [bool]}
     found = []
+    # Only before another flag or at the end: a word behind it is its value.
     for word, after in zip(argv, [*argv[1:], "--"]):
         found += [word, "true"] if word in alone and after.startswith("--") else [word]
     return found
@@ -123,6 +127,7 @@ def _with_true(argv: list[str]) -> list[str]:
 
 def _in_gib(argv: list[str]) -> list[str]:
     """With the number of GiB for a --device_memory that has a unit."""
+    # One text, so that both `--device_memory=80GiB` and the two words match one pattern.
     text = "\n".join(argv)
 
     def number(given: re.Match[str]) -> str:
@@ -143,21 +148,27 @@ def _parse_run(
     """(arguments of a run, all flags by name). more: groups of flags that the program has besides
     those of train.py."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    # These decide whether the demo or the flags of a resumed run apply, and so which file is read:
+    # they must be known before anything is parsed.
     named = any(
         re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv
     )
+    # The flags that the user has typed, before those of a file are put in front of them.
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
+    # An explicit model, dataset or file says what to train, so arguments.yaml isn't looked for.
     resumed = None if named else _arguments_of_resumed_run(argv)
     demo = not named and resumed is None and "data_mix" not in on_command_line
     if demo or resumed is not None:
         # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
+    # First, because the flags and schedules that it registers are parsed with all others.
     try:
         _load_code(argv, more)
     except ValueError as error:
         fail(program, str(error), getattr(error, "code", BAD_INPUT))
     flag_groups = [*more, *groups_of_run().values()]
+    # A resumed run's file may hold flags that no longer exist. They are read and dropped.
     removed = {*REMOVED, *_flags_of_other_code(resumed, argv, flag_groups)}
     flat = parse(
         program,
@@ -169,6 +180,7 @@ def _parse_run(
         removed=removed,
     )
     try:
+        # It raises ValueError for a tracker that doesn't exist.
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.
         if flat["replay"] is not None or flat["replay_fraction"] is not None:
@@ -188,6 +200,7 @@ def _parse_run(
     if demo:  # the preset's paths are relative to this repository, not to the current directory
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
+    # `flat` has all flags by name. Each group takes the values of its own fields.
     by_group = {
         name: group(**{f.name: flat[f.name] for f in fields(group)})
         for name, group in groups(Arguments).items()
@@ -196,6 +209,7 @@ def _parse_run(
     arguments = Arguments(
         **by_group, own=SimpleNamespace(**own), demo=demo, on_command_line=on_command_line
     )
+    # What functions of --code get as `flags`.
     if register.LOADED:
         register.LOADED["flags"] = arguments
     return arguments, flat
@@ -207,12 +221,14 @@ def _load_code(argv: list[str], more: list[type]) -> None:
     more: as of `_parse_run`.
     """
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    # Only these two are parsed here; the flags of the module aren't known yet.
     names.add_argument("--code", nargs="?")
     names.add_argument("--config", nargs="?")
     # what comes behind --help are names of flags
     before_help = takewhile(lambda word: word.partition("=")[0] not in ("--help", "-h"), argv)
     given = names.parse_known_args(list(before_help))[0]
     code, runs = given.code, set()
+    # The command line wins over the file, so the file is read only without a --code.
     if code is None and given.config is not None:
         config = Path(at_home(given.config))
         try:
@@ -222,11 +238,13 @@ def _load_code(argv: list[str], more: list[type]) -> None:
         except (OSError, ValueError):
             return  # parse() says what is wrong with it
         code = values.get("code") if isinstance(values, dict) else None
+        # The file came with a run, so register.load refuses a module that lies beside it.
         if config.name == "arguments.yaml":
             runs = register.folders_of_run(config)
     if not isinstance(code, str) or code.lower() in ("none", "null"):
         code = None
     register.load(code and at_home(code), runs)
+    # The module is loaded now, so its names can be compared with the built-in ones.
     if code is not None:
         _refuse_taken_names([*more, *groups_of_run().values()])
 
@@ -239,18 +257,21 @@ def _flags_of_other_code(
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     names.add_argument("--resume_override", nargs="?")
     overridden = names.parse_known_args(argv)[0].resume_override or ""
+    # With the same module its flags are still declared, and nothing has to be dropped.
     if resumed is None or "code" not in overridden.split(","):
         return set()
     try:
         values = read_yaml(resumed)
     except (OSError, ValueError):
         return set()  # parse() says what is wrong with it
+    # What the file holds beyond the declared flags belonged to the module that is gone.
     known = {name for group in flag_groups for name in declared(group)}
     return {str(name) for name in values} - known if isinstance(values, dict) else set()
 
 
 def _refuse_taken_names(flag_groups: list[type]) -> None:
     """Raises ValueError where --code registers a name that there is already."""
+    # What the sentence calls the name -> (names of --code, names that exist already).
     tables: dict[str, tuple[Collection[str], Collection[str]]] = {
         "schedule": (register.SCHEDULES, SCHEDULES),
         "source": (register.SOURCES, SOURCES),
@@ -262,6 +283,7 @@ def _refuse_taken_names(flag_groups: list[type]) -> None:
         for name in own:
             if name in ours:
                 raise ValueError(f"--code: there is a {what} {name!r} already; take another name.")
+    # `config` and `help` are no fields of a group, but can't be taken either.
     count = Counter(["config", "help", *(name for one in flag_groups for name in declared(one))])
     for name in count:
         if count[name] > 1:
@@ -276,11 +298,13 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
         names.add_argument(f"--{name}", nargs="?")
     words = vars(names.parse_known_args(argv)[0])
     given = SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})
+    # Without a name of the run, or one of its checkpoints, no directory is looked for.
     if str(given.resume).lower() not in ("true", "auto") or not (
         given.run_name or given.checkpoint
     ):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
+    # --checkpoint names a folder in the directory of its run, whatever --output_dir says.
     file = (
         Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
     ) / "arguments.yaml"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Optional[list[str]] = None) -> None:
+    # Before anything that takes time: from here on a request to stop is heard.
     signals = StopSignal(leave_at_once)
     try:
         with report_errors():
@@ -42,6 +43,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             rank.is_program = argv is None
             with without_collection():
                 from fabric_llm.run.supervision import supervise
+            # It sets `rank.plan` and `rank.fabric`, which the lambda reads when it is called.
             supervise(
                 rank,
                 arguments,
@@ -102,6 +104,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
+        # Also after a step that was left out: the average needs the number of such steps in a row.
         if run.average is not None:
             run.average.update(number, guard.skipped)
         run.optimizer.zero_grad()
@@ -139,6 +142,7 @@ def before_first_step(run: Run) -> bool:
     if run.forgetting.verdict == "rewind":
         verdicts.rewind(run)
     stops = stops or run.forgetting.verdict == "stop"
+    # A run that began at its own checkpoint can resume from that one.
     if stops and not run.plan.has_checkpoint:
         save.save(run, stops=True)
     return stops
@@ -171,6 +175,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         code = 1
+    # os._exit doesn't flush the streams.
     sys.stdout.flush()
     sys.stderr.flush()
     # everything is closed; destructors of process groups have been seen to hang, see run/run.py

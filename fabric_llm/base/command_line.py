@@ -244,13 +244,7 @@ def parse(
     jsonargparse.set_loader("yaml", _load_value, exceptions=(ValueError,))
     # Without abbreviations: a new flag would change what an old abbreviation means.
     parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    for name, one in flags.items():
-        # A flag without a default is required, unless its type takes None.
-        required = one.default is None and type(None) not in get_args(one.type)
-        options = {"required": True} if required else {"default": one.default}
-        options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
-        parser.add_argument(f"--{name}", **options)
+    _add_flags(parser, flags)
     if first and argv and not argv[0].startswith("-"):
         argv = [f"--{first}", *argv]
     # --config is taken out first: the file's keys must be known before all flags are parsed.
@@ -287,6 +281,17 @@ def parse(
         name, equals, value = word.removeprefix("--").partition("=")
         _refuse_other_numbers(program, f"--{name}", name, value if equals else following, flags)
     return _in_range(program, parser.parse_args(words).as_dict(), flags, named)
+
+
+def _add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
+    """Declare --config and the flags to a parser of jsonargparse."""
+    parser.add_argument("--config", action="config")
+    for name, one in flags.items():
+        # A flag without a default is required, unless its type takes None.
+        required = one.default is None and type(None) not in get_args(one.type)
+        options = {"required": True} if required else {"default": one.default}
+        options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
+        parser.add_argument(f"--{name}", **options)
 
 
 def _in_range(

@@ -137,12 +137,6 @@ def predict(
     # Time: what is computed, sent, and asked of the device.
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
     sent = _sent(flags, placement, model, skeleton, micro_batches)
-    launch = 0.0
-    # The speed of a run that --like names includes what the host takes.
-    if not own.like:
-        launch = accelerators.DISPATCH * memory.operations * micro_batches
-        if is_cuda:
-            launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     # Links inside of a node and the network work at the same time, so the slower one counts.
     # Networks are in Gbit/s.
@@ -152,7 +146,7 @@ def predict(
         messages=messages + sent.latency,
         hidden=flags.fsdp.backward_prefetch != "none",
         exchange=_exchange(own, device, placement, model, tokens),
-        launch=launch,
+        launch=_launch(own, memory, micro_batches, parameters, is_cuda),
     )
 
     # What isn't known stays None.
@@ -181,6 +175,19 @@ def predict(
         price=price,
         assumed=assumed,
     )
+
+
+def _launch(
+    own: Flags, memory: Memory, micro_batches: int, parameters: list[Any], is_cuda: bool
+) -> float:
+    """Seconds that the host takes in a step to ask the device for its operations."""
+    # The speed of a run that --like names includes what the host takes.
+    if own.like:
+        return 0.0
+    launch = accelerators.DISPATCH * memory.operations * micro_batches
+    if is_cuda:
+        launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
+    return launch
 
 
 class Sent(NamedTuple):

@@ -67,6 +67,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The model's own `forward`, whose layers give `hidden`."""
+        # The layers have run. In their place the model's forward gets this chunk's hidden states.
         outputs = self.returns(last_hidden_state=hidden[None])
         before = vars(self.base).get("forward")
         self.base.forward = lambda *args, **inputs: outputs
@@ -131,6 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Optional[Tensor], ...]:
         gradients, ctx.gradients = ctx.gradients, ()
+        # Of a vector, only the first number was trained, see `forward`.
         factor = factor if factor.ndim == 0 else factor[0]
         scaled = [
             None if g is None else g.mul_(factor).to(dtype)

@@ -24,10 +24,12 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
     float8 = _torchao_float8()
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
     text_config = model.config.get_text_config()
+    # Configurations have several names for the number of experts.
     experts = {
         getattr(text_config, name, None)
         for name in ("num_experts", "num_local_experts", "n_routed_experts")
     }
+    # The head and the embeddings stay: only layers are made of these products.
     inside = {module for layer in repeated_layers(model).values() for module in layer.modules()}
 
     def is_product(module: nn.Module, name: str) -> bool:
@@ -45,17 +47,20 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
                 else F.linear(input, self.weight, self.bias)
             )
 
+    # It replaces modules of `model` in place.
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_product)
     products = [
         module
         for module in model.modules()
         if isinstance(module, float8.float8_linear.Float8Linear)
     ]
+    # Otherwise the run would train without 8 bits and not say so.
     if not products:
         raise ValueError(
             f"--float8 {recipe}: {type(model).__name__} has no linear layer whose sizes divide by "
             "16."
         )
+    # Only `forward` differs, so the class is exchanged, and no parameter is made anew.
     for module in products:
         module.__class__ = TrainedInFloat8
 
@@ -67,6 +72,7 @@ def no_float8(kind: str) -> Optional[str]:
         _torchao_float8()
     except ImportError:
         return "torchao isn't installed: pip install torchao"
+    # The first architecture with products in 8 bits is Ada, 8.9.
     if kind == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         return (
             "this GPU has no products in 8 bits, as an H100, an L40S or an RTX 4090 and newer "
@@ -76,6 +82,7 @@ def no_float8(kind: str) -> Optional[str]:
 
 
 def _torchao_float8() -> Any:
+    # Importing torchao may warn of parts that aren't used here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torchao.float8

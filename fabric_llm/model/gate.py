@@ -199,6 +199,7 @@ def gradients_of_wrapped(
         # Without dropout a layer may return a view of its last product, which nobody writes into
         # here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        # In evaluation, as the reference: dropout would differ.
         loss = wrapped.eval()(**fabric.to_device(inputs)) / targets
         fabric.backward(loss * parts)  # strategies average over all ranks
     reshard(wrapped)
@@ -234,6 +235,7 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
     for name in ours.squares:
         if name in reference.squares:  # others have no part in the loss
             path = _path(name)
+            # A parameter outside of numbered layers, such as an embedding, is its own module's.
             numbered = re.match(r"(.*?\.\d+)\.", path)
             layer = numbered[1] if numbered else path.rpartition(".")[0]
             layers.setdefault(layer, []).append(name)
@@ -307,6 +309,7 @@ def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
     model makes."""
 
     def chunked(rows: Tensor) -> Tensor:
+        # A model without a head of its own raises ValueError here, which counts as "can't".
         head = chunked_loss.Head(reference)
         return torch.stack([head(row) for row in head.hidden_states(input_ids=rows)[0]])
 
@@ -349,6 +352,7 @@ def takes_packed_attention(reference: PreTrainedModel) -> bool:
     seen = set()
 
     def watched(*args: Any, **more: Any) -> tuple[Tensor, None]:
+        # The windows that layers hand to the attention, None for full attention.
         seen.add(more.get("sliding_window") or None)
         return packed_attention.packed_attention(*args, **more)
 
@@ -373,6 +377,7 @@ def heads_in_training(reference: PreTrainedModel) -> tuple[int, float]:
     def watched(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
     ) -> Any:
+        # Heads of keys and values may have another size than those of queries.
         sizes.extend([query.shape[-1], value.shape[-1]])
         dropouts.append(more.get("dropout") or 0.0)
         return packed_attention.packed_attention(module, query, key, value, *args, **more)
@@ -415,6 +420,7 @@ def _makes_the_same(
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Another attention implementation of transformers in the body."""
+    # By id: modules share configurations, and parts of a model may have their own.
     configs = {
         id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None
     }.values()
@@ -450,6 +456,7 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
 
     # The logits of the second documents: behind the first ones, behind others, and alone.
     vocabulary = model.config.get_text_config().vocab_size
+    # Other tokens in the first document only.
     other_rows = torch.where(in_second, rows, (rows * 3 + 1) % vocabulary)
     model.eval()
     with torch.no_grad():
@@ -530,6 +537,7 @@ def _depends_on_longest(
 def sees_ahead(model: PreTrainedModel) -> bool:
     """True if what the model says at a position depends on tokens after it: then its loss means
     nothing."""
+    # The logits of the first eight tokens, and the embeddings of those after them.
     early = torch.arange(16)[None] < 8
     return _depends(LanguageModel(model), _rows(model)[:1], {}, early, ~early)
 

@@ -182,19 +182,7 @@ class LanguageModel(nn.Module):
         # Each position predicts the next label. The last one of a row has none to predict, unless
         # another rank holds the rest of the row: then `labels` has that rank's first label as well.
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)
-        # Evaluations measure the cross-entropy whatever is trained, so that runs can be compared.
-        loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
-        if self.with_added and self.training and torch.is_grad_enabled():
-            loss_of = losses_to_log
-        targets_of = targets.flatten()
-        # By what evaluations sum the loss, a place or a row, is a second column of the targets.
-        if places is not None:
-            loss_of = partial(_by_place, loss_of)
-            targets_of = torch.stack([targets_of, places.flatten()], dim=1)
-        elif questions is not None:
-            loss_of = partial(by_row, len(targets))
-            numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
-            targets_of = torch.stack([targets_of, numbers.flatten()], dim=1)
+        loss_of, targets_of = self._loss_and_targets(targets, places, questions)
         # Without `head`, the logits of the whole batch are in memory at once.
         if self.head is None:
             outputs = self.causal_lm(**inputs)
@@ -214,6 +202,28 @@ class LanguageModel(nn.Module):
         # The caller divides by the targets of the global batch, as it does with the loss itself.
         aux_loss = (of_rows * (targets != IGNORED).sum(dim=1)).sum()
         return torch.cat([loss.flatten(), aux_loss[None]])
+
+    def _loss_and_targets(
+        self, targets: Tensor, places: Optional[Tensor], questions: Optional[Tensor]
+    ) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:
+        """(the loss that is asked for, the targets that it takes, one row for each token).
+
+        targets: int64 [rows, context]. places, questions: see `forward`.
+        """
+        # Evaluations measure the cross-entropy whatever is trained, so that runs can be compared.
+        loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
+        if self.with_added and self.training and torch.is_grad_enabled():
+            loss_of = losses_to_log
+        targets_of = targets.flatten()
+        # By what evaluations sum the loss, a place or a row, is a second column of the targets.
+        if places is not None:
+            loss_of = partial(_by_place, loss_of)
+            targets_of = torch.stack([targets_of, places.flatten()], dim=1)
+        elif questions is not None:
+            loss_of = partial(by_row, len(targets))
+            numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
+            targets_of = torch.stack([targets_of, numbers.flatten()], dim=1)
+        return loss_of, targets_of
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:

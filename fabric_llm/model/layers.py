@@ -36,6 +36,7 @@ KEPT = (  # by selective checkpointing: what costs most to compute again
 )
 
 
+# torch's own function: `compiling` puts `_gradient_like` in its place, which calls this one.
 _gradient = meta_utils.safe_grad
 
 
@@ -50,6 +51,7 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
     """
     if which == "none":
         return
+    # Only this kind of checkpointing takes a `context_fn`.
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
@@ -59,6 +61,7 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
     )
     enable(options)
     if which == "offload":
+        # `enable` has set one function on all modules that recompute.
         there = [
             module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")
         ]
@@ -67,8 +70,10 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
 
         with compiling():
             call = offloading(there[0]._gradient_checkpointing_func, compiles)
+        # One function for all layers: each begins to fetch the input that the next one needs.
         for module in there:
             module._gradient_checkpointing_func = call
+    # transformers turns on all layers or none, so the others are turned off again.
     if which.startswith("every:"):
         layers = [
             module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
@@ -78,6 +83,7 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
                 f"--activation_checkpointing {which}: {type(model).__name__} has all layers or "
                 "none."
             )
+        # Counted from the first layer, which is recomputed for any N.
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % int(which.removeprefix("every:")) == 0
 
@@ -106,7 +112,9 @@ def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Around each torch.compile."""
+    # Beyond this number of shapes torch would run a layer uncompiled.
     torch._dynamo.config.recompile_limit = MAX_SHAPES
+    # Never put back: a layer is compiled later, when it is first called with a shape.
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
         # The compiler imports deprecated parts of torch.
@@ -133,6 +141,7 @@ def compile_loss(model: LanguageModel) -> None:
     """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied
     to float32."""
     with compiling():
+        # Two functions: training may have a loss of --code, evaluations the cross-entropy.
         model.token_loss = torch.compile(model.token_loss, dynamic=False)
         model.cross_entropy = torch.compile(model.cross_entropy, dynamic=False)
 
@@ -140,6 +149,7 @@ def compile_loss(model: LanguageModel) -> None:
 def no_compiler(kind: str) -> Optional[str]:
     """Why layers can't be compiled for devices of `kind` "cpu" or "cuda" on this machine; None
     where they can."""
+    # Kernels for GPUs are written in Triton, those for CPUs in C++.
     if kind == "cuda":
         return None if has_triton() else "Triton isn't installed, or this GPU is too old for it"
     return (

@@ -27,6 +27,7 @@ class Waiting:
     ) -> None:
         self.stream, self.before, self.back = stream, before, None
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # The copy begins after the kernels that write the tensor.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.host.copy_(tensor, non_blocking=True)
@@ -34,6 +35,7 @@ class Waiting:
 
     def fetch(self) -> None:
         """Begin to copy it to the device, unless that has begun."""
+        # `get` may have asked for it before, while the layer after this one was recomputed.
         if self.back is None:
             with torch.cuda.stream(self.stream):
                 self.back = self.host.to(self.stream.device, non_blocking=True)
@@ -53,8 +55,10 @@ class Inputs:
 
         Autograd keeps this hook as long as what it returns, so it mustn't hold the input.
         """
+        # By address: the hook may see another object with the same memory.
         if not tensor.is_cuda or tensor.data_ptr() != hidden().data_ptr():
             return tensor
+        # Copies have a stream of their own, so that they run while the device computes.
         self.stream = self.stream or torch.cuda.Stream(tensor.device)
         self.last = Waiting(tensor, self.stream, self.last)
         return self.last
@@ -65,9 +69,11 @@ class Inputs:
             return kept
         kept.fetch()
         current = torch.cuda.current_stream()
+        # The model's kernels wait for the copy, the host doesn't.
         current.wait_stream(self.stream)
         if kept.before is not None:
             kept.before.fetch()
+        # Made on the other stream: its memory isn't used again before these kernels are done.
         kept.back.record_stream(current)
         self.last = kept.before = None  # nothing is kept for a pass that is over
         return kept.back

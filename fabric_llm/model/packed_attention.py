@@ -79,6 +79,7 @@ def packed_attention(
     fraction of them. context_group: ranks that have a part of each row's positions, see
     context_parallel.py. given: see `_of_rows`, and what it raises.
     """
+    # Each rank has whole rows.
     if context_group is None:
         return _of_rows(query, key, value, **given), None
     # A feature that is off isn't imported.
@@ -103,22 +104,28 @@ def _of_rows(
 
     Raises NotImplementedError for what some models add to the scores.
     """
+    # Without this check the model would silently compute another function.
     for name in NOT_HERE:
         if more.get(name) is not None:
             raise NotImplementedError(f"packed attention has no {name}")
     rows, heads, context, _ = query.shape
+    # How many heads of queries share one head of keys and values.
     groups = heads // key.shape[1]
     # As transformers does for SDPA: rotary positions leave query and key in float32.
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # One document in each row: ends at multiples of the context.
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(
             0, rows * context + 1, context, dtype=torch.int32, device=query.device
         )
         max_length_q = context
+    # They differ in models with latent attention.
     size, size_of_value = query.shape[-1], value.shape[-1]
+    # varlen_attn has no dropout.
     is_flash = _has_kernel(query, max(size, size_of_value)) and not dropout
+    # Only the kernel takes fewer heads of keys and values than of queries.
     if groups > 1 and not is_flash:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     # [tokens, heads, head size]
@@ -127,6 +134,7 @@ def _of_rows(
         out = _one_by_one(flat, cu_seq_lens_q, scaling, dropout, sliding_window)
         return out.unflatten(0, (rows, context))
     ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
+    # (-1, 0): all tokens before, none after. A window counts the token itself, hence - 1.
     options: dict[str, Any] = {"window_size": (-1, 0)}
     if sliding_window is not None:
         options["window_size"] = (sliding_window - 1, 0)
@@ -168,6 +176,7 @@ def _one_by_one(
     dropout: float,
     window: Optional[int],
 ) -> Tensor:
+    # On a GPU the host waits for the device here.
     lengths = ends.diff().tolist()
     queries, keys, values = (tensor.split(lengths) for tensor in flat)
     return torch.cat(
@@ -186,14 +195,17 @@ def _of_document(
     """query, key, value: [tokens, heads, head size]. Of a window as many queries at once: a mask of
     all would be tokens x tokens."""
     length = len(query)
+    # Without a window, or with one as long as the document, all queries at once.
     size = length if window is None or window >= length else window
     outputs = []
     for begin in range(0, length, size):
         end, first, mask = min(begin + size, length), max(0, begin - size + 1), None
         if size < length:
+            # Row: a query. Column: a key. A query sees the `window` keys that end with its own.
             places = torch.arange(first, end, device=query.device)
             apart = places[begin - first :, None] - places
             mask = (apart >= 0) & (apart < window)
+        # [1, heads, tokens, head size]
         some = (
             tensor.transpose(0, 1)[None]
             for tensor in (query[begin:end], key[first:end], value[first:end])

@@ -12,7 +12,7 @@ from fabric_llm.base.program import cores
 from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import profiled_steps
-from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.plan import DataPlan, Plan
 
 # AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and
 # mostly stay, around 0.02 (initializer_range in transformers): a larger rate replaces them in one
@@ -46,19 +46,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"rows hold {context_length} tokens, but the model was made for {made_for} "
             "positions, and has seen none beyond."
         )
-    if shifted := plan.data.shifted_labels():
-        yield (
-            f"the labels of {', '.join(shifted)} are already shifted, each the token after its own "
-            "place. A model shifts them itself, so it learns the token after next: write labels "
-            "that equal input_ids where there is a target, or leave the column out."
-        )
-    # A column such as a mask with another name would be ignored silently.
-    for dataset in plan.data.opened:
-        if unread := getattr(dataset, "unread", ()):
-            yield (
-                f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
-                "isn't a target has -100 in labels, or 0 in attention_mask (data/README.md)."
-            )
+    yield from _of_columns(plan.data)
     if flat["cpu_offload"] and on_cpu:
         yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
     sharded = placement.strategy in ("fsdp", "fsdp2")
@@ -108,6 +96,23 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         )
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
+
+
+def _of_columns(data: DataPlan) -> Iterator[str]:
+    """Columns of the datasets that probably mean something else than what is read."""
+    if shifted := data.shifted_labels():
+        yield (
+            f"the labels of {', '.join(shifted)} are already shifted, each the token after its own "
+            "place. A model shifts them itself, so it learns the token after next: write labels "
+            "that equal input_ids where there is a target, or leave the column out."
+        )
+    # A column such as a mask with another name would be ignored silently.
+    for dataset in data.opened:
+        if unread := getattr(dataset, "unread", ()):
+            yield (
+                f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
+                "isn't a target has -100 in labels, or 0 in attention_mask (data/README.md)."
+            )
 
 
 def _without_effect(

@@ -54,24 +54,31 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     How a part is closed is registered when it is made. A run without a fault closes its parts in
     the opposite order.
     """
+    # Both checks come before the model, which may take minutes to load.
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
     ranks.from_rank_zero(lambda: require_room(plan, flags))
     failpoint("set_up")
+    # From here on the plan says which attention and which loss the model takes.
     plan, loaded = measure(plan, flags)
     run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
+    # Registered first, so it is called last: the loss and the checkpoint are final then.
     run.closing.callback(say_what_comes_next, run)
     build_model(run, loaded)
     del loaded  # it may hold the weights of the whole model
     run.guard = Guard(**vars(flags.guard))
     run.forgetting = same_run.forgetting_at_start(plan, flags)
+    # build_model has loaded weights and optimizer. This is the rest of the checkpoint.
     if plan.resumed:
         restore(run, plan.resumed)
         run.losses = plan.resumed.get("eval_losses")
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
+    # The log counts the tokens that `batches` has handed out, so it comes after them.
     run.log = open_log(run)
+    # What is registered below needs the process group, so it is closed before the run leaves it.
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None
+    # A checkpoint that is still being written is finished before the ranks part.
     run.closing.callback(save.publish, run)
     if flags.logging.sample_prompts is not None:
         from fabric_llm.run.samples import Samples
@@ -83,6 +90,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         signals.watch_for(None, None)
     run.requests = signals
     run.closing.callback(run.requests.finish)
+    # It asks `requests` between batches, so that a request to stop cuts an evaluation off.
     run.evaluation = make_evaluation(run)
     if fabric.global_rank == 0 and run.evaluation.is_on:
         print(f"Evaluations read {rows_in_words(run.evaluation.batches)}.", flush=True)
@@ -94,8 +102,10 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 def require_shared_directory(directory: Path, seconds: float) -> None:
     """Raises Fault (73), before the model is loaded, if a rank doesn't write to the disk that rank
     0 reads."""
+    # Rank 0 has written STATUS.json; the other ranks look for the same content.
     written = ranks.from_rank_zero(lambda: run_directory.read_status(directory))
     sees = run_directory.wait_for_status(directory, written, seconds / 2)
+    # All ranks learn of a rank that doesn't see it, so all raise the same fault.
     if blind := [rank for rank, there in enumerate(ranks.gather(sees)) if not there]:
         raise Fault(
             f"rank {blind[0]} doesn't see what rank 0 writes into {str(directory)!r}: "
@@ -107,8 +117,10 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
 def require_room(plan: Plan, flags: Flags) -> None:
     """Sweep, and end the run before its model is loaded if the disk has no room for one
     checkpoint. Called on rank 0."""
+    # What interrupted saves have left behind takes up room that a checkpoint needs.
     run_directory.sweep(plan.run_directory)
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
+    # On the meta device, so counting the bytes of a large model costs no memory.
     needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
     writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
 
@@ -125,6 +137,7 @@ def measure(plan: Plan, flags: Flags) -> tuple[Plan, reference.Reference]:
 def _skeleton(plan: Plan) -> PreTrainedModel:
     """The model of a plan on the meta device, frozen as the plan says."""
     skeleton = loading.build_skeleton(plan.model.config, loading.DTYPES[plan.model.precision])
+    # What doesn't train has no state in the optimizer, and so none in a checkpoint.
     freezing.freeze(skeleton, plan.model.frozen)
     return skeleton
 
@@ -133,6 +146,7 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
     """Make `run.skeleton`, `run.model` with the weights of its plan's source, and `run.optimizer`,
     with the state of a resumed run's checkpoint. All ranks call it."""
     fabric, plan = run.fabric, run.plan
+    # A second skeleton beside the model: it keeps the whole shapes after the model is sharded.
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, plan.model.source)
     recomputed = plan.model.activation_checkpointing
@@ -145,6 +159,7 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
         adds=register.added_by_loss(),
     )
     model.idle = loaded.chosen.idle
+    # Buffers that no file holds, such as the frequencies of RoPE, are computed on the CPU.
     weights.compute_buffers(model.causal_lm)
     # A feature that is off isn't imported.
     if plan.placement.context_parallel > 1:
@@ -169,6 +184,7 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
         if plan.placement.kind == "cuda" and chunked:
             layers.compile_loss(model)
 
+    # The strategy calls it once the parameters have their place on this rank.
     def fill(model: nn.Module) -> None:
         weights.fill(model, run.skeleton, loaded.opened)
 
@@ -176,7 +192,9 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
     run.model = strategy.wrap(
         fabric, placement.strategy, model, fill, plan.model.precision, placement.sharding
     )
+    # The optimizer takes the parameters that the strategy has made, not the skeleton's.
     make_optimizer(run, plan.resume_from)
+    # Last: it compares the model that will train, in the form that the strategy gave it.
     if run.flags.model.verify_start:
         reference.verify_start(fabric, plan, run.model, loaded.expected)
 
@@ -188,10 +206,12 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
     All ranks call it.
     """
     run.optimizer = None  # frees its memory before the new one is made
+    # A unit that is still whole would keep its old weights, or hide its sharded parameters.
     sharded.reshard(run.model)
     run.model.zero_grad()
     opened: list[weights.Source] = []  # on rank 0
     source, seed = str(checkpoint or run.flags.model.model_name), run.flags.training.seed
+    # Rank 0 alone reads the files. `opened` stays empty on the other ranks.
     ranks.from_rank_zero(lambda: opened.append(reference.open_weights(run.plan, source, seed)))
     weights.fill(run.model, run.skeleton, *opened)
     make_optimizer(run, checkpoint)
@@ -201,8 +221,10 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
     """Make `run.optimizer`, with the state in a checkpoint, unless that is None. All ranks call
     it."""
     plan, training = run.plan, run.flags.training
+    # By the skeleton: a sharded parameter may have another number of dimensions.
     decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
     optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
+    # An attribute of the optimizer, so that checkpoints save and load it like the moments.
     if training.ema_decay is not None:
         from fabric_llm.training.ema import Average
 
@@ -215,6 +237,7 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
         )
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
+        # A parameter that was frozen has no state in the checkpoint, and begins with new moments.
         thawed = freezing.thawed(
             run.skeleton, keep.read_progress(checkpoint)["schedule"], plan.model.frozen
         )
@@ -224,6 +247,7 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
 def restore(run: Run, document: Any) -> None:
     """Restore guard and scaler from a checkpoint's progress.json."""
     run.guard.restore(document["guard"])
+    # Only 16-mixed has a scale of the loss.
     if document.get("scaler"):
         run.fabric.strategy.precision.load_state_dict(document["scaler"])
 
@@ -247,6 +271,7 @@ def make_batches(run: Run) -> Prefetch:
         document_end=data.document_end,
         **run.plan.placement.rows_of(fabric.global_rank),
     )
+    # A copy from pinned memory runs while the device computes.
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, threads, copies)
 
@@ -263,6 +288,7 @@ def make_evaluation(run: Run) -> Evaluation:
         largest = max([of_model, *tokenizer.get_vocab().values()])
         token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, largest + 1))
 
+    # The watch allows --hang_timeout for each batch, and not for the whole evaluation.
     def working() -> None:
         watch.mark(watch.step, "evaluating")
 
@@ -278,8 +304,10 @@ def evaluated_sets(
     special = [] if tokenizer is None else tokenizer.all_special_ids
     sets = data.validation_splits()
     sets |= data.probe_rows([data.document_end, *special], flags.training.seed)
+    # --eval_data may be of other datasets, whose documents end with other tokens.
     ends = dict.fromkeys(sets, data.document_end) | data.ends_of_eval_data()
     size = flags.evaluation.eval_batch_size
+    # As many rows on any number of devices, so that losses can be compared between them.
     most = size * flags.evaluation.eval_iters
     return {
         name: evaluation_batches(split, sample(split, most), size, ends[name], **place)
@@ -298,6 +326,7 @@ def evaluation_batches(
     """The `rows` of a validation split in batches of `size`; as many on each rank. place: see
     Placement.rows_of."""
     place |= {"world_size": world_size, "end": len(rows), "document_end": document_end}
+    # The last batch may be filled up: rows from `end` on have no targets.
     return Batches(split, 0, size, -(-len(rows) // (size * world_size)), picked=rows, **place)
 
 
@@ -307,23 +336,29 @@ def open_log(run: Run) -> Log:
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
     log = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches)
     folder = plan.run_directory
+    # The log warns if training has hardly any effect, and says what the optimizer keeps.
     if plan.model.precision == "bf16-true":
         log.few_updates.kept = adamw.kept_updates(flags.training, plan.model.bf16_updates)
+    # The rest writes files and prints, once for all ranks.
     if run.fabric.global_rank != 0:
         return log
     folder.mkdir(parents=True, exist_ok=True)
     for line in plan.changes:
         print(line)
+    # Otherwise a later resume would take a checkpoint of the steps that are made again.
     for name in keep.move_aside(folder, plan.start.step):
         print(f"Kept as {name}: this run writes that step anew.")
+    # A branch begins with the lines of the run that it leaves, up to its first step.
     branches = plan.resume_from is not None and not plan.has_checkpoint
     if branches and (before := plan.resume_from.parent / METRICS).is_file():
         shutil.copyfile(before, folder / METRICS)
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
+    # Lines of steps that this run makes again are removed here.
     log.metrics = MetricsFile(folder / METRICS, plan.begins_at)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)
+    # For events.jsonl, the history of the run.
     facts = {
         "position": plan.start.position,
         "model": type(skeleton).__name__,
@@ -341,6 +376,7 @@ def open_log(run: Run) -> Log:
     run_directory.record_event(folder, begins, plan.start.step, **facts)
     log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     introduce(run, parameters, is_random)
+    # The bar begins at the step where the run resumes.
     steps = {"total": plan.schedule.max_step, "initial": plan.start.step, "unit": "step"}
     log.console = tqdm(**steps, disable=not sys.stderr.isatty(), leave=False)
     if logging.profile is not None:
@@ -359,6 +395,7 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     model += f", {trained:,} of which are trained" if trained < parameters else ""
     attention, loss = plan.model.config._attn_implementation, plan.model.loss
     recomputed, place = plan.model.activation_checkpointing, plan.placement
+    # Only what isn't the default is named, so a usual run has a short line.
     paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
     paths += ["compiled layers"] * plan.model.compiles
     paths += [f"products in 8 bits ({plan.model.float8})"] * (plan.model.float8 != "none")
@@ -385,6 +422,7 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
         )
     if plan.schedule.mixture.is_named:
         print(plan.schedule.in_words())
+    # For a new run that trains a model further. A mixture may replay old text already.
     if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:
         print(
             "Without replay a trained model forgets what the new text doesn't hold: --replay "

@@ -68,9 +68,11 @@ def without_fast_path(error: BaseException, fault: Fault, model: ModelPlan, rank
     """
     if fault.code != UNEXPECTED:
         return fault
+    # Only a path that this run takes can be turned off.
     failed = _failed_path(error, [path for path in FAST_PATHS if path.is_taken(model)])
     if failed is None:
         return fault
+    # The sentence is printed as a warning and kept in events.jsonl, so it stays short.
     reason = one_line(fault)[:300].rstrip(".")
     flag = " ".join(failed.without)
     return Fault(
@@ -82,6 +84,7 @@ def without_fast_path(error: BaseException, fault: Fault, model: ModelPlan, rank
 
 
 def _failed_path(error: BaseException, taken: list[FastPath]) -> Optional[FastPath]:
+    # The innermost file decides: compiled layers are around all other paths.
     for file in _files(error):
         for path in taken:
             if any(source in file for source in path.sources):
@@ -99,4 +102,5 @@ def _files(error: Optional[BaseException]) -> Iterator[str]:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         for frame in reversed(frames):
             yield frame.f_code.co_filename.replace("\\", "/")
+        # Where this error has replaced another one, the frames of that one say more.
         error = error.__cause__ or error.__context__

@@ -66,6 +66,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
     expected = Expected()
     opened, config = None, plan.model.config  # the former and `expected` stay on rank 0
 
+    # Run on rank 0 alone: whatever it raises ends the run on all ranks.
     def load() -> Chosen:
         nonlocal opened, expected
         flash = config._attn_implementation == "flash_attention_2"  # has no CPU kernel
@@ -73,6 +74,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
         if flash:
             on_cpu._attn_implementation = "sdpa"
         opened = open_weights(plan, source, seed)
+        # Both messages name what won't be in the model, before anything is measured.
         if isinstance(opened, weights.Stored) and opened.left_out:
             _say_left_out(plan, opened.left_out)
         if unread := loading.unread_weights(source, config):
@@ -87,9 +89,12 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
         # devices after it.
         model = load_reference(skeleton, opened, (free_memory_bytes() or math.inf) / 2)
         name = type(model).__name__
+        # What fails in here is the model's own code, so the sentence names transformers.
         try:
+            # First, because it may refuse the attention that was asked for.
             plain = gate.plain_attention(model)
             chosen = choose(model, plan, model_flags)
+            # The fast paths are chosen in any case. Without the comparison nothing is expected.
             if not model_flags.verify_start:
                 return chosen
             if gate.sees_ahead(model):
@@ -97,18 +102,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
                 )
-            document_end, gradients = None, None
-            if chosen.keeps_documents_apart:
-                document_end = plan.data.document_end
-            inputs = probe_of(plan, document_end)
-            outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
-            if compares_gradients(plan):
-                with gate.attention(model, plain):
-                    gradients = gate.gradients_of_reference(
-                        language_model.LanguageModel(model), inputs
-                    )
-            default = model.get_correct_attn_implementation(None, is_init_check=True)
-            expected = Expected(outputs, gradients, default)
+            expected = _expected_of(model, plan, chosen.keeps_documents_apart, plain)
             return chosen
         except (
             RuntimeError,
@@ -126,13 +120,33 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
                 f"on the CPU in {str(model.dtype).removeprefix('torch.')}: {reason}."
             ) from error
 
+    # The other ranks need what was chosen, since all ranks build the same model.
     chosen = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
     return Reference(opened, expected, chosen)
 
 
+def _expected_of(
+    model: PreTrainedModel, plan: Plan, keeps_documents_apart: bool, plain: str
+) -> Expected:
+    """What the reference makes of the probe. plain: the attention of its gradients."""
+    # The probe has two documents only where the model that trains keeps them apart.
+    document_end, gradients = None, None
+    if keeps_documents_apart:
+        document_end = plan.data.document_end
+    inputs = probe_of(plan, document_end)
+    outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
+    if compares_gradients(plan):
+        with gate.attention(model, plain):
+            gradients = gate.gradients_of_reference(language_model.LanguageModel(model), inputs)
+    # For the advice in an error: the attention that plain transformers would take.
+    default = model.get_correct_attn_implementation(None, is_init_check=True)
+    return Expected(outputs, gradients, default)
+
+
 def _say_left_out(plan: Plan, names: list[str]) -> None:
     """Print what the files hold beside the weights of the model, and keep it for the card."""
+    # Tensors that differ in the number of their layer alone are counted under one name.
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     shown = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
     where = f"the files of {plan.model.source} beside the weights of this model"
@@ -160,6 +174,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         plan.placement.context_parallel,
         plan.data.row_lengths(),
     )
+    # Whether the data has documents to keep apart. Below it becomes whether the model can.
     masks = plan.data.keeps_documents_apart()
     of_documents = gate.beyond_the_row(reference, lengths, documents=True) if masks else None
     if (depends := gate.beyond_the_row(reference, lengths)) is not None:
@@ -167,18 +182,22 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
             f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: "
             f"{depends}, which no checkpoint holds. Take rows of one length, also for validation."
         )
+    # Ranks that share rows exchange keys and values inside of packed attention alone.
     if sharing > 1 and not gate.takes_packed_attention(reference):
         raise ValueError(
             f"--context_parallel {sharing}: {name} can't, since it doesn't take packed attention."
         )
+    # Measured also for `auto`, where a model that can't takes all logits without an error.
     chunks = loss != "full" and gate.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
         raise ValueError(
             f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto."
         )
     attention = _choose_attention(reference, plan, asked, is_open=model_flags.attention == "auto")
+    # With shared rows also without documents: tokens may only meet in the attention.
     if masks or sharing > 1:
         masks = _keeps_documents_apart(reference, plan, attention, of_documents) and masks
+    # Packed attention was chosen for documents, which aren't kept apart then.
     if not masks and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     tiled = _choose_tiles(reference) if plan.model.tiled_mlp else []
@@ -200,8 +219,10 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
                 f"other: {why}."
             )
         return packed_attention.PACKED
+    # The user has asked for it, so what is missing is an error and not another choice.
     if asked == packed_attention.PACKED:
         _require_packed_attention(reference, plan)
+    # Packed attention would see padding that stands before the text.
     is_packed = plan.data.document_end is not None and not plan.data.pads_before_text()
     if is_open and asked == "sdpa" and is_packed and gate.takes_packed_attention(reference):
         if (why := no_kernel(reference, plan)) is None:
@@ -236,8 +257,10 @@ def _keeps_documents_apart(
     where the flags ask for what the model can't.
     """
     name, sharing = type(reference).__name__, plan.placement.context_parallel
+    # Flash attention has no CPU kernel, so SDPA is measured in its place.
     with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
         leak = gate.find_leak(reference)
+    # What flows outside of the attention would end where a rank's part of the row ends.
     if leak is not None and sharing > 1:
         raise ValueError(
             f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its "
@@ -246,6 +269,7 @@ def _keeps_documents_apart(
     if leak is None and of_documents is None:
         return True
     result = f"{name} doesn't keep packed documents apart"
+    # An explicit true is refused; `auto` is turned off with a warning.
     if plan.data.document_masking is True and plan.data.document_end is not None:
         if leak is None:
             raise ValueError(
@@ -271,6 +295,7 @@ def _choose_tiles(reference: PreTrainedModel) -> list[str]:
     measured = found_in(reference)
     tiled = [one for one, is_tiled in measured.items() if is_tiled]
     whole = [one for one in measured if one not in tiled]
+    # Norms may be tiled as well. At least one module with matrices, an MLP, must be.
     parameters = [p for one in tiled for p in reference.get_submodule(one).parameters()]
     if not any(p.ndim > 1 for p in parameters):
         raise ValueError(
@@ -304,10 +329,13 @@ def compares_gradients(plan: Plan) -> bool:
 def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
     """The first tokens of the validation split, as two packed documents where those are kept
     apart."""
+    # Ranks that share rows have equal parts of the probe.
     length = gate.PROBE_TOKENS - gate.PROBE_TOKENS % plan.placement.context_parallel
     ids = plan.data.probe_input()[:, :length]
+    # LanguageModel takes labels unshifted.
     inputs = {"input_ids": ids, "labels": ids}
     if document_end is not None:
+        # The second document begins after a third. Its positions restart at 0.
         places, second = torch.arange(ids.shape[1]), ids.shape[1] // 3
         inputs["position_ids"] = torch.where(places < second, places, places - second)[None]
     return inputs
@@ -320,13 +348,17 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
     inputs = probe_of(plan, plan.data.document_end)
     # Of plain transformers; None on other ranks than 0.
     outputs, gradients, default_attention = expected
+    # For gradients alone: a pass without them makes no products in 8 bits, see float8.py.
     limits = plan.model.precision if plan.model.float8 == "none" else "float8"
     ours = gate.outputs_of(
         wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device))
     )
+    # A pass without a backward pass leaves a unit whole, see sharded.reshard.
     reshard(wrapped)
+    # Rank 0 alone has `outputs`. Its answer is then the answer of all ranks.
     problem = outputs and gate.output_difference(ours, outputs, plan.model.precision)
     problem = ranks.from_first(problem)
+    # A model with other outputs has other gradients as well: the first difference says more.
     if problem is None and with_gradients:
         rows = plan.placement.rows_of(fabric.global_rank)
         wrapped_gradients = gate.gradients_of_wrapped(fabric, wrapped, inputs, rows)
@@ -339,6 +371,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
         problem = ranks.from_first(words)
     if problem is not None:
         raise Fault(problem)
+    # The comparison has left it in evaluation.
     wrapped.train()
     if outputs is not None:
         words = ""

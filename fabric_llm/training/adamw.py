@@ -58,11 +58,13 @@ def make_optimizer(
     shards = sharded.shards(wrapped)
     named = [(name, shard.parameter) for name, shard in shards.items()]
     groups = parameter_groups(named, decayed, training.weight_decay)
+    # An optimizer of --code gets the same groups, so its weight decay is on matrices as well.
     if "optimizer" in register.ONLY:
         names = {parameter: name.removeprefix(sharded.PREFIX) for name, parameter in named}
         store = rounding(wrapped, training.seed)
         with register.of_user("optimizer"):
             return register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
+    # By name and place in the whole parameter, so that rounding doesn't depend on the sharding.
     origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     betas = (training.beta1, training.beta2)
     return AdamW(
@@ -85,6 +87,7 @@ def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, f
 
     @torch.no_grad()
     def store(parameter: nn.Parameter, values: Tensor, step: float) -> None:
+        # Of a sharded parameter, this rank has and writes its own part.
         target, here = local_part(parameter), local_part(values)
         if target.dtype != torch.bfloat16:
             target.copy_(here)
@@ -105,6 +108,7 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
     signs = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).sign()
     moved = []
     try:
+        # float32 shows how far the updates go when none is lost.
         for dtype in (torch.bfloat16, torch.float32):
             probe = nn.Module()
             probe.module = nn.Linear(32, 32, bias=False, dtype=dtype)
@@ -114,6 +118,7 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
             for group in optimizer.param_groups:
                 # With momentum an update is 10 times as large, which is still rounded away.
                 group["lr"] = 2.0**-13
+            # 64 updates of 2**-13 add up to 2**-7, which is one step between bfloat16 numbers here.
             for _ in range(64):
                 weight.grad = signs.to(dtype)
                 optimizer.step()
@@ -149,6 +154,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Two groups for an optimizer, with and without weight decay. Names are those of the unwrapped
     model."""
+    # A frozen parameter has no state, and takes no memory in the optimizer.
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     with_decay = [parameter for name, parameter in trained if name in decayed]
     without = [parameter for name, parameter in trained if name not in decayed]
@@ -194,6 +200,7 @@ class AdamW(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
         self.updates, self.seed, self.elements, self.origins = updates, seed, 0, {}
+        # A parameter without an origin, as in a test, has its place among the parameters as name.
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 self.origins[param] = (origins or {}).get(param, (f"{number}.{index}", 0))
@@ -201,6 +208,7 @@ class AdamW(torch.optim.Optimizer):
                 self._begin(param)
 
     def _begin(self, param: Tensor) -> None:
+        # Moments in the parameter's dtype, except those of a master, which is float32.
         wide = self.updates == "master" and param.dtype == torch.bfloat16
         kept = {
             "dtype": torch.float32 if wide else param.dtype,
@@ -237,10 +245,12 @@ class AdamW(torch.optim.Optimizer):
                 ]
                 tensors = [local_part(tensor) for tensor in held]
                 if tensors[0].numel():  # else this rank holds nothing of a sharded parameter
+                    # A kernel takes one device, one dtype and, for the bias correction, one step.
                     key = param.device, param.dtype, param.grad.dtype, step
                     alike.setdefault(key, []).append((tensors, self.origins[param]))
             for (device, dtype, _, step), some in alike.items():
                 if dtype == torch.bfloat16 and self.updates == "stochastic":
+                    # A small model isn't worth the time that compiling a kernel takes.
                     update = fastest(device) if self.elements >= MIN_ELEMENTS else plain_update
                     adamw_rounded.rounded_step(some, group, int(step), self.seed, update)
                 elif dtype == torch.bfloat16 and self.updates == "master":
@@ -251,9 +261,11 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as it was saved. torch's own would round it to the parameter's dtype."""
+        # It also checks that the groups have as many parameters.
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
+        # torch numbers parameters in the order of their groups.
         for number, param in zip(numbers, params, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 counts = name == "step"  # copied, since each parameter's is incremented in place
@@ -264,6 +276,7 @@ class AdamW(torch.optim.Optimizer):
 def fastest(device: torch.device) -> Update:
     """The kernel of a device, if it compiles and has the right bits. Otherwise warn, and return
     `plain_update`, with the same bits."""
+    # Other devices, such as TPUs, have no kernel here.
     if device.type not in ("cpu", "cuda"):
         return plain_update
     try:
@@ -272,6 +285,7 @@ def fastest(device: torch.device) -> Update:
         else:
             # Where there are GPUs there is Triton.
             from fabric_llm.training.adamw_triton import update
+        # Of odd lengths and of aligned ones, for which kernels may take different paths.
         if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
             return update
         reason = "its bits differ from those of plain PyTorch"
@@ -279,6 +293,7 @@ def fastest(device: torch.device) -> Update:
         reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[
             :400
         ]
+    # Each rank compiles its own, but one warning is enough.
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
         warnings.warn(
@@ -293,7 +308,9 @@ def fastest(device: torch.device) -> Update:
 def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) -> None:
     """torch.optim.AdamW(fused=True) for parameters and moments of one dtype."""
     params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*tensors))
+    # The kernel takes one dtype. The gradients of float32 masters are bfloat16.
     grads = [grad.to(param.dtype) for grad, param in zip(grads, params)]
+    # The kernel takes the count on the device, while the state has it on the CPU.
     steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
     options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
     options |= {
@@ -308,10 +325,12 @@ def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) 
 def master_step(tensors: list[Tensor], group: dict[str, Any], step: float) -> None:
     """float32 master and moments; the parameter becomes the master, rounded to nearest."""
     block = BLOCK_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
+    # In blocks, so that a float32 copy of the gradient is small.
     for param, grad, exp_avg, exp_avg_sq, master in zip(
         *(tensor.view(-1).split(block) for tensor in tensors)
     ):
         fused_step([[master, grad, exp_avg, exp_avg_sq]], group, step)
+        # With lr 0 a parameter must keep every bit.
         if group["lr"] != 0:
             param.copy_(master)
 
@@ -323,6 +342,7 @@ def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[s
     for parameter in parameters:
         each = own = parameter.element_size()
         if parameter.requires_grad:
+            # Parameter and two moments; with masters bfloat16 and three float32 tensors.
             each = (
                 2 + 3 * 4 if updates == "master" and parameter.dtype == torch.bfloat16 else 3 * own
             )

@@ -53,6 +53,7 @@ def rounded_step(
         numbers_of(group, step),
         PIECE_ELEMENTS.get(parameters[0][0][0].device.type, 2**32),
     )
+    # On a GPU one piece takes a whole parameter, as far as its indices have 32 bits.
     pieces = [
         piece
         for tensors, origin in parameters
@@ -60,6 +61,7 @@ def rounded_step(
     ]
     if group["lr"] != 0:
         return update(pieces, numbers)
+    # The moments are updated, and what the parameter would become is dropped.
     for (param, *others), first, key in pieces:  # not even a -0.0 may change
         update([([param.clone(), *others], first, key)], numbers)
 
@@ -75,6 +77,7 @@ def pieces_of(
     """
     (name, offset), start, count = origin, 0, tensors[0].numel()
     while start < count:
+        # The place in the whole parameter, so that another sharding gives the same noise.
         high, first = divmod(offset + start, 2**32)
         end = min(start + limit, start + 2**32 - first, count)
         # Most pieces are whole parameters. Cutting them would take longer than a small update.
@@ -86,6 +89,7 @@ def pieces_of(
 
 def key_of(seed: int, step: int, name: str, high: int) -> Key:
     """The key of the noise for the elements of a parameter with index // 2**32 == high."""
+    # Such a hash is slow, but a piece needs only one key in a step.
     digest = hashlib.blake2b(repr((seed, step, name, high)).encode(), digest_size=12).digest()
     return struct.unpack("<3i", digest)
 
@@ -209,6 +213,7 @@ def compiled() -> Update:
     def update(pieces: Sequence[Piece], numbers: list[float]) -> None:
         if pieces[0][0][1].dtype != torch.bfloat16:  # a gradient of another dtype is rare
             return plain_update(pieces, numbers)
+        # The array must live as long as the call, which reads its address.
         rows = rows_of(pieces)
         function(rows.buffer_info()[0], len(pieces), torch.get_num_threads(), *numbers)
 
@@ -226,6 +231,7 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
     for expected in (every, usual):
         expected[3].bitwise_and_(2**15 - 1)  # exp_avg_sq has no sign
         result = expected.to(device, copy=True)
+        # The moments that one step leaves are the input of the next.
         for step in (1, 2, 1000):
             numbers, key = numbers_of(group, step), key_of(0, step, "name", 1)
             for one, tensors in ((update, result), (plain_update, expected)):

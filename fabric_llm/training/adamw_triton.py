@@ -25,12 +25,16 @@ def update(pieces: Sequence[Piece], numbers: list[float]) -> None:
     """As `plain_update`."""
     rows, first_tiles, tiles = rows_of(pieces), array("q"), 0
     for (param, *_), _, _ in pieces:
+        # The number of the tile at which the piece begins, counted over all pieces.
         first_tiles.append(tiles)
         tiles += triton.cdiv(param.numel(), TILE_ELEMENTS)
     (param, grad, *_), _, _ = pieces[0]
     size = len(rows) // len(pieces)
+    # Only for aligned addresses may the kernel load 16 bytes at a time.
     is_aligned = all(address % 16 == 0 for column in range(4) for address in rows[column::size])
+    # The rows, and behind them the first tile of each piece.
     table = torch.frombuffer(rows + first_tiles, dtype=torch.int64)
+    # From pinned memory the copy doesn't make the host wait.
     table = table.pin_memory() if param.is_cuda else table
     _kernel[(tiles,)](
         *(table.to(param.device, non_blocking=True), len(pieces), *numbers),
@@ -49,6 +53,7 @@ def _kernel(
     ROW: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
+    # A binary search in the table for the piece that this program's tile belongs to.
     tile, first_tiles = tl.program_id(0), table + pieces * ROW
     piece, end = 0, pieces  # the last piece whose first tile isn't after this one
     while end - piece > 1:
@@ -68,6 +73,7 @@ def _kernel(
         tl.load(row + 7).to(tl.uint32),
         tl.load(row + 8).to(tl.uint32),
     )
+    # In elements, from the beginning of the piece.
     begin = (tile - tl.load(first_tiles + piece)) * TILE
     for block in range(TILE // BLOCK):
         start = begin + block * BLOCK
@@ -102,6 +108,7 @@ def _block(
     at = start + lane
     inside = None if WHOLE else at < count
 
+    # The noise, as `noise` in adamw_rounded.py makes it, in unsigned arithmetic.
     x = (first + start.to(tl.uint32) + lane.to(tl.uint32)) ^ key0
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ key1
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -114,10 +121,12 @@ def _block(
     p = _widen(tl.load(param + at, mask=inside))
     m = _widen(tl.load(exp_avg + at, mask=inside))
     v = _widen(tl.load(exp_avg_sq + at, mask=inside))
+    # The operations of `plain_update`, in its order.
     m = m + (g - m) * grad_weight
     v = v * beta2 + g * g * square_weight
     p = p * decay - tl.div_rn(m, tl.sqrt_rn(v) * bias + eps) * step_size
 
+    # Of 16 bits each: two halves of x, and the upper half of y.
     tl.store(param + at, _round_up_or_down(p, x >> 16), mask=inside)
     tl.store(exp_avg + at, _round_up_or_down(m, x & 0xFFFF), mask=inside)
     tl.store(exp_avg_sq + at, _round_up_or_down(v, y >> 16), mask=inside)
@@ -132,5 +141,6 @@ def _widen(value):
 @triton.jit
 def _round_up_or_down(value, noise):
     """float32 -> bfloat16."""
+    # NaNs become one canonical NaN, as in `bfloat16_bits`.
     bits = (value.to(tl.uint32, bitcast=True) + noise) >> 16
     return tl.where(value == value, bits, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -34,6 +34,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
     """Target tokens of the global batch, int64 scalar, at least 1, so that the loss of a batch
     without targets isn't 0/0."""
+    # Ranks and micro-batches have different numbers of targets, so all are counted.
     counts = torch.stack([target_count(batch) for batch in micro_batches])
     return sum_over_ranks(fabric, counts.sum()).clamp(min=1)
 
@@ -50,11 +51,14 @@ def accumulate(
     syncs_every_micro_batch: reduce gradients over ranks after each micro-batch, instead of after
     the last. sums_in_float32: see `GradientSums`.
     """
+    # With one micro-batch there is nothing to add up.
     sums = GradientSums(model.parameters()) if sums_in_float32 and len(micro_batches) > 1 else None
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
+        # Without a synchronisation gradients stay on this rank until the last micro-batch.
         with fabric.no_backward_sync(model, enabled=not (is_last or syncs_every_micro_batch)):
             yield batch
+        # After a backward pass fsdp forgets units that don't train, see sharded.reshard.
         reshard(model)
         if sums is not None:
             sums.add(last=is_last)
@@ -69,6 +73,7 @@ class GradientSums:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        # Float32 gradients are summed by autograd itself.
         self.parameters = [p for p in parameters if p.dtype != torch.float32]
         self.sums: list[Optional[Tensor]] = [None] * len(self.parameters)
 
@@ -78,6 +83,7 @@ class GradientSums:
         take their place."""
         for index, parameter in enumerate(self.parameters):
             total = self.sums[index]
+            # The optimizer reads `grad`, so the last sum goes there, in the parameter's dtype.
             if last and total is not None:
                 # as of an expert that got no token of the last micro-batch
                 if parameter.grad is None:
@@ -94,7 +100,9 @@ def backward(fabric: Fabric, loss: Tensor) -> None:
     """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, but
     here they are to be summed."""
     failpoint("forward")
+    # The backward pass sums gradients over ranks, so a heartbeat counts it as a collective.
     waits_for_others()
+    # Undoes the average: the loss is divided by the targets of all ranks already.
     fabric.backward(loss * fabric.world_size)
 
 
@@ -104,6 +112,7 @@ def clip(
     """Scale the gradient of the global batch down to an L2 norm of `max_norm` (0: don't). Returns
     the norm before."""
     fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # only 16-mixed has a scaler
+    # Parameters that no loss depends on are known since the start, see gate.idle_parameters.
     group, idle = shard_group(model), model.module.idle
     if idle:
         named = model.named_parameters()
@@ -120,6 +129,7 @@ def drop_zeros(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) ->
     Where the loss doesn't depend on a parameter, one device and FSDP2 leave it without a gradient,
     and the optimizer leaves it alone. FSDP1 and DDP give it zeros, by which it would decay.
     """
+    # One message for all parameters. A part of zeros here may be other than zero on another rank.
     none = torch.zeros((), dtype=torch.bool, device=parameters[0].device)
     here = torch.stack([none if p.grad is None else local_part(p.grad).any() for p in parameters])
     for parameter, count in zip(parameters, sum_over_shards(here.float(), group).tolist()):
@@ -139,6 +149,7 @@ def clip_gradients(
     need no scaling.
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    # A rank may hold nothing of a small parameter.
     gradients = [g for g in gradients if g.numel()]
     norm = sum_over_shards(sum_of_squares(gradients), group).sqrt().item()
     if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
@@ -153,6 +164,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Of all elements of the gradients, float64 scalar on their device."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
+    # `square` takes a large gradient in parts, so that its float64 copies stay small.
     if not gradients[0].is_cuda:
         return torch.stack([square(gradient) for gradient in gradients]).sum()
     # One launch for each dtype, which reads the gradients once. A launch for several dtypes copies
@@ -172,6 +184,7 @@ def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[flo
 
     In a step the host waits only for these sums, and for the norm in `clip` just before.
     """
+    # One tensor, so that there is one collective. Float32 holds small integers exactly.
     numbers = torch.cat(
         [total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)]
     )
@@ -188,6 +201,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def leave_out(fabric: Fabric) -> None:
     """After a step that isn't taken: 16-mixed lowers the scale of its loss, which may have caused
     an overflow."""
+    # Only 16-mixed has a scaler.
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         scaler.update()
@@ -204,6 +218,7 @@ def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096
         if weights.numel() > per_parameter:
             # Eight neighbours at a time: reading them costs as much as reading one.
             apart = 8 * -(-weights.numel() // per_parameter)
+            # The first eight of each `apart` weights. What is left over at the end isn't sampled.
             whole = weights.numel() // apart * apart
             weights = weights[:whole].view(-1, apart)[:, :8].flatten()
         samples.append(weights)
@@ -221,6 +236,7 @@ def update_size(before: Tensor, model: nn.Module) -> tuple[float, float]:
     squares = [
         torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (after - before, before)
     ]
+    # Summed over ranks at once: how many have changed, how many there are, and two squares.
     numbers = torch.stack(
         [(before != after).sum().double(), squares[0].new_tensor(before.numel()), *squares]
     )

@@ -44,12 +44,7 @@ def drill(
     interval = max(1, steps // 3)
     own = f"{OWN} --max_step {steps} --save_step_interval {interval} --output_dir".split()
     start = find_launcher(launcher) if launcher else [sys.executable]
-    # A failpoint or a setting of the caller's would disturb both runs.
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith("FABRIC_LLM_")
-    }
-    if not launcher:
-        clean[PARENT] = str(os.getpid())  # the run ends with this process, even after SIGKILL
+    clean = _environment(launcher)
 
     def train(name: str, log: str, resume: str = "false", **more: str) -> tuple[int, str]:
         words = [*own, str(folder), "--run_name", name, "--resume", resume]
@@ -113,6 +108,17 @@ def drill(
         "compared": compared,
         "differences": differences,
     }
+
+
+def _environment(launcher: str) -> dict[str, str]:
+    """The variables of both runs."""
+    # A failpoint or a setting of the caller's would disturb both runs.
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("FABRIC_LLM_")
+    }
+    if not launcher:
+        clean[PARENT] = str(os.getpid())  # the run ends with this process, even after SIGKILL
+    return clean
 
 
 def run_training(
