@@ -16,14 +16,11 @@ FLOORS = (
     {"base"},
     {"data", "processes"},
     {"model"},
-    {"training", "checkpoint"},
+    {"training", "checkpoint", "prepare"},
     {"plan"},
     {"run"},
-    {"prepare"},
-    {"weights"},
-    {"verify"},
-    {"report"},
-    {"forecast"},
+    {"weights", "report"},
+    {"verify", "forecast"},
 )
 # They work on folders: nothing that trains imports them, or starts a script that does, but for the
 # demo's preparation.

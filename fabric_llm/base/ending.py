@@ -3,6 +3,7 @@
 train.py, which has ranks, ends in run/supervision.py.
 """
 
+import argparse
 import errno
 import shutil
 import signal
@@ -22,6 +23,14 @@ from fabric_llm.base.program import no_more_output
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # These are errors of writing, never of an input.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+class Parser(argparse.ArgumentParser):
+    """Of flags whose mistakes end the program with one sentence. `error` raises Fault."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse itself would print its usage and exit.
+        raise Fault(f"{message}; see --help.")
 
 
 @contextmanager

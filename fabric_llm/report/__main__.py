@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.ending import Parser, in_one_sentence
 from fabric_llm.base.faults import DONE, Fault
 from fabric_llm.base.names import at_home
 from fabric_llm.base.program import plain_output
-from fabric_llm.verify.__main__ import Parser
 
 DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples
 and flags. It needs no network, and shows a run that is still going as far as it is."""

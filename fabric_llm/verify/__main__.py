@@ -18,10 +18,10 @@ import tempfile
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 from fabric_llm.base import files, register
-from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.ending import Parser, in_one_sentence
 from fabric_llm.base.faults import DONE, REFUSED, Fault
 from fabric_llm.base.names import at_home, nearest_of
 from fabric_llm.base.program import plain_output
@@ -31,12 +31,6 @@ from fabric_llm.verify.drill import drill
 DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with
 --drill, train a few steps of your own configuration, kill a rank, resume, and compare with an
 undisturbed run bit for bit."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # argparse itself would print its usage and exit.
-        raise Fault(f"{message}; see --help.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
