@@ -20,13 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 class Waiting:
     """A tensor in pinned memory of the host, on its way there or back, and the one that was put
-    there before it."""
+    there before it. host: that memory."""
 
     def __init__(
-        self, tensor: Tensor, stream: torch.cuda.Stream, before: Optional[Waiting]
+        self, tensor: Tensor, stream: torch.cuda.Stream, host: Tensor, before: Optional[Waiting]
     ) -> None:
         self.stream, self.before, self.back = stream, before, None
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.place = place_after(before)
+        self.host = host.view(tensor.dtype).view(tensor.shape)
         # The copy begins after the kernels that write the tensor.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -41,6 +42,23 @@ class Waiting:
                 self.back = self.host.to(self.stream.device, non_blocking=True)
 
 
+def place_after(before: Optional[Waiting]) -> int:
+    """How many inputs wait in front of one that follows `before`."""
+    return 0 if before is None else before.place + 1
+
+
+def pinned(size: int) -> Tensor:
+    """uint8 [size] in memory of the host that a device copies from and to by itself.
+
+    torch's own pinned memory is rounded up to a power of two. Raises RuntimeError where the driver
+    can't pin it.
+    """
+    host = torch.empty(size, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(host.data_ptr(), size, 0))
+    return host
+
+
 class Inputs:
     """Takes the inputs of layers in a forward pass, and gives them back in the backward pass, where
     the last one comes first."""
@@ -48,6 +66,9 @@ class Inputs:
     def __init__(self) -> None:
         self.stream: Optional[torch.cuda.Stream] = None
         self.last: Optional[Waiting] = None
+        # By place in the forward pass and size. It stays: pinning takes longer than a step. The
+        # copies of one stream come one after the other, so that none meets that of a step before.
+        self.hosts: dict[tuple[int, int], Tensor] = {}
 
     def put(self, hidden: weakref.ref[Tensor], tensor: Tensor) -> Any:
         """What is kept in place of `tensor`. All but `hidden`, the input of a layer, stay where
@@ -60,7 +81,10 @@ class Inputs:
             return tensor
         # Copies have a stream of their own, so that they run while the device computes.
         self.stream = self.stream or torch.cuda.Stream(tensor.device)
-        self.last = Waiting(tensor, self.stream, self.last)
+        key = place_after(self.last), tensor.nbytes
+        if key not in self.hosts:
+            self.hosts[key] = pinned(tensor.nbytes)
+        self.last = Waiting(tensor, self.stream, self.hosts[key], self.last)
         return self.last
 
     def get(self, kept: Any) -> Tensor:
