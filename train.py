@@ -12,7 +12,7 @@ from arguments import Arguments
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.program import outlast_readers, plain_output, without_collection
 from fabric_llm.plan import checks
-from fabric_llm.plan.start import leave_at_once, report_errors, start
+from fabric_llm.plan.start import ThisRank, leave_at_once, report_errors, start
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.training.schedule import arguments_of, lr_at
@@ -20,9 +20,6 @@ from parse_arguments import parse_train
 
 # what needs torch is imported when it is used: --help and mistakes are answered at once
 if TYPE_CHECKING:
-    from fabric_llm.base.fabric import Fabric
-    from fabric_llm.plan.plan import Plan
-    from fabric_llm.processes.watch import Watch
     from fabric_llm.run.run import Run
 
 
@@ -40,28 +37,23 @@ def main(argv: Optional[list[str]] = None) -> None:
                     flush=True,
                 )
             rank = start(arguments)
-            rank.is_program = argv is None
+            rank.is_program = argv is None and launch.is_own_command()
             with without_collection():
                 from fabric_llm.run.supervision import supervise
-            # It sets `rank.plan` and `rank.fabric`, which the lambda reads when it is called.
-            supervise(
-                rank,
-                arguments,
-                signals,
-                lambda: train(rank.fabric, arguments, rank.plan, signals, rank.watch),
-            )
+            supervise(rank, arguments, signals, lambda: train(rank, arguments, signals))
     finally:
         signals.restore()
 
 
-def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
+def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
     """The run, from its first step or where it resumes to the last. True if asked to stop before.
     All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, metrics, save, verdicts
     from fabric_llm.training import adamw, step
 
-    run = build.build(fabric, flags, plan, signals, watch)
+    run = build.build(rank, flags, signals)
+    fabric, watch = rank.fabric, rank.watch
     guard, forgetting, log = run.guard, run.forgetting, run.log
     shape = arguments_of(flags.flat())
     stops = before_first_step(run)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from ranks import metrics
 
-from fabric_llm.base.faults import as_fault
+from fabric_llm.base.faults import Fault, as_fault
 from fabric_llm.run.fallback import without_fast_path
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +27,12 @@ if os.environ.get("RANK") == "1":
 """
 PATHS = {  # the flags of the path, what breaks, and the flag of the run that goes on
     "packed": (
-        ["--attention", "packed"],
+        [],  # it is chosen by default
         "from fabric_llm.model import packed_attention; packed_attention._one_by_one = fails",
         "--attention sdpa",
     ),
     "chunked": (
-        ["--loss", "chunked"],
+        [],
         "from fabric_llm.model import chunked_loss; chunked_loss.Head.__call__ = fails",
         "--loss full",
     ),
@@ -121,24 +121,48 @@ def test_strict_ends_the_run(data, tmp_path):
     assert code == 1 and "it doesn't work on this machine" in said and "again" not in said
 
 
-def raised_in(*files, message="it fails", cause=None):
+def raised_in(*files, message="it fails", cause=None, kind=RuntimeError):
     """An error that has come through these files, the outermost first."""
-    code = f"raise RuntimeError({message!r}) from cause"
-    names = {"cause": cause}
+    code = "raise kind(message, *more) from cause"
+    more = ("disk full",) if kind is OSError else ()
+    names = {"cause": cause, "kind": kind, "message": message, "more": more}
     for file in reversed(files):
-        names = {"inner": compile(code, file, "exec"), "names": names, "cause": cause}
+        names = {"inner": compile(code, file, "exec"), "names": names}
         code = "exec(inner, names)"
     try:
         exec(code, names)
-    except RuntimeError as error:
+    except (RuntimeError, OSError, ValueError) as error:
         return error
+
+
+def test_errors_that_go_round_in_a_circle_are_followed_once():
+    error = RuntimeError("round")
+    error.__cause__ = error
+    plan = SimpleNamespace(model=SimpleNamespace(**EVERY), placement=None)
+    plan.placement = SimpleNamespace(context_parallel=1)
+    assert without_fast_path(error, as_fault(error), plan, 0).again == []
+
+
+def test_no_path_is_turned_off_twice(monkeypatch):
+    monkeypatch.setenv("FABRIC_LLM_AGAIN", " --compile false")
+    plan = SimpleNamespace(
+        model=SimpleNamespace(**EVERY), placement=SimpleNamespace(context_parallel=1)
+    )
+    assert (
+        without_fast_path(raised_in(INDUCTOR), as_fault(raised_in(INDUCTOR)), plan, 0).again == []
+    )
 
 
 EVERY = {
     "float8": "rowwise", "activation_checkpointing": "offload", "loss": "chunked", "compiles": True,
     "config": SimpleNamespace(_attn_implementation="packed"),
 }  # fmt: skip
-INDUCTOR, TORCHAO = "/s/torch/_inductor/graph.py", "/s/torchao/float8/float8_linear.py"
+PACKED = {"float8": "none", "activation_checkpointing": "none", "loss": "full", "compiles": False}
+PACKED["config"] = EVERY["config"]
+INDUCTOR = "/v/site-packages/torch/_inductor/graph.py"
+TORCHAO = "/v/site-packages/torchao/float8/float8_linear.py"
+VARLEN = "/v/site-packages/torch/nn/attention/varlen.py"
+ADAMW = "/w/fabric_llm/training/adamw_triton.py"
 OFFLOAD, MODEL = "/w/fabric_llm/model/offload.py", "/s/transformers/models/llama/modeling_llama.py"
 
 
@@ -154,9 +178,18 @@ OFFLOAD, MODEL = "/w/fabric_llm/model/offload.py", "/s/transformers/models/llama
         (raised_in(MODEL, message="CUDA error: an illegal access"), EVERY, "--float8 none"),
         (raised_in(INDUCTOR, message="CUDA out of memory"), EVERY, None),
         (raised_in(INDUCTOR, message="Connection closed by peer"), EVERY, None),
+        (raised_in(VARLEN), PACKED, "--attention sdpa"),
+        (raised_in(VARLEN), {**PACKED, "sharing": 2}, None),
+        (raised_in(ADAMW, "/v/site-packages/triton/compiler.py"), EVERY, None),
+        (raised_in("/home/me/triton/fabric_llm/training/step.py"), EVERY, None),
+        (raised_in(INDUCTOR, kind=OSError, message=28), EVERY, "--compile false"),
+        (raised_in(INDUCTOR, kind=Fault), EVERY, None),
     ],
 )
 def test_whose_error_it_is(error, taken, flag):
-    fault = without_fast_path(error, as_fault(error), SimpleNamespace(**taken), rank=3)
+    model = {**taken}
+    placement = SimpleNamespace(context_parallel=model.pop("sharing", 1))
+    plan = SimpleNamespace(model=SimpleNamespace(**model), placement=placement)
+    fault = without_fast_path(error, as_fault(error), plan, rank=3)
     assert (" ".join(fault.again) or None) == flag
     assert flag is None or "failed on rank 3" in str(fault) and flag in str(fault)

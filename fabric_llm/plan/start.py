@@ -38,6 +38,7 @@ class ThisRank:
     directory: Optional[Path]
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     is_program: bool = True  # False in a process that isn't train.py's own, as in tests
+    log: Any = None  # a Log
     rank: int = 0
     fabric: Any = None  # a Fabric, which needs torch, like what follows
     watch: Any = None  # a Watch

@@ -20,12 +20,14 @@ from typing import Any, NoReturn, Optional
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
 from fabric_llm.base.program import die_with
-from fabric_llm.processes.stop import SIGNALS
+from fabric_llm.processes.stop import SIGNALS, STARTED
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent holds the store
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 # The environment variable of a started rank with the id of the process that it must not outlive.
 PARENT = "FABRIC_LLM_PARENT"
+# That of a run that has started again by itself: the flags with which it did.
+AGAIN = "FABRIC_LLM_AGAIN"
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
 
@@ -66,13 +68,18 @@ class Children:
                 process.wait()
 
 
-_given: dict[str, str] = {}  # the environment of this process before it changed it
+# The environment of this process before it changed it, and its cores before libraries bound them.
+_given: dict[str, str] = {}
+_cores: set[int] = set()
 
 
 def adopt_launcher() -> None:
     """Make the environment of a rank that srun or nobody started look as torchrun's. Raises
     ValueError for a wrong number."""
     _given.update(os.environ)
+    _given.setdefault(STARTED, repr(time.monotonic()))
+    if hasattr(os, "sched_getaffinity"):
+        _cores.update(os.sched_getaffinity(0))
     # The watch reports broken connections, without C++ stacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # If the package kernels is installed, transformers would download kernels, which are code, from
@@ -244,20 +251,32 @@ def for_launcher(code: int) -> int:
     return code
 
 
+def is_own_command() -> bool:
+    """Whether this process was started with the words that it reads as its flags: not by a notebook
+    or a wrapper, whose command is another."""
+    words = sys.argv[1:]
+    return sys.orig_argv[len(sys.orig_argv) - len(words) :] == words
+
+
 def start_again(flags: Sequence[str]) -> NoReturn:
     """Replace this process by its own command with more flags. Ranks that it has started have
     ended."""
+    given = {**_given, AGAIN: " ".join([os.environ.get(AGAIN, ""), *flags])}
     # The store of torchrun's agent keeps the addresses of the ranks that there were. Rank 0 holds
     # another, at the next port.
-    if _given.get(AGENT_STORE) == "True":
-        _given[AGENT_STORE] = "False"
-        _given["MASTER_PORT"] = str(number_of("MASTER_PORT", 1, 2**16 - 2) + 1)
+    if given.get(AGENT_STORE) == "True":
+        given[AGENT_STORE] = "False"
+        given["MASTER_PORT"] = str(number_of("MASTER_PORT", 1, 2**16 - 2) + 1)
     # execve() drops what Python still holds in its buffers.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    # OpenMP may have bound this thread to a core.
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, _cores)
     # Sockets, locks and GPUs go with this program. Closing them here would break what other threads
     # are doing with them.
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
-    os.execve(sys.executable, [*sys.orig_argv, *flags], _given)
+    os.execve(sys.executable, [*sys.orig_argv, *flags], given)

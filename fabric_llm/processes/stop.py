@@ -14,6 +14,7 @@ from fabric_llm.base.faults import STOPPED, Fault
 
 # SIGHUP says that the terminal was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+STARTED = "FABRIC_LLM_STARTED"
 STOP_FILE, SAVE_FILE = "stop", "save_now"
 # In which a scheduler signals all processes, and a launcher its ranks once more.
 SECONDS_OF_ONE_REQUEST = 1.0
@@ -41,7 +42,9 @@ class StopSignal:
 
     def __init__(self, at_once: Optional[Callable[[Fault], NoReturn]] = None) -> None:
         self.at_once = at_once
-        self.started = time.monotonic()  # seconds; train.py makes this object before anything else
+        # Monotonic seconds. train.py makes this object before anything else, but a run that starts
+        # again by itself began before.
+        self.started = float(os.environ.get(STARTED, time.monotonic()))
         self.requests = 0  # requests that came by signals
         self.run_directory: Optional[Path] = None  # where files may ask
         self.max_hours: Optional[float] = None

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks, register
 from fabric_llm.base.command_line import Flags, write_yaml
-from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
@@ -36,8 +35,8 @@ from fabric_llm.model import (
 from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import DataPlan, Plan
+from fabric_llm.plan.start import ThisRank
 from fabric_llm.processes.stop import StopSignal
-from fabric_llm.processes.watch import Watch
 from fabric_llm.run import reference, save
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
@@ -47,19 +46,21 @@ from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.training.guard import Guard
 
 
-def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
-    """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't
-    shared or has no room. plan: without what is measured on the model.
+def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
+    """Make all parts of a run, and complete the plan of this rank with what is measured on the
+    model. All ranks call it. Raises Fault on all ranks if the disk isn't shared or has no room.
 
     How a part is closed is registered when it is made. A run without a fault closes its parts in
     the opposite order.
     """
+    fabric, watch = this.fabric, this.watch
     # Both checks come before the model, which may take minutes to load.
-    require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-    ranks.from_rank_zero(lambda: require_room(plan, flags))
+    require_shared_directory(this.directory, flags.devices.hang_timeout)
+    ranks.from_rank_zero(lambda: require_room(this.plan, flags))
     failpoint("set_up")
     # From here on the plan says which attention and which loss the model takes.
-    plan, loaded = measure(plan, flags)
+    plan, loaded = measure(this.plan, flags)
+    this.plan = plan
     run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
     # Registered first, so it is called last: the loss and the checkpoint are final then.
     run.closing.callback(say_what_comes_next, run)
@@ -74,7 +75,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     # The log counts the tokens that `batches` has handed out, so it comes after them.
-    run.log = open_log(run)
+    run.log = this.log = open_log(run)
     # What is registered below needs the process group, so it is closed before the run leaves it.
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None

@@ -6,19 +6,21 @@ no more work. So nothing is mended in a process: each one starts its command onc
 that turns the path off.
 """
 
+import os
 from collections.abc import Iterator
 from traceback import walk_tb
 from typing import Callable, NamedTuple, Optional
 
-from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
-from fabric_llm.plan.plan import ModelPlan
+from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNEXPECTED, Fault, one_line
+from fabric_llm.plan.plan import Plan
+from fabric_llm.processes.launch import AGAIN
 
 
 class FastPath(NamedTuple):
     """One that a run can do without."""
 
     name: str
-    is_taken: Callable[[ModelPlan], bool]
+    is_taken: Callable[[Plan], bool]
     sources: tuple[str, ...]  # parts of the names of the files whose errors are its own
     without: tuple[str, str]  # the flag that turns it off
 
@@ -27,49 +29,60 @@ class FastPath(NamedTuple):
 FAST_PATHS = (
     FastPath(
         "products in 8 bits",
-        lambda model: model.float8 != "none",
-        ("model/float8.py", "/torchao/"),
+        lambda plan: plan.model.float8 != "none",
+        ("fabric_llm/model/float8.py", "-packages/torchao/"),
         ("--float8", "none"),
     ),
     FastPath(
         "the inputs of layers in the host's memory",
-        lambda model: model.activation_checkpointing == "offload",
-        ("model/offload.py",),
+        lambda plan: plan.model.activation_checkpointing == "offload",
+        ("fabric_llm/model/offload.py",),
         ("--activation_checkpointing", "full"),
     ),
     FastPath(
         "packed attention",
-        lambda model: model.config._attn_implementation == "packed",
-        ("model/packed_attention.py", "attention/varlen.py"),
+        # Ranks that share rows have no other attention.
+        lambda plan: (
+            plan.model.config._attn_implementation == "packed"
+            and plan.placement.context_parallel == 1
+        ),
+        ("fabric_llm/model/packed_attention.py", "/torch/nn/attention/varlen.py"),
         ("--attention", "sdpa"),
     ),
     FastPath(
         "the chunked loss",
-        lambda model: model.loss == "chunked",
-        ("model/chunked_loss.py",),
+        lambda plan: plan.model.loss == "chunked",
+        ("fabric_llm/model/chunked_loss.py",),
         ("--loss", "full"),
     ),
     # The last: its frames surround those of the others.
     FastPath(
         "compiled layers",
-        lambda model: model.compiles,
-        ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/"),
+        lambda plan: plan.model.compiles,
+        ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "-packages/triton/"),
         ("--compile", "false"),
     ),
 )
+# The optimizer's kernel is compiled, too, and has a plain path of its own.
+NOT_A_PATH = "fabric_llm/training/adamw"
 
 
-def without_fast_path(error: BaseException, fault: Fault, model: ModelPlan, rank: int) -> Fault:
-    """`fault`, which `error` is on this rank; where a fast path that `model` takes has failed, with
-    the flags of a run without it.
+def without_fast_path(error: BaseException, fault: Fault, plan: Plan, rank: int) -> Fault:
+    """`fault`, which `error` is on this rank; where a fast path that the completed `plan` takes has
+    failed, with the flags of a run without it.
 
-    What a user can correct, and memory that isn't enough, have codes of their own: no other path
-    helps there.
+    What a user can correct, a lost rank, and memory that isn't enough have codes of their own: no
+    other path helps there.
     """
-    if fault.code != UNEXPECTED:
+    # A compiler that can't write its cache or lacks a package has the code of a disk or a mistake.
+    of_library = fault.code in (SAVE_FAILED, BAD_INPUT) and not isinstance(error, ValueError)
+    if fault.code != UNEXPECTED and not of_library:
         return fault
-    # Only a path that this run takes can be turned off.
-    failed = _failed_path(error, [path for path in FAST_PATHS if path.is_taken(model)])
+    # A path can be turned off where this run takes it, and only once: a command that doesn't take
+    # its flag would start again for ever.
+    before = os.environ.get(AGAIN, "")
+    taken = [path for path in FAST_PATHS if path.is_taken(plan) and path.without[0] not in before]
+    failed = _failed_path(error, taken)
     if failed is None:
         return fault
     # The sentence is printed as a warning and kept in events.jsonl, so it stays short.
@@ -85,7 +98,10 @@ def without_fast_path(error: BaseException, fault: Fault, model: ModelPlan, rank
 
 def _failed_path(error: BaseException, taken: list[FastPath]) -> Optional[FastPath]:
     # The innermost file decides: compiled layers are around all other paths.
-    for file in _files(error):
+    files = list(_files(error))
+    if any(NOT_A_PATH in file for file in files):
+        files = []
+    for file in files:
         for path in taken:
             if any(source in file for source in path.sources):
                 return path
@@ -98,9 +114,12 @@ def _failed_path(error: BaseException, taken: list[FastPath]) -> Optional[FastPa
 def _files(error: Optional[BaseException]) -> Iterator[str]:
     """Names of the files that an error has come through, and those that it was raised from, the
     innermost first."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         for frame in reversed(frames):
             yield frame.f_code.co_filename.replace("\\", "/")
         # Where this error has replaced another one, the frames of that one say more.
-        error = error.__cause__ or error.__context__
+        followed = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or followed

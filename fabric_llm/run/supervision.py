@@ -25,7 +25,7 @@ from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import ThisRank, place
 from fabric_llm.plan.warnings import warnings_of
 from fabric_llm.processes import launch
-from fabric_llm.processes.stop import StopSignal, interrupt
+from fabric_llm.processes.stop import StopSignal, at_start, interrupt
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.fallback import without_fast_path
 from fabric_llm.run.speed import peak_memory_gib
@@ -51,7 +51,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         # The main thread can't be reached, so this thread ends the process whatever `_end` meets.
         code = faults.PEER_LOST
         try:
-            code = _end(this, flags, fault, is_stuck=True)
+            code = _end(this, flags, fault, signals, is_stuck=True)
         finally:
             os._exit(launch.for_launcher(code))
 
@@ -79,11 +79,12 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         if fault.code == faults.OUT_OF_MEMORY and this.plan is not None:
             fault = _out_of_memory(this, fault)
         is_first_step = this.plan is not None and this.watch.step <= this.plan.start.step
-        if is_first_step and this.is_program and flags.model.fast_paths == "fall_back":
-            fault = without_fast_path(error, fault, this.plan.model, this.rank)
+        falls_back = this.is_program and flags.model.fast_paths == "fall_back"
+        if is_first_step and falls_back and not signals.is_to_stop():
+            fault = without_fast_path(error, fault, this.plan, this.rank)
         if fault.code == faults.UNEXPECTED:
             traceback.print_exc()
-        code = _end(this, flags, fault)
+        code = _end(this, flags, fault, signals)
     else:
         code, reason = faults.DONE, "done"
         if stopped:
@@ -177,7 +178,9 @@ def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path],
     return path, keep.verified(path)
 
 
-def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:
+def _end(
+    this: ThisRank, flags: Flags, own: Fault, signals: StopSignal, is_stuck: bool = False
+) -> int:
     """Tell the other ranks and the user why this rank ends. Returns its exit code.
 
     own: this rank's fault. is_stuck: the watching thread calls this, for a fault that it has seen
@@ -185,7 +188,7 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     """
     first_rank, first = this.watch.report(own)
     if first.again:
-        return _start_again(this, flags, first)
+        return _start_again(this, flags, first, signals)
     # A main thread that is stuck has no error of its own to tell.
     if is_stuck:
         own = first
@@ -207,22 +210,37 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     return faults.PEER_LOST
 
 
-def _start_again(this: ThisRank, flags: Flags, first: Fault) -> int:
-    """Start this rank's command once more with the flags of `first`, unless rank 0 of its machine
-    has started it and starts it again. Returns the exit code of such a rank."""
+def _start_again(this: ThisRank, flags: Flags, first: Fault, signals: StopSignal) -> int:
+    """Start this rank's command once more with the flags of `first`.
+
+    Returns an exit code on a rank that rank 0 of its machine has started, and starts again, and
+    where a request to stop has come meanwhile.
+    """
     if this.rank == 0:
         print(f"Warning: {first}", file=sys.stderr, flush=True)
+        step = max(this.watch.step, this.plan.start.step)
         run_directory.record_event(
-            this.directory, "fell_back", this.watch.step, reason=str(first), flags=first.again
+            this.directory, "fell_back", step, reason=str(first), flags=first.again
         )
+        # What is said of the run if the next attempt doesn't come so far.
+        run_directory.write_status(this.directory, first.code, str(first), step, True)
+        if this.log is not None:
+            this.log.trackers.close(SECONDS_FOR_OTHERS)
+        # Rank 0 holds the store, from which the others hear that all start again.
         this.watch.wait_for(list(this.watch.beats), SECONDS_FOR_OTHERS)
     if launch.has_parent():
         return first.code
     this.children.end(SECONDS_FOR_OTHERS)
+    if signals.is_to_stop():
+        if this.rank == 0:
+            stopped = at_start()
+            _print_end(this.rank, stopped, stopped)
+            run_directory.write_status(this.directory, stopped.code, str(stopped), step, True)
+        return faults.STOPPED
     more = list(first.again)
     # The next attempt writes into the same directory.
     if not flags.checkpoint.resume and flags.checkpoint.run_name is None:
-        more += ["--run_name", this.directory.name]
+        more.append(f"--run_name={this.directory.name}")
     launch.start_again(more)
 
 
