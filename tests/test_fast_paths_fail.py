@@ -52,7 +52,7 @@ PATHS = {  # the flags of the path, what breaks, and the flag of the run that go
         "--float8 none",
     ),
 }
-LONGER = pytest.mark.longer
+LONGER, SLOW = pytest.mark.longer, pytest.mark.slow
 
 
 @pytest.fixture
@@ -82,7 +82,8 @@ def shared(data, folder):
 
 
 @pytest.mark.parametrize(
-    "path", [*(pytest.param(path, marks=LONGER) for path in PATHS if path != "packed"), "packed"]
+    "path",
+    [pytest.param(path, marks=LONGER if path in ("packed", "compiled") else SLOW) for path in PATHS],
 )
 def test_the_run_goes_on_without_it_on_all_ranks(data, tmp_path, path):
     code, said = run(data, tmp_path, path)
@@ -115,7 +116,7 @@ def test_under_torchrun_as_well(data, tmp_path):
     assert said.count("starts again") == 1 and len(metrics(tmp_path / "run")) == 3
 
 
-@LONGER
+@SLOW
 def test_strict_ends_the_run(data, tmp_path):
     code, said = run(data, tmp_path, "packed", "--fast_paths", "strict")
     assert code == 1 and "it doesn't work on this machine" in said and "again" not in said

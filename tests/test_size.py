@@ -206,7 +206,13 @@ def rows():
         yield Rows(Path(folder))
 
 
-@pytest.mark.parametrize("name", ROWS)
+# Each of these takes a minute or more, and holds what others hold as well.
+LONG = ("verify", "rewind_twice", "average")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in ROWS]
+)
 def test_a_command_holds_what_it_needs(rows, name):
     row, (most, code, said) = ROWS[name], rows.result(name)
     over = (most - row.processes * rows.imported) / W
