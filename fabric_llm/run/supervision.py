@@ -225,7 +225,7 @@ def _start_again(this: ThisRank, flags: Flags, first: Fault, signals: StopSignal
         # What is said of the run if the next attempt doesn't come so far.
         run_directory.write_status(this.directory, first.code, str(first), step, True)
         if this.log is not None:
-            this.log.trackers.close(SECONDS_FOR_OTHERS)
+            this.log.close(SECONDS_FOR_OTHERS)
         # Rank 0 holds the store, from which the others hear that all start again.
         this.watch.wait_for(list(this.watch.beats), SECONDS_FOR_OTHERS)
     if launch.has_parent():
