@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from test_average import expected, parts, stored
 from test_forgetting import language, replayed
 
+import fabric_llm.report
 from fabric_llm.average import main
 from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
@@ -172,7 +174,10 @@ def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path
 
 @pytest.mark.longer
 def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "fabric_llm.report.line", None)
+    for name in ("line", "page", "figures"):  # imported before, they would be found
+        monkeypatch.delitem(sys.modules, f"fabric_llm.report.{name}", raising=False)
+        monkeypatch.delattr(fabric_llm.report, name, raising=False)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     flags = (
         work / "base", work / "run", "--forgetting_budget", "replay:9",
         "--output", tmp_path / "hf",

@@ -233,8 +233,9 @@ def test_a_command_outside_of_its_environment_says_so(name):
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, (
         done.stderr
     )
+    first = "jinja2" if name == "report" else "yaml"  # the one that is imported first
     assert (
-        f"the package yaml isn't installed for {sys.executable}: activate the environment"
+        f"the package {first} isn't installed for {sys.executable}: activate the environment"
         in done.stderr
     )
 

@@ -38,6 +38,7 @@ LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mistake
 MAX_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
 MAX_DIGITS = 1000
+MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
@@ -433,6 +434,13 @@ def write_yaml(flat: dict[str, Any], path: Path) -> None:
 class _Loader(yaml.SafeLoader):
     """Without aliases, of which a few hundred bytes can fill any memory, merges, and keys that come
     twice."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """Called for each `[` and `{`. Far below the end of Python's stack, reading them takes
+        seconds."""
+        if self.flow_level == MAX_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep, in line {self.line + 1}")
+        super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()

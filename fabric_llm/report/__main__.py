@@ -18,6 +18,7 @@ from fabric_llm.base.program import plain_output
 DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples
 and flags. It needs no network, and shows a run that is still going as far as it is."""
 REPORT = "report.html"
+OF_THE_EXTRA = ("plotly", "pandas", "matplotlib")
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -51,9 +52,11 @@ def page_module(name: str = "fabric_llm.report.page") -> Any:
     """A module that needs numpy and plotly: --help and bad flags are answered without. Raises Fault
     (2)."""
     try:
-        # Whichever package is missing, the extra "report" brings it along.
         return importlib.import_module(name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        # The extra brings all of them along. Without any other package, no environment is active.
+        if str(error.name).partition(".")[0] not in OF_THE_EXTRA:
+            raise
         raise Fault(
             "The report needs plotly: pip install plotly (or pip install -e '.[report]')."
         ) from error
