@@ -118,6 +118,30 @@ def test_gradients_in_float32_and_parameters_without(updates):
     assert same_bits(ours[1:], before[1:]) and optimizer.state[ours[1]]["step"] == 0
 
 
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_prepared_before_its_gradients_are_scaled_is_the_same(updates, dtype):
+    """As step.clip prepares it: also of gradients that aren't contiguous, and after a step that was
+    prepared and left out."""
+    shapes = (7, 5), (3,), (5, 7)
+    ours, theirs = parameters(dtype, *shapes), parameters(dtype, *shapes)
+    early, late = (AdamW(params, **SETTINGS, updates=updates) for params in (ours, theirs))
+    generator = torch.Generator().manual_seed(1)
+    for is_left_out in (False, True, False, False):
+        for param, other in zip(ours, theirs):
+            gradient = torch.randn(param.shape[::-1], generator=generator).to(dtype)
+            param.grad, other.grad = gradient.mT if gradient.ndim == 2 else gradient, None
+            other.grad = param.grad.clone()
+        early.prepare()
+        for param, other in zip(ours, theirs):
+            param.grad.mul_(0.25), other.grad.mul_(0.25)
+        if not is_left_out:
+            early.step(), late.step()
+        early.zero_grad(), late.zero_grad()
+        assert same_bits(ours, theirs)
+    assert early.state[ours[0]]["step"] == late.state[theirs[0]]["step"] == 3
+
+
 def test_a_wrong_name_is_refused():
     with pytest.raises(ValueError, match="'kahan' is none of stochastic, nearest, master"):
         AdamW(parameters(torch.bfloat16, (1,)), lr=1e-3, updates="kahan")

@@ -16,7 +16,7 @@ GPU for any model.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, Optional
 
 import torch
@@ -200,6 +200,7 @@ class AdamW(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
         self.updates, self.seed, self.elements, self.origins = updates, seed, 0, {}
+        self.prepared: list[list[Callable[[dict[str, Any]], None]]] = []
         # A parameter without an origin, as in a test, has its place among the parameters as name.
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
@@ -223,41 +224,64 @@ class AdamW(torch.optim.Optimizer):
             state["master"] = param.detach().to(**kept)
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Do all of the next `step` that doesn't need the values of gradients or the learning rate:
+        a GPU is still computing gradients, and the host would wait for it after this. Until then
+        gradients may change in place."""
+        self.prepared = [self._launches(group) for group in self.param_groups]
+
+    @torch.no_grad()
     def step(self) -> None:
         """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
-        for group in self.param_groups:
+        if not self.prepared:
+            self.prepare()
+        for group, launches in zip(self.param_groups, self.prepared):
             failpoint("optimizer_step")
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params:
-                continue
-            states = [self.state[param] for param in params]
-            # The counters are on the CPU, so that reading them doesn't wait for a GPU.
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            # What one kernel takes: a parameter, its gradient and its state, and what they are a
-            # piece of.
-            alike: dict[Any, list[tuple[list[Tensor], Origin]]] = {}
-            for param, state, step in zip(params, states, torch.stack(steps).tolist()):
-                held = [
-                    param,
-                    param.grad.contiguous(),
-                    *(state[name] for name in UPDATED if name in state),
-                ]
-                tensors = [local_part(tensor) for tensor in held]
-                if tensors[0].numel():  # else this rank holds nothing of a sharded parameter
-                    # A kernel takes one device, one dtype and, for the bias correction, one step.
-                    key = param.device, param.dtype, param.grad.dtype, step
-                    alike.setdefault(key, []).append((tensors, self.origins[param]))
-            for (device, dtype, _, step), some in alike.items():
-                if dtype == torch.bfloat16 and self.updates == "stochastic":
-                    # A small model isn't worth the time that compiling a kernel takes.
-                    update = fastest(device) if self.elements >= MIN_ELEMENTS else plain_update
-                    adamw_rounded.rounded_step(some, group, int(step), self.seed, update)
-                elif dtype == torch.bfloat16 and self.updates == "master":
-                    for tensors, _ in some:
-                        master_step(tensors, group, step)
-                else:
-                    fused_step([tensors for tensors, _ in some], group, step)
+            for launch in launches:
+                launch(group)
+            trained = [param for param in group["params"] if param.grad is not None]
+            if trained:
+                torch._foreach_add_([self.state[param]["step"] for param in trained], 1)
+        self.prepared = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. A step that is prepared holds gradients, so it is given up as well."""
+        self.prepared = []
+        super().zero_grad(set_to_none)
+
+    def _launches(self, group: dict[str, Any]) -> list[Callable[[dict[str, Any]], None]]:
+        """The calls with which a step updates the parameters of a group."""
+        # What one kernel takes: a parameter, its gradient and its state, and what they are a piece
+        # of.
+        alike: dict[Any, list[tuple[list[Tensor], Origin]]] = {}
+        params = [param for param in group["params"] if param.grad is not None]
+        # The counters are on the CPU, so that reading them doesn't wait for a GPU.
+        counts = [self.state[param]["step"] for param in params]
+        steps = (torch.stack(counts) + 1).tolist() if counts else []
+        for param, step in zip(params, steps):
+            if not param.grad.is_contiguous():
+                param.grad = param.grad.contiguous()
+            state = self.state[param]
+            held = [param, param.grad, *(state[name] for name in UPDATED if name in state)]
+            tensors = [local_part(tensor) for tensor in held]
+            if tensors[0].numel():  # else this rank holds nothing of a sharded parameter
+                # A kernel takes one device, one dtype and, for the bias correction, one step.
+                key = param.device, param.dtype, param.grad.dtype, step
+                alike.setdefault(key, []).append((tensors, self.origins[param]))
+        launches: list[Callable[[dict[str, Any]], None]] = []
+        for (device, dtype, _, step), some in alike.items():
+            if dtype == torch.bfloat16 and self.updates == "stochastic":
+                # A small model isn't worth the time that compiling a kernel takes.
+                update = fastest(device) if self.elements >= MIN_ELEMENTS else plain_update
+                pieces = adamw_rounded.pieces_of_all(some, self.seed, int(step))
+                launches.append(
+                    partial(adamw_rounded.rounded_step, pieces, step=int(step), update=update)
+                )
+            elif dtype == torch.bfloat16 and self.updates == "master":
+                launches += [partial(master_step, tensors, step=step) for tensors, _ in some]
+            else:
+                launches.append(partial(fused_step, [tensors for tensors, _ in some], step=step))
+        return launches
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as it was saved. torch's own would round it to the parameter's dtype."""

@@ -41,29 +41,27 @@ COMPILER_FLAGS += ["-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-tra
 
 
 def rounded_step(
-    parameters: list[tuple[list[Tensor], Origin]],
-    group: dict[str, Any],
-    step: int,
-    seed: int,
-    update: Update,
+    pieces: Sequence[Piece], group: dict[str, Any], step: int, update: Update
 ) -> None:
-    """A step of AdamW by an `update`, see `plain_update`. parameters: (tensors that it takes, their
-    origin), on one device."""
-    numbers, limit = (
-        numbers_of(group, step),
-        PIECE_ELEMENTS.get(parameters[0][0][0].device.type, 2**32),
-    )
-    # On a GPU one piece takes a whole parameter, as far as its indices have 32 bits.
-    pieces = [
-        piece
-        for tensors, origin in parameters
-        for piece in pieces_of(tensors, origin, limit, seed, step)
-    ]
+    """A step of AdamW by an `update`, see `plain_update`. pieces: on one device."""
+    numbers = numbers_of(group, step)
     if group["lr"] != 0:
         return update(pieces, numbers)
     # The moments are updated, and what the parameter would become is dropped.
     for (param, *others), first, key in pieces:  # not even a -0.0 may change
         update([([param.clone(), *others], first, key)], numbers)
+
+
+def pieces_of_all(
+    parameters: Sequence[tuple[list[Tensor], Origin]], seed: int, step: int
+) -> list[Piece]:
+    """parameters: (tensors that an update takes, their origin), on one device."""
+    # On a GPU one piece takes a whole parameter, as far as its indices have 32 bits.
+    limit = PIECE_ELEMENTS.get(parameters[0][0][0].device.type, 2**32)
+    pieces: list[Piece] = []
+    for tensors, origin in parameters:
+        pieces += pieces_of(tensors, origin, limit, seed, step)
+    return pieces
 
 
 def pieces_of(

@@ -23,6 +23,7 @@ from fabric_llm.model.sharded import (
     shard_group,
     sum_over_shards,
 )
+from fabric_llm.training.adamw import AdamW
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -119,6 +120,9 @@ def clip(
         drop_zeros(
             [p for name, p in named if original_name(name).removeprefix(PREFIX) in idle], group
         )
+    # Before the host waits for the norm. An optimizer of --code has no such method.
+    if isinstance(optimizer.optimizer, AdamW):
+        optimizer.optimizer.prepare()
     return clip_gradients(model.parameters(), max_norm, group)
 
 
