@@ -10,8 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, toy_config
+from ranks import run_ranks, toy_run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+import train
 from fabric_llm.model import gate, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.run import reference
@@ -131,3 +135,53 @@ def test_it_says_why_there_is_no_kernel(head_size, dropout, precision, capabilit
 
 def test_dropout_of_attention_is_seen(monkeypatch):
     assert gate.heads_in_training(made("gpt2"))[1] == toy_config("gpt2").attn_pdrop == 0.1
+
+
+# ------------------------------------------------------------------------------- messages of NCCL
+
+# getNcclDataType of PyTorch's ProcessGroupNCCL.cpp; without what only some GPUs sum.
+SENT = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+SENT |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class Messages(TorchDispatchMode):
+    """Keeps (name, dtype, whether it is contiguous) of each tensor that a collective takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor):
+                    self.sent.add((str(function), one.dtype, one.is_contiguous()))
+        return function(*args, **(kwargs or {}))
+
+
+def messages_of(argv):
+    with Messages() as messages:
+        train.main(argv)
+    return messages.sent
+
+
+@pytest.mark.quick_cases(r"\[fsdp2")
+@pytest.mark.parametrize(
+    ("strategy", "precision", "more"),
+    [
+        ("fsdp", "bf16-true", "--state_dict_type full"),
+        ("fsdp", "32-true", "--state_dict_type sharded --grad_clip 0"),
+        ("fsdp2", "bf16-true", "--state_dict_type full --ema_decay 0.9"),
+        ("fsdp2", "bf16-mixed", "--state_dict_type sharded --context_parallel 2"),
+        ("ddp", "bf16-true", "--freeze embeddings"),
+    ],
+)
+def test_nccl_sends_what_ranks_tell_each_other(toys, tmp_path, strategy, precision, more):
+    argv = [*toy_run(toys, tmp_path), *more.split()]
+    argv += ["--strategy", strategy, "--precision", precision, "--devices", 2, "--max_step", 2]
+    argv += ["--save_step_interval", 1, "--eval_step_interval", 1, "--global_batch_size", 4]
+    first, *others = run_ranks(2, messages_of, [str(word) for word in argv])
+    assert len(first) > 4, "of the run itself"
+    for sent in (first, *others):
+        assert {dtype for _, dtype, _ in sent} <= SENT
+        assert all(is_contiguous for *_, is_contiguous in sent), sent
