@@ -29,18 +29,34 @@ def test_gpu_on_a_cpu(tmp_path):
     assert (tmp_path / "gpu.md").read_text().strip() == done.stdout.strip()
 
 
-@pytest.mark.slow
-def test_all_that_a_gpu_has_to_show_is_rehearsed(tmp_path):
+def rehearsed(script, folder, *options):
+    """Parts that a script for rented machines has done at toy size."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "benchmarks/on_a_gpu.sh", "--rehearse", tmp_path, "60"],
+        ["bash", f"benchmarks/{script}", "--rehearse", *options, folder, "60"],
         cwd=FOLDER.parent,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0 and "Failed" not in done.stdout, done.stdout
-    parts = "tests speed throughput optimizer data profile speed_more context loss_head attention"
-    assert {path.stem for path in tmp_path.glob("*.done")} == {*parts.split(), "float8"}
-    for name in ("speed", "throughput", "optimizer", "context", "loss_head", "attention"):
+    return {path.stem for path in folder.glob("*.done")}
+
+
+@pytest.mark.slow
+def test_all_that_a_gpu_has_to_show_is_rehearsed(tmp_path):
+    pages = {"speed", "throughput", "optimizer", "speed_more", "context", "loss_head", "attention"}
+    tests = {"families", "kernels", "kills_16", "kills_bf16", "kills_32"}
+    assert rehearsed("on_a_gpu.sh", tmp_path) == {*pages, *tests, "data", "float8"}
+    for name in pages:
         assert "|" in (tmp_path / f"{name}.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_that_several_gpus_have_to_show_is_rehearsed(tmp_path):
+    runs = {"fsdp", "fsdp2", "ddp", "sharded", "hybrid_fsdp", "hybrid_fsdp2"}
+    runs |= {"context", "cpu_offload", "offload", "fewer_fsdp", "fewer_fsdp2"}
+    others = {"data", "one", "drill_fsdp", "drill_fsdp2", "from_all_fsdp", "from_all_fsdp2"}
+    others |= {"export_fsdp", "export_fsdp2"}
+    done = rehearsed("on_gpus.sh", tmp_path, "2")
+    assert done == {*others, *runs, *(f"{name}-same" for name in runs)}

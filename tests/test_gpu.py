@@ -13,7 +13,7 @@ from test_law_13_fast_paths import batch, causal_lm, gradients, packed
 
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.model import gate, layers, packed_attention
+from fabric_llm.model import capabilities, layers, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.training import adamw, adamw_rounded, step
 from fabric_llm.training.adamw import AdamW
@@ -62,7 +62,7 @@ def test_packed_attention_is_no_further_from_float64_than_the_masked_one(name, m
     model = causal_lm(name, dtype, **more)
     exact = gradients(LanguageModel(causal_lm(name, dtype, **more).double()), packed())
     masked = errors(model.to(GPU), exact, on_gpu(packed()))
-    with gate.attention(model, packed_attention.PACKED):
+    with capabilities.attention(model, packed_attention.PACKED):
         ours = errors(model, exact, on_gpu(packed()))
     slack = 1e-6 * max(gradient.norm() for gradient in exact[1])
     assert ours[1] < 1.5 * masked[1] + slack, (ours, masked)

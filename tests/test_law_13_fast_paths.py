@@ -21,7 +21,7 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
-from fabric_llm.model import chunked_loss, gate, layers, offload, packed_attention
+from fabric_llm.model import capabilities, chunked_loss, gate, layers, offload, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
@@ -117,7 +117,7 @@ def seven_tokens(monkeypatch):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_chunked_loss_has_every_detail_of_the_head(name, seven_tokens):
     model = causal_lm(name)
-    assert gate.chunks_its_loss(model, "32-true")
+    assert capabilities.chunks_its_loss(model, "32-true")
     full, chunked = (
         gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True)
     )
@@ -280,9 +280,9 @@ def test_an_evaluation_makes_no_gradients(seven_tokens, monkeypatch):
 )
 def test_packed_attention_is_the_masked_one(name, more):
     model = causal_lm(name, **more)
-    assert gate.takes_packed_attention(model)
+    assert capabilities.takes_packed_attention(model)
     masked = gradients(LanguageModel(model), packed())
-    with gate.attention(model, packed_attention.PACKED):
+    with capabilities.attention(model, packed_attention.PACKED):
         ours = gradients(LanguageModel(model), packed())
     torch.testing.assert_close(ours[0], masked[0], rtol=1e-5, atol=1e-4)
     for one, other in zip(ours[1], masked[1], strict=True):
@@ -309,7 +309,7 @@ OTHERWISE += [
 
 @pytest.mark.parametrize(("name", "more"), OTHERWISE)
 def test_a_model_that_packed_attention_would_change_keeps_its_own(name, more):
-    assert not gate.takes_packed_attention(causal_lm(name, **more))
+    assert not capabilities.takes_packed_attention(causal_lm(name, **more))
 
 
 def test_packed_attention_makes_no_mask():
@@ -318,7 +318,7 @@ def test_packed_attention_makes_no_mask():
     positions = (torch.arange(context) % 32)[None]
     sizes = []
     for name in ("sdpa", packed_attention.PACKED):
-        with gate.attention(model, name), Largest() as largest:
+        with capabilities.attention(model, name), Largest() as largest:
             LanguageModel(model, chunked=True)(ids, labels=ids, position_ids=positions)
         sizes.append(largest.elements)
     assert sizes[0] >= context**2 > 2 * sizes[1]
@@ -334,7 +334,7 @@ def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
     model = causal_lm("mistral", sliding_window=window, max_position_embeddings=2048)
     masked = gradients(LanguageModel(model), inputs)
-    with gate.attention(model, packed_attention.PACKED):
+    with capabilities.attention(model, packed_attention.PACKED):
         ours = gradients(LanguageModel(model), inputs)
     torch.testing.assert_close(ours, masked, rtol=1e-4, atol=1e-6)
     long = {
@@ -342,7 +342,7 @@ def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
         "labels": ids.repeat(1, 40),
         "position_ids": torch.arange(48 * 40)[None],
     }
-    with gate.attention(model, packed_attention.PACKED), Largest() as largest:
+    with capabilities.attention(model, packed_attention.PACKED), Largest() as largest:
         gradients(LanguageModel(model, chunked=True), long)
     assert largest.elements < (48 * 40) ** 2 / 8
 
@@ -351,7 +351,7 @@ def test_rows_of_one_document_beside_rows_of_several():
     model, inputs = causal_lm("llama"), packed(rows=5)
     inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)
     masked = gradients(LanguageModel(model), inputs)
-    with gate.attention(model, packed_attention.PACKED):
+    with capabilities.attention(model, packed_attention.PACKED):
         ours = gradients(LanguageModel(model), inputs)
     for one, other in zip(ours[1], masked[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -887,7 +887,7 @@ def test_the_kernel_of_gpus_gets_the_head_sizes_that_it_takes(name, more, monkey
     monkeypatch.setattr(packed_attention, "_has_kernel", lambda query, head_size: head_size <= 256)
     model = causal_lm(name, **more)
     expected = gradients(LanguageModel(model), packed())
-    with gate.attention(model, packed_attention.PACKED):
+    with capabilities.attention(model, packed_attention.PACKED):
         found = gradients(LanguageModel(model), packed())
     assert bool(called) == (more.get("head_dim") != 320)
     for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import train
-from fabric_llm.model import gate, packed_attention
+from fabric_llm.model import capabilities, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.run import reference
 
@@ -84,7 +84,7 @@ def trains_as_chosen(model, capability, precision, monkeypatch):
         placement=SimpleNamespace(kind="cuda"), model=SimpleNamespace(precision=precision)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    if not gate.takes_packed_attention(model):
+    if not capabilities.takes_packed_attention(model):
         return "masked", []
     if reference.no_kernel(model, plan) is not None:
         return "masked", []
@@ -95,7 +95,7 @@ def trains_as_chosen(model, capability, precision, monkeypatch):
     )
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24).expand(2, -1) % 7}
-    with gate.attention(model, packed_attention.PACKED):
+    with capabilities.attention(model, packed_attention.PACKED):
         LanguageModel(model.train())(**inputs).backward()
     return "packed", called
 
@@ -134,7 +134,7 @@ def test_it_says_why_there_is_no_kernel(head_size, dropout, precision, capabilit
 
 
 def test_dropout_of_attention_is_seen(monkeypatch):
-    assert gate.heads_in_training(made("gpt2"))[1] == toy_config("gpt2").attn_pdrop == 0.1
+    assert capabilities.heads_in_training(made("gpt2"))[1] == toy_config("gpt2").attn_pdrop == 0.1
 
 
 # ------------------------------------------------------------------------------- messages of NCCL

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_llm.data.batches import Batches, document_begins, restarting_positions
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.model.gate import find_leak
+from fabric_llm.model.capabilities import find_leak
 from fabric_llm.model.language_model import LanguageModel
 
 

@@ -23,7 +23,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from fabric_llm.model.gate import plain_attention
+from fabric_llm.model.capabilities import plain_attention
 from fabric_llm.model.loading import load_config
 from fabric_llm.weights.export import export
 

@@ -439,7 +439,9 @@ class _Loader(yaml.SafeLoader):
         """Called for each `[` and `{`. Far below the end of Python's stack, reading them takes
         seconds."""
         if self.flow_level == MAX_DEPTH:
-            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep, in line {self.line + 1}")
+            raise yaml.YAMLError(
+                f"it is nested more than {MAX_DEPTH} deep, in line {self.line + 1}"
+            )
         super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: Any, index: Any) -> Any:

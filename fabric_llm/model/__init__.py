@@ -32,7 +32,8 @@ strategy_rules  `Placement`, `strategy`: the devices of a run, and which strateg
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about
                 sharding
 sharded         `repeated_layers`, `shards`, `local_part`: what a rank holds of a wrapped model
-gate            `outputs_of`, `find_leak`: is it the model that transformers loads, and which fast
-                paths can it take?
+gate            `outputs_of`, `gradients_of_wrapped`: is it the model that transformers loads?
+capabilities    `takes_packed_attention`, `find_leak`: which fast paths can it take, and does it
+                keep documents apart?
 flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do
 """

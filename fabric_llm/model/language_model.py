@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
         self.keep_in_root: set[nn.Module] = self.head.keep_in_root if chunked else set()
         # Modules that --tiled_mlp concerns: strategies mustn't shard parts of them.
         self.tiled: set[nn.Module] = set()
-        # Names of parameters that the loss may not depend on, see gate.idle_parameters.
+        # Names of parameters that the loss may not depend on, see capabilities.idle_parameters.
         self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
         # A cache of keys and values would only take memory. Some classes know no such argument.

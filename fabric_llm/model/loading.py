@@ -202,7 +202,7 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def takes_documents(model_class: type[PreTrainedModel]) -> bool:
     """Whether transformers says that the class takes packed_attention.of_documents.
-    gate.takes_packed_attention measures whether it uses them."""
+    capabilities.takes_packed_attention measures whether it uses them."""
     return model_class._supports_flash_attn and model_class._supports_sdpa
 
 

@@ -18,7 +18,15 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
-from fabric_llm.model import freezing, gate, language_model, loading, packed_attention, weights
+from fabric_llm.model import (
+    capabilities,
+    freezing,
+    gate,
+    language_model,
+    loading,
+    packed_attention,
+    weights,
+)
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.sharded import reshard
 from fabric_llm.plan import run_directory
@@ -92,12 +100,12 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
         # What fails in here is the model's own code, so the sentence names transformers.
         try:
             # First, because it may refuse the attention that was asked for.
-            plain = gate.plain_attention(model)
+            plain = capabilities.plain_attention(model)
             chosen = choose(model, plan, model_flags)
             # The fast paths are chosen in any case. Without the comparison nothing is expected.
             if not model_flags.verify_start:
                 return chosen
-            if gate.sees_ahead(model):
+            if capabilities.sees_ahead(model):
                 raise ValueError(
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token "
                     "depends on the tokens after it, so there is nothing to predict."
@@ -137,7 +145,7 @@ def _expected_of(
     inputs = probe_of(plan, document_end)
     outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
     if compares_gradients(plan):
-        with gate.attention(model, plain):
+        with capabilities.attention(model, plain):
             gradients = gate.gradients_of_reference(language_model.LanguageModel(model), inputs)
     # For the advice in an error: the attention that plain transformers would take.
     default = model.get_correct_attn_implementation(None, is_init_check=True)
@@ -176,19 +184,21 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     )
     # Whether the data has documents to keep apart. Below it becomes whether the model can.
     masks = plan.data.keeps_documents_apart()
-    of_documents = gate.beyond_the_row(reference, lengths, documents=True) if masks else None
-    if (depends := gate.beyond_the_row(reference, lengths)) is not None:
+    of_documents = (
+        capabilities.beyond_the_row(reference, lengths, documents=True) if masks else None
+    )
+    if (depends := capabilities.beyond_the_row(reference, lengths)) is not None:
         raise ValueError(
             f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: "
             f"{depends}, which no checkpoint holds. Take rows of one length, also for validation."
         )
     # Ranks that share rows exchange keys and values inside of packed attention alone.
-    if sharing > 1 and not gate.takes_packed_attention(reference):
+    if sharing > 1 and not capabilities.takes_packed_attention(reference):
         raise ValueError(
             f"--context_parallel {sharing}: {name} can't, since it doesn't take packed attention."
         )
     # Measured also for `auto`, where a model that can't takes all logits without an error.
-    chunks = loss != "full" and gate.chunks_its_loss(reference, plan.model.precision)
+    chunks = loss != "full" and capabilities.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
         raise ValueError(
             f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto."
@@ -202,7 +212,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         attention = asked
     tiled = _choose_tiles(reference) if plan.model.tiled_mlp else []
     loss = "chunked" if chunks else "full"
-    return Chosen(masks, attention, loss, tiled, gate.idle_parameters(reference))
+    return Chosen(masks, attention, loss, tiled, capabilities.idle_parameters(reference))
 
 
 def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_open: bool) -> str:
@@ -224,7 +234,7 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
         _require_packed_attention(reference, plan)
     # Packed attention would see padding that stands before the text.
     is_packed = plan.data.document_end is not None and not plan.data.pads_before_text()
-    if is_open and asked == "sdpa" and is_packed and gate.takes_packed_attention(reference):
+    if is_open and asked == "sdpa" and is_packed and capabilities.takes_packed_attention(reference):
         if (why := no_kernel(reference, plan)) is None:
             return packed_attention.PACKED
         print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
@@ -233,7 +243,7 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
 
 def _require_packed_attention(reference: PreTrainedModel, plan: Plan) -> None:
     """Raises ValueError where --attention packed was asked for and can't be had."""
-    if not gate.takes_packed_attention(reference):
+    if not capabilities.takes_packed_attention(reference):
         name = type(reference).__name__
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
     if (why := no_kernel(reference, plan)) is not None:
@@ -253,13 +263,15 @@ def _keeps_documents_apart(
 ) -> bool:
     """Whether packed documents don't see each other, measured; prints a warning where they do.
 
-    of_documents: why their positions depend on the row (gate.beyond_the_row). Raises ValueError
+    of_documents: why their positions depend on the row (capabilities.beyond_the_row). Raises ValueError
     where the flags ask for what the model can't.
     """
     name, sharing = type(reference).__name__, plan.placement.context_parallel
     # Flash attention has no CPU kernel, so SDPA is measured in its place.
-    with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
-        leak = gate.find_leak(reference)
+    with capabilities.attention(
+        reference, "sdpa" if attention == "flash_attention_2" else attention
+    ):
+        leak = capabilities.find_leak(reference)
     # What flows outside of the attention would end where a rank's part of the row ends.
     if leak is not None and sharing > 1:
         raise ValueError(
@@ -315,7 +327,7 @@ def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:
     on CPUs, which have none."""
     if plan.placement.kind != "cuda":
         return None
-    heads = gate.heads_in_training(reference)
+    heads = capabilities.heads_in_training(reference)
     return packed_attention.no_kernel(
         torch.cuda.get_device_capability(), plan.model.precision, *heads
     )

@@ -40,9 +40,7 @@ COMPILER_FLAGS = ["-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shar
 COMPILER_FLAGS += ["-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
-def rounded_step(
-    pieces: Sequence[Piece], group: dict[str, Any], step: int, update: Update
-) -> None:
+def rounded_step(pieces: Sequence[Piece], group: dict[str, Any], step: int, update: Update) -> None:
     """A step of AdamW by an `update`, see `plain_update`. pieces: on one device."""
     numbers = numbers_of(group, step)
     if group["lr"] != 0:

@@ -23,7 +23,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
-from fabric_llm.model import gate, loading, packed_attention
+from fabric_llm.model import capabilities, loading, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
@@ -348,11 +348,11 @@ def losses_of(
         model = model.float()
     # Where the run kept documents apart, they are kept apart here.
     masks = any(batches.document_end is not None for batches in sets.values())
-    packs = masks and gate.takes_packed_attention(model)
-    attention = gate.attention(model, packed_attention.PACKED) if packs else nullcontext()
+    packs = masks and capabilities.takes_packed_attention(model)
+    attention = capabilities.attention(model, packed_attention.PACKED) if packs else nullcontext()
     with attention:
         # As runs have it, with the loss in chunks where it can.
-        wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(
+        wrapped = LanguageModel(model, chunked=capabilities.chunks_its_loss(model, precision)).to(
             fabric.device
         )
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
