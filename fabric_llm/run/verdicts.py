@@ -91,6 +91,8 @@ def rewind(run: Run) -> None:
         save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
         keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
+        if run.mirror is not None:
+            run.mirror.go_back(there.step)
         run_directory.write_status(folder, None, "running", there.step, True)
     run.log.rewound(there, run.schedule, words, record)
     if run.samples is not None:
