@@ -208,7 +208,8 @@ def reason(error: BaseException) -> str:
     if any(word in text for word in NO_KEY):
         return "no credentials were found"
     if status:
-        return f"the server answered {' '.join([status[1].strip(), *(code or [''])[1:2]])}".strip()
+        said = f" ({code[1]})" if code else ""
+        return f"the server answered {status[1].strip()}{said}"
     if local and not text.startswith("Generic S3"):
         return local[1].strip()
     if "kind: Timeout" in text or "operation timed out" in text:
