@@ -101,7 +101,7 @@ def moto(folder: Path, **environment: str) -> Server:
 
 def seaweed(folder: Path) -> Server:
     path = program("weed")
-    ports = [free_port() for _ in range(6)]
+    ports = [free_port() for _ in range(7)]
     (folder / "data").mkdir()
     return Server(
         lambda port: [
@@ -109,7 +109,8 @@ def seaweed(folder: Path) -> Server:
             f"-master.port={ports[0]}", f"-master.port.grpc={ports[1]}",
             f"-volume.port={ports[2]}", f"-volume.port.grpc={ports[3]}",
             f"-filer.port={ports[4]}", f"-filer.port.grpc={ports[5]}", "-volume.max=100",
-            f"-s3.port.grpc={free_port()}", "-master.volumeSizeLimitMB=64",
+            f"-s3.port.grpc={ports[6]}", "-master.volumeSizeLimitMB=64",
+            "-s3.port.iceberg=0", "-s3.port.lance=0",
         ],
         folder,
         # Whom it knows, it reads there.

@@ -24,7 +24,7 @@ from servers import (
     seaweed_url,  # noqa: F401
     wait_for,
 )
-from uploads import MEASURED, PROGRAM, ROOT, RUN, Mirror, mirrored, read, save
+from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, save
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
@@ -540,7 +540,7 @@ def test_rights_that_miss_one_of_four(on_moto, monkeypatch):
     place, _ = on_moto
     with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        for kind in ("PUT", "GET", "DELETE"):
+        for kind in ("PUT", "GET", "POST"):  # which removes several
             proxy.answer = lambda method, *_, kind=kind: (403, DENIED) if method == kind else None
             assert "no right to" in refused(lambda: probe(Store(place)), 2), kind
         proxy.answer = lambda method, path, _: (403, DENIED) if "list-type" in path else None
@@ -629,13 +629,13 @@ def test_the_end_comes_in_time_whatever_the_server_does(on_moto, run, monkeypatc
 @pytest.mark.longer
 def test_a_hundred_thousand_other_objects(on_moto, run, tmp_path):
     """Beside the run and in it: neither are they listed one by one, nor do they matter. moto takes
-    a while for as many, so 3,000 are there, and requests are counted."""
-    place, bucket = on_moto
-    prefix = place.removeprefix(f"s3://{BUCKET}/")
+    a while for as many, so 1,500 are there, and requests are counted."""
+    place, _ = on_moto
     save(run, 1, random.Random(1))
     mirrored(place, run, "step-00000001")
-    for count in range(3000):
-        bucket.put(f"{prefix}/{('others', f'{RUN}/others', RUN)[count % 3]}/{count}", b"")
+    store = Store(place)
+    for count in range(1500):
+        store.put(f"{('others', f'{RUN}/others', RUN)[count % 3]}/{count}", b"")
     store = Store(place)
     assert checkpoints(store, RUN) == ["step-00000001"] and store.requests == 2
 
@@ -706,17 +706,17 @@ def test_memory_is_bounded(on_moto, run, tmp_path):
         report = mirror.wait("mirrored", seconds=300)
         mirror.say(end=10)
         mirror.exit()
-        up = int(mirror.process.stderr.read().split()[-1]) / 1024
-    program = "import resource, sys; from pathlib import Path; "
+        up = int(mirror.process.stderr.read().split()[-1])
+    program = "import sys; from pathlib import Path; "
     program += "from fabric_llm.mirror.fetch import restore; "
     program += "from fabric_llm.mirror.store import Store; "
     program += "restore(Store(sys.argv[1]), 'RUN', Path(sys.argv[2])); "
-    program += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    program += PEAK
     done = subprocess.run(
         [sys.executable, "-c", program, place, str(tmp_path / "new")],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    down = float(done.stdout)
-    print(f"up {up:.0f} MiB, down {down:.0f} MiB, {report}")
+    down = int(done.stderr.split()[-1])
+    print(f"up {up} MiB, down {down} MiB, {report}")
     assert (tmp_path / "new" / "step-00000001" / "model.safetensors").stat().st_size == size
-    assert up < 250 and down < 250
+    assert up < 200 and down < 200

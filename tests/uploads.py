@@ -23,11 +23,10 @@ from fabric_llm.mirror.__main__ import main
 code = main(sys.argv[2:], float(sys.argv[1]))
 os._exit(code)
 """
-# The same, and then its peak memory in KiB on stderr.
-MEASURED = PROGRAM.replace(
-    "os._exit", "import resource\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "
-    "file=sys.stderr, flush=True)\nos._exit",
-)  # fmt: skip
+# Peak memory in MiB. `resource` would count that of the process that started this one, too.
+PEAK = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024, "
+PEAK += "file=sys.stderr, flush=True)"
+MEASURED = PROGRAM.replace("os._exit", f"{PEAK}\nos._exit")
 
 
 def save(

@@ -18,9 +18,8 @@ from typing import Any, Callable
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.base.names import shown
-from fabric_llm.mirror.store import Store
+from fabric_llm.mirror.store import FOLDER, Store
 
-FOLDER = ".leases"
 BEAT_SECONDS, LEASE_SECONDS = 15.0, 60.0
 LOOKS = 30  # at the lease of an owner that may be gone, within LEASE_SECONDS
 MOST_BYTES = 10_000

@@ -4,6 +4,7 @@ their size."""
 import hashlib
 import random
 import re
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,8 @@ PART_BYTES = 8 * 2**20
 MOST_PARTS = 9_000  # S3 takes 10,000
 AT_ONCE = 4  # parts in flight
 LONGEST_PAUSE_SECONDS = 60.0
-PROBE = ".leases/lease-000000.json"  # below the first lease, so that each owner removes it
+FOLDER = ".leases"  # of all runs, see lease.py
+PROBE = f"{FOLDER}/a-probe"  # before any lease's name, so that an owner removes what a kill left
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "InvalidBucketName")
 BAD_KEY = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidToken"),
@@ -256,17 +258,16 @@ def probe(store: Store) -> None:
     Raises Fault in one sentence: for a bucket, rights, a region or keys that are wrong, and for a
     store that replaces objects which it was asked to leave alone (2); if it can't be reached (74).
     """
-    first, second = (random.randbytes(16) for _ in range(2))
+    # A name of its own: processes that start together must not take each other's for theirs.
+    name = f"{PROBE}-{secrets.token_hex(8)}"
     try:
-        # An object that is there has been left by a probe that was killed, or is another run's.
-        # That it stays is what is asked for.
-        made = store.create(PROBE, first)
+        store.create(name, b"first")
         try:
-            replaced = store.create(PROBE, second)
-            there = store.content(PROBE)
+            replaced = store.create(name, b"second")
+            there = store.content(name)
         finally:
-            store.remove([PROBE])
-        store.below(".leases")
+            store.remove([name])
+        store.below(FOLDER)
     except errors() as error:
         raise as_fault(error, store.address) from error
     if replaced:
@@ -275,5 +276,5 @@ def probe(store: Store) -> None:
             "it was asked not to (If-None-Match: *), so that two runs would overwrite each other: "
             "take another server."
         )
-    if made and there != first:
+    if there != b"first":
         raise Fault(f"The mirror {store.address} doesn't give back what was written.")

@@ -152,7 +152,9 @@ class Uploader:
     def run(self) -> None:
         """Obey until the end. Raises Fault, before anything was changed, where it is refused."""
         with suppress(Over):
-            probe(self.store)
+            # Of a part, rank 0's process asks for all.
+            if not self.part:
+                probe(self.store)
             lock = self._lock()
             if not self.part:
                 self._own()
@@ -222,7 +224,7 @@ class Uploader:
             if is_whole(self.store, self.run_name, name):
                 names.append(name)
             # What is here will be uploaded, and its files there needn't be sent again.
-            elif not (self.directory / name / MANIFEST).is_file():
+            elif not self._is_here(name, MANIFEST):
                 self._discard(name)
         return names
 
@@ -259,8 +261,9 @@ class Uploader:
         entries = self._entries(name)
         place, sent = self._place(name), 0
         while not self.part and not self._again(lambda: self._is_whole(name)):
-            for file, entry in entries.items():
-                sent += self._bring(name, file, entry)
+            # Those of other machines come meanwhile.
+            for file in sorted(entries, key=lambda file: not self._is_here(name, file)):
+                sent += self._bring(name, file, entries[file])
                 failpoint("mirror.file")
             self._again(lambda: self._remove_strays(place, entries))
             self._logs()
@@ -283,19 +286,19 @@ class Uploader:
         """Of the files to upload. Raises GivenUp."""
         folder = self.directory / name
         try:
-            if self.part and not (folder / MANIFEST).is_file():
+            if self.part and not self._is_here(name, MANIFEST):
                 # Rank 0 writes the manifest, maybe on another machine.
                 return files.describe(folder, files.files_in(folder))
             entries = files.read(folder)["files"]
         except (Fault, OSError) as error:
             raise self._gone(name, one_line(error).rstrip(".")) from error
         if self.part:
-            entries = {file: entries[file] for file in entries if (folder / file).is_file()}
+            entries = {file: entries[file] for file in entries if self._is_here(name, file)}
         return entries
 
     def _gone(self, name: str, why: str) -> GivenUp:
         """The trainer has removed the checkpoint, or else `why`."""
-        if (self.directory / name / MANIFEST).is_file():
+        if self._is_here(name, MANIFEST):
             return GivenUp(f"The mirror can't take {name}: {why}")
         return GivenUp()
 
@@ -318,13 +321,16 @@ class Uploader:
         for pause in pauses():
             if self._again(lambda: self._is_there(place, entry)):
                 break
-            if path.is_file():
+            if self._is_here(name, file):
                 self._again(lambda: self._send(name, place, path, entry))
                 return entry["bytes"]
-            if not (self.directory / name / MANIFEST).is_file():
+            if not self._is_here(name, MANIFEST):
                 raise GivenUp
             self._sleep(pause)  # another machine has it
         return 0
+
+    def _is_here(self, name: str, file: str) -> bool:
+        return (self.directory / name / file).is_file()
 
     def _is_there(self, place: str, entry: files.Entry) -> bool:
         """As it is stored, whoever has sent it."""
