@@ -688,7 +688,7 @@ def test_the_end_of_stdin_is_the_end_of_the_trainer(place, run):
         assert mirror.wait("ended")["behind"] == [] and mirror.exit() == 0
 
 
-@pytest.mark.longer
+@pytest.mark.size
 def test_memory_is_bounded(on_moto, run, tmp_path):
     """Half a GiB there and back, through a server of another process."""
     place, _ = on_moto
