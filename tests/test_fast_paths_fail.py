@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import metrics
+from torch._inductor.exc import CppCompileError
 
-from fabric_llm.base.faults import Fault, as_fault
+from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault
 from fabric_llm.run.fallback import without_fast_path
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +153,11 @@ def test_no_path_is_turned_off_twice(monkeypatch):
     assert (
         without_fast_path(raised_in(INDUCTOR), as_fault(raised_in(INDUCTOR)), plan, 0).again == []
     )
+
+
+def test_a_compiler_that_lost_a_process_of_its_own_has_lost_no_rank():
+    error = CppCompileError(["c++"], "Broken pipe")
+    assert as_fault(error).code == UNEXPECTED and as_fault(RuntimeError("Broken pipe")).code == 71
 
 
 EVERY = {

@@ -5,6 +5,7 @@ import contextlib
 import io
 import pickle
 import re
+import warnings
 import weakref
 
 import pytest
@@ -170,9 +171,9 @@ def test_a_compiled_loss_is_the_plain_one(dtype, seven_tokens):
         torch.testing.assert_close(ours, plain, **close)
 
 
-@pytest.fixture
-def compiled_graphs(monkeypatch):
-    """The shapes that layers are compiled for, as text, one a graph: symbolic sizes are names."""
+def record_graphs():
+    """From here on in this process, the shapes that layers are compiled for, as text, one a graph:
+    symbolic sizes are names."""
     found, compile_layer = [], torch.nn.Module.compile
 
     def recorded(graph, inputs):
@@ -183,17 +184,15 @@ def compiled_graphs(monkeypatch):
         found.append(re.sub(r"s\d+", "s", str(shapes)))
         return graph.forward
 
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend=recorded, **how)
-    )
-    torch._dynamo.reset()
-    yield found
-    torch._dynamo.reset()
+    torch.nn.Module.compile = lambda self, **how: compile_layer(self, backend=recorded, **how)
+    return found
 
 
-def train_compiled(attention, batches):
-    """Forward and backward passes, and forward passes of an evaluation, over (rows, whether to
-    train)."""
+def graphs_of_training(attention, batches):
+    """Those of forward and backward passes, and forward passes of an evaluation, over (rows,
+    whether to train)."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    found = record_graphs()
     model = LanguageModel(causal_lm("llama", attn_implementation=attention), chunked=True)
     layers.compile_layers(model)
     generator = torch.Generator().manual_seed(9)
@@ -207,52 +206,47 @@ def train_compiled(attention, batches):
             loss = model(**batch(rows), position_ids=positions)
         if trains:
             loss.backward()
+    return found
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
-def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(
-    compiled_graphs, attention
-):
+def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(attention):
     """A resumed run begins without the evaluation of a new one, and must go on with the same
-    kernels."""
-    train_compiled(attention, [(2, True)])
-    resumed = list(compiled_graphs)
-    torch._dynamo.reset()
-    compiled_graphs.clear()
-    train_compiled(attention, [(1, True), (8, False), (2, True)])
-    assert compiled_graphs[-len(resumed) :] == resumed and len(set(compiled_graphs)) >= 3
+    kernels. Not in this process, from which ranks are forked: the compiler may start threads."""
+    [resumed] = run_ranks(1, graphs_of_training, attention, [(2, True)])
+    batches = [(1, True), (8, False), (2, True)]
+    [graphs] = run_ranks(1, graphs_of_training, attention, batches)
+    assert graphs[-len(resumed) :] == resumed and len(set(graphs)) >= 3
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
-def test_nothing_is_compiled_again_after_the_second_step(compiled_graphs, attention):
-    train_compiled(attention, [(1, True), (8, False), (4, True)])
-    before = len(compiled_graphs)
-    torch._dynamo.reset()
-    compiled_graphs.clear()
-    train_compiled(attention, [(1, True), (8, False), *[(4, True)] * 5, (8, False), (4, True)])
-    assert len(compiled_graphs) == before
+def test_nothing_is_compiled_again_after_the_second_step(attention):
+    few = [(1, True), (8, False), (4, True)]
+    many = [(1, True), (8, False), *[(4, True)] * 5, (8, False), (4, True)]
+    [before] = run_ranks(1, graphs_of_training, attention, few)
+    [graphs] = run_ranks(1, graphs_of_training, attention, many)
+    assert len(graphs) == len(before)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_layers_are_compiled_beside_gradients_that_fsdp_keeps_split(compiled_graphs):
-    """As FSDP1 has it in each micro-batch but the first of a step: the unit is whole, its gradient
-    the part of a rank."""
-    model = LanguageModel(causal_lm("llama"))
+def graphs_beside_a_split_gradient():
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    found, model = record_graphs(), LanguageModel(causal_lm("llama"))
     layers.compile_layers(model)
     norm = model.causal_lm.model.layers[0].input_layernorm
     flat = torch.nn.Parameter(torch.ones(16))
     flat.grad, flat.data = torch.ones(16), norm._parameters.pop("weight").data
     norm.weight = flat.view(32)
     model(**batch())
-    assert compiled_graphs
+    return found
+
+
+def test_layers_are_compiled_beside_gradients_that_fsdp_keeps_split():
+    """As FSDP1 has it in each micro-batch but the first of a step: the unit is whole, its gradient
+    the part of a rank."""
+    [graphs] = run_ranks(1, graphs_beside_a_split_gradient)
+    assert graphs
 
 
 def test_an_evaluation_makes_no_gradients(seven_tokens, monkeypatch):

@@ -39,6 +39,7 @@ _PEER_WORDS = (
     ),
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")  # modules of errors
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
 # Of libraries such as tokenizers, whose errors have no errno.
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -117,6 +118,8 @@ def as_fault(error: BaseException) -> Fault:
         )
     torch = sys.modules.get("torch")  # if it isn't imported, it hasn't raised this error
     of_group = torch is not None and isinstance(error, torch.distributed.DistError)
+    # A compiler has lost a process of its own, not a rank.
+    is_of_library = is_of_library and not type(error).__module__.startswith(_COMPILERS)
     if of_group or is_of_library and any(message in words for message in _PEER_WORDS):
         return Fault(words, PEER_LOST)
     if any(word in words for word in _DISK_WORDS):
