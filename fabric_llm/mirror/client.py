@@ -30,6 +30,7 @@ class Mirror:
         be used (2), can't be reached (74), or another run uses it (73)."""
         self.address, self.directory, self.seconds = address, directory, seconds
         self.names: set[str] = set()
+        self.documents: dict[str, Any] = {}  # progress.json of those that may not be here, by name
         self.given_up: set[str] = set()
         self.waiting: list[str] = []  # handed over, and neither there nor given up
         self.queue: SimpleQueue[Report] = SimpleQueue()
@@ -71,18 +72,20 @@ class Mirror:
         self.waiting.append(name)
         self._say({"upload": name})
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove checkpoints there, their manifests first."""
+    def remove(self, names: Iterable[str], newest: bool = False) -> None:
+        """Remove checkpoints there, their manifests first. newest: also the newest of all."""
         names = sorted(self.names.intersection(names))
         self.names.difference_update(names)
+        for name in names:
+            self.documents.pop(name, None)
         if names:
-            self._say({"remove": names})
+            self._say({"remove": names, "newest": newest})
 
     def go_back(self, step: int) -> None:
         """Remove the copies of later steps, which the run will write anew."""
         later = [name for name in self.names if step_of(Path(name)) > step]
         self.waiting = [name for name in self.waiting if step_of(Path(name)) <= step]
-        self.remove(later)
+        self.remove(later, newest=True)
 
     def _say(self, command: dict[str, Any]) -> None:
         try:
@@ -130,6 +133,8 @@ class Mirror:
             self.process.wait(seconds + 30)
         except (OSError, Fault, subprocess.TimeoutExpired):
             self.process.kill()
-        for report in self.reports():
+        reports = self.reports()
+        for report in reports:
             behind = report.get("behind", behind)
+            self.queue.put(report)  # for whoever tells what was reported
         return behind

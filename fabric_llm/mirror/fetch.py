@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, TypeVar
@@ -47,6 +47,18 @@ def checkpoints(store: Store, run: str) -> list[str]:
     return _patiently(
         store, lambda: [name for name in steps(store, run) if is_whole(store, run, name)]
     )
+
+
+def documents(store: Store, run: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """progress.json of checkpoints by name, {} of one that can't be read. Raises Fault (74, 2)."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        place, document = f"{run}/{name}/trainer/progress.json", None
+        content = _patiently(store, lambda: store.content(place))
+        with suppress(ValueError, RecursionError):
+            document = json.loads(content or b"")
+        found[name] = document if isinstance(document, dict) else {}
+    return found
 
 
 def restore(

@@ -1,5 +1,6 @@
 """What --mirror means for a run: what it brings back before it begins, and what it says of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -21,9 +22,11 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
     # A feature that is off isn't imported.
     from fabric_llm.mirror import fetch
     from fabric_llm.mirror.client import Mirror
+    from fabric_llm.mirror.store import Store
 
     address = flags.save.mirror
     mirror = Mirror(address, directory, flags.save.mirror_timeout)
+    store = Store(address)
     if mirror.names and not flags.checkpoint.resume:
         raise ValueError(
             f"{address}/{directory.name} holds checkpoints up to {max(mirror.names)}: go on with "
@@ -31,28 +34,39 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
         )
     # The disk knows of rewinds of which the mirror may not have heard.
     if mirror.names and not files.step_directories(directory):
-        fetch.restore(address, directory)
+        found = fetch.restore(store, directory.name, directory, say=say)
+        say(f"Fetched {found.name} from {address}/{directory.name}.")
     run_directory.require_any(flags, directory)
     # What a run that was killed has left here without a copy.
     for path in files.checkpoints(directory)[-2:]:
         if path.name not in mirror.names:
             mirror.upload(path.name)
-    mirror.documents = fetch.documents(address, directory.name, mirror.names)
+    mirror.documents = fetch.documents(store, directory.name, mirror.names)
     return mirror
 
 
-def in_words(report: "Report") -> tuple[Optional[str], Optional[str]]:
-    """(event, line of the log) for a report of the mirror's process, None for what isn't told."""
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def tell(
+    report: "Report", directory: Path, step: Optional[int], line: Callable[[str], None]
+) -> None:
+    """Write what the mirror's process has reported into events.jsonl and, with `line`, the log."""
+    name = report.get("mirrored") or report.get("given_up")
     if "mirrored" in report:
         seconds, size = report["seconds"], report["bytes"] / 2**30
-        return "mirrored", f"mirrored {report['mirrored']}: {size:.2f} GiB in {seconds:.0f} s"
-    if "given_up" in report:
-        return "not_mirrored", f"Warning: --mirror: {report['given_up']} is passed over for newer ones."
-    if "warning" in report:
-        return "mirror_fails", f"Warning: --mirror: {report['warning']}"
-    if "recovered" in report:
-        return "mirror_recovers", "--mirror: checkpoints are copied again."
-    return None, None
+        event, text = "mirrored", f"mirrored {name}: {size:.2f} GiB in {seconds:.0f} s"
+    elif "given_up" in report:
+        event, text = "not_mirrored", f"Warning: --mirror: {name} is passed over for newer ones."
+    elif "warning" in report:
+        event, text = "mirror_fails", f"Warning: --mirror: {report['warning']}"
+    elif "recovered" in report:
+        event, text = "mirror_recovers", "--mirror: checkpoints are copied again."
+    else:
+        return
+    run_directory.record_event(directory, event, step, report=report)
+    line(text)
 
 
 def close(mirror: "Mirror", seconds: float) -> Optional[str]:
@@ -64,6 +78,8 @@ def close(mirror: "Mirror", seconds: float) -> Optional[str]:
             flush=True,
         )
     behind = mirror.close(seconds)
+    for report in mirror.reports():
+        tell(report, mirror.directory, None, say)
     if not behind:
         return None
     missing = (

@@ -223,11 +223,7 @@ def hear_mirror(run: Run) -> None:
     if run.mirror is None:
         return
     for report in run.mirror.reports():
-        event, text = mirrored.in_words(report)
-        if event is not None:
-            run_directory.record_event(run.plan.run_directory, event, run.progress.step, **report)
-        if text is not None:
-            run.log.line(text)
+        mirrored.tell(report, run.plan.run_directory, run.progress.step, run.log.line)
 
 
 def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
