@@ -7,6 +7,7 @@ code are refused, and every content is compared with the manifest's hash while i
 
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
@@ -21,7 +22,7 @@ from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
 from fabric_llm.checkpoint.keep import METRICS, remove
-from fabric_llm.mirror.address import require, split
+from fabric_llm.mirror.address import is_address, require, split
 from fabric_llm.mirror.store import Store, as_fault, errors, pauses
 
 # Of a run directory, beside its checkpoints.
@@ -82,6 +83,7 @@ def restore(
     for name in reversed(checkpoints(store, run)):
         target = directory / name
         if (target / MANIFEST).is_file():
+            _logs(store, run, directory)
             return target
         try:
             place = f"{run}/{name}"
@@ -93,6 +95,15 @@ def restore(
                 raise
             say(f"Warning: {fault} The checkpoint before it is taken.")
     return None
+
+
+def local(given: str, only_logs: bool = False) -> str:
+    """The folder `given`, or that of what the address `given` names, see `folder_of`: in the user's
+    cache, where it stays."""
+    if not is_address(given):
+        return given
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return str(folder_of(given, home / "fabric_llm", only_logs))
 
 
 def folder_of(

@@ -215,7 +215,7 @@ def prune(run: Run) -> None:
         return
     leaving = keep.not_kept(folder, kept(run), mirror.documents)
     mirror.remove(path.name for path in leaving)
-    keep.discard(path for path in leaving if path.exists() and mirror.may_go(path))
+    keep.discard(path for path in leaving if path.exists() and mirror.may_go(path.name))
 
 
 def hear_mirror(run: Run) -> None:
