@@ -6,6 +6,7 @@ credentials  `find`: keys for S3 that the environment, a file or the machine has
 store        `Store`, `probe`, `reason`: what is done with objects, and what went wrong in few words
 lease        `Lease`: one run on one prefix
 leftovers    `remove`: parts of uploads that were killed
+client       `Mirror`: the process of `upload`, as rank 0 sees it
 upload       `Uploader`: `python -m fabric_llm.mirror`, a process beside the trainer
 fetch        `checkpoints`, `restore`, `folder_of`: from there into a folder
 """

@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-import fabric_llm
 from fabric_llm.base.faults import SAVE_FAILED, Fault
 from fabric_llm.base.files import step_of
 
@@ -38,7 +37,7 @@ class Mirror:
 
     def _start(self) -> None:
         # The package lies in the checkout, which may not be the working directory.
-        root = str(Path(fabric_llm.__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [
