@@ -238,7 +238,7 @@ def not_kept(
     elsewhere: progress.json by name of checkpoints that are at --mirror, and may not be here.
     """
     documents = {run_directory / name: document for name, document in elsewhere.items()}
-    documents |= {path: _progress_or_nothing(path) for path in checkpoints(run_directory)}
+    documents |= {path: progress_or_nothing(path) for path in checkpoints(run_directory)}
     there = sorted(documents, key=step_of)
     # Rewinds prefer checkpoints that were due to those that a user asked for.
     due = [path for path in there if is_due(step_of(path), kept.interval)]
@@ -272,7 +272,8 @@ def is_pinned(path: Path) -> bool:
     return path.with_name(f"{path.name}.pinned").exists()
 
 
-def _progress_or_nothing(path: Path) -> dict[str, Any]:
+def progress_or_nothing(path: Path) -> dict[str, Any]:
+    """progress.json of a checkpoint, {} if it is damaged."""
     try:
         return read_progress(path)
     except Fault:  # damaged, so never the best

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Optional, TypeVar
 
 from fabric_llm.base import files
@@ -21,7 +22,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
-from fabric_llm.checkpoint.keep import METRICS, remove
+from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
 from fabric_llm.mirror.address import is_address, require, split
 from fabric_llm.mirror.store import Store, as_fault, errors, pauses
 
@@ -51,14 +52,16 @@ def checkpoints(store: Store, run: str) -> list[str]:
 
 
 def documents(store: Store, run: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """progress.json of checkpoints by name, {} of one that can't be read. Raises Fault (74, 2)."""
+    """progress.json of checkpoints by name, {} of one that is damaged. Raises Fault (74, 2)."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        place, document = f"{run}/{name}/trainer/progress.json", None
+        place = f"{run}/{name}/trainer/progress.json"
         content = _patiently(store, lambda: store.content(place))
-        with suppress(ValueError, RecursionError):
-            document = json.loads(content or b"")
-        found[name] = document if isinstance(document, dict) else {}
+        # Read as a local one is, with the same checks.
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "trainer").mkdir()
+            (Path(folder) / "trainer" / "progress.json").write_bytes(content or b"")
+            found[name] = progress_or_nothing(Path(folder))
     return found
 
 
@@ -95,6 +98,12 @@ def restore(
                 raise
             say(f"Warning: {fault} The checkpoint before it is taken.")
     return None
+
+
+def one(store: Store, run: str, name: str, directory: Path) -> Path:
+    """Fetch the checkpoint `name` into the run directory. Raises Fault, as `restore` does."""
+    _folder(store, f"{run}/{name}", directory / name, MANIFEST)
+    return directory / name
 
 
 def local(given: str, only_logs: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
@@ -43,6 +43,26 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
             mirror.upload(path.name)
     mirror.documents = fetch.documents(store, directory.name, mirror.names)
     return mirror
+
+
+def newest(
+    mirror: "Mirror",
+    directory: Path,
+    suits: Callable[[dict[str, Any]], bool],
+    here: Optional[Path],
+) -> Optional[Path]:
+    """The newest checkpoint that `suits`, by its progress.json: the one `here`, or a later one that
+    a lost disk has held, which is fetched. Raises Fault."""
+    from fabric_llm.mirror import fetch
+    from fabric_llm.mirror.store import Store
+
+    there = [directory / name for name, document in mirror.documents.items() if document]
+    for path in sorted(there, key=files.step_of, reverse=True):
+        if here is not None and files.step_of(path) <= files.step_of(here):
+            break
+        if not path.exists() and suits(mirror.documents[path.name]):
+            return fetch.one(Store(mirror.address), directory.name, path.name, directory)
+    return here
 
 
 def say(text: str) -> None:
