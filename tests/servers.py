@@ -156,10 +156,11 @@ class Bucket:
         """Once the server takes it: seaweedfs answers before it has read its keys."""
 
         def made() -> bool:
-            with suppress(self.client.exceptions.ClientError):
+            try:
                 self.client.create_bucket(Bucket=self.name)
-                return True
-            return False
+            except self.client.exceptions.ClientError as error:
+                return error.response["Error"]["Code"].startswith("BucketAlready")
+            return True
 
         wait_for(made)
         return self
