@@ -195,6 +195,7 @@ class Proxy:
     def __init__(self, url: str) -> None:
         self.answer: Callable[[str, str, int], Optional[tuple[int, str]]] = lambda *_: None
         self.requests: list[tuple[str, str]] = []
+        self.authorization = ""  # of the last request
         self.slow_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
@@ -207,6 +208,7 @@ class Proxy:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(length)
                 proxy.requests.append((self.command, self.path))
+                proxy.authorization = self.headers.get("Authorization", "")
                 proxy.gate.wait()
                 time.sleep(proxy.slow_seconds)
                 if found := proxy.answer(self.command, self.path, len(proxy.requests)):
