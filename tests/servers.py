@@ -156,10 +156,11 @@ class Bucket:
         """Once the server takes it: seaweedfs answers before it has read its keys."""
 
         def made() -> bool:
-            with suppress(self.client.exceptions.ClientError):
+            try:
                 self.client.create_bucket(Bucket=self.name)
-                return True
-            return False
+            except self.client.exceptions.ClientError as error:
+                return error.response["Error"]["Code"].startswith("BucketAlready")
+            return True
 
         wait_for(made)
         return self
@@ -194,6 +195,7 @@ class Proxy:
     def __init__(self, url: str) -> None:
         self.answer: Callable[[str, str, int], Optional[tuple[int, str]]] = lambda *_: None
         self.requests: list[tuple[str, str]] = []
+        self.authorization = ""  # of the last request
         self.slow_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
@@ -206,6 +208,7 @@ class Proxy:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(length)
                 proxy.requests.append((self.command, self.path))
+                proxy.authorization = self.headers.get("Authorization", "")
                 proxy.gate.wait()
                 time.sleep(proxy.slow_seconds)
                 if found := proxy.answer(self.command, self.path, len(proxy.requests)):

@@ -459,13 +459,45 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(place, run, tmp_
 
 
 @pytest.mark.longer
-def test_parts_that_a_kill_left_are_removed(on_moto, run):
-    place, bucket = on_moto
-    prefix = place.removeprefix(f"s3://{BUCKET}/")
-    for name in (f"{prefix}/{RUN}/step-00000001/a ä+b", f"{prefix}/OTHER/x"):
-        bucket.client.create_multipart_upload(Bucket=BUCKET, Key=name)
-    assert leftovers.remove(place, RUN) == 1
-    assert [name for name in bucket.parts() if prefix in name] == [f"{prefix}/OTHER/x"]
+@pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
+def test_parts_that_a_kill_left_are_removed(server, request, monkeypatch):
+    """seaweedfs checks signatures."""
+    url = request.getfixturevalue(server)
+    for name, value in keys(url).items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(url, "parts").make()
+    for name in (f"p/{RUN}/step-00000001/a ä+b~(c)", f"p/{RUN}/b", "p/OTHER/x"):
+        bucket.client.create_multipart_upload(Bucket="parts", Key=name)
+    assert leftovers.remove("s3://parts/p", RUN) == 2
+    assert bucket.parts() == ["p/OTHER/x"]
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    assert leftovers.remove("s3://parts/p", "OTHER") == 0
+
+
+@pytest.mark.longer
+def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    text = "[default]\naws_access_key_id = OLD\naws_secret_access_key = secret\n"
+    path.write_text(text)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    save(run, 1, random.Random(1))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with Mirror(on_moto[0], run) as mirror:
+            mirror.wait("ready")
+            expired = (400, DENIED.replace("AccessDenied", "ExpiredToken"))
+            proxy.answer = lambda *_: expired if "OLD" in proxy.authorization else None
+            mirror.say(upload="step-00000001")
+            warning = mirror.wait("warning")["warning"]
+            assert "ExpiredToken" in warning and "OLD" not in warning
+            path.write_text(text.replace("OLD", "NEW"))
+            mirror.wait("recovered")
+            mirror.wait("mirrored")
+            assert mirror.end() == []
+    assert checkpoints(Store(on_moto[0]), RUN) == ["step-00000001"]
 
 
 @pytest.mark.longer

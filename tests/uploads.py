@@ -77,7 +77,7 @@ class Mirror:
         **environment: str,
     ) -> None:
         self.reports: list[dict[str, Any]] = []
-        self.seen = 0
+        self.seen, self.is_over = 0, False
         self.changed = threading.Condition()
         environment = {**os.environ, "FABRIC_LLM_FAILPOINT": failpoint, **environment}
         self.process = subprocess.Popen(
@@ -93,6 +93,9 @@ class Mirror:
             with self.changed:
                 self.reports.append(json.loads(line))
                 self.changed.notify_all()
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
 
     def say(self, **command: Any) -> None:
         self.process.stdin.write(json.dumps(command) + "\n")
@@ -108,6 +111,7 @@ class Mirror:
                     if key in found and value in (None, found[key]):
                         self.seen = place + 1
                         return found
+                assert not self.is_over, (key, self.reports)
                 assert self.changed.wait(end - time.monotonic()), (key, self.reports)
 
     def all(self, key: str) -> list[Any]:

@@ -1,7 +1,6 @@
 """Addresses of object storage, and how they are opened. obstore is imported only here, in `store`
 and when it is needed."""
 
-import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -75,19 +74,17 @@ def open_store(address: str) -> Any:
         Path(url.path).mkdir(parents=True, exist_ok=True)
         # Folders that are empty go with their last file, as in a bucket.
         return store.LocalStore(url.path, automatic_cleanup=True)
-    config = {}
-    if url.scheme == "s3":
-        config = credentials.of_profile()
-    return store.from_url(
-        address.rstrip("/"),
-        config=config,
-        client_options={
+    options: dict[str, Any] = {
+        "client_options": {
             "timeout": timedelta(seconds=REQUEST_SECONDS),
             "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-            "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+            "allow_http": credentials.endpoint().startswith("http://"),
         },
-        retry_config={
+        "retry_config": {
             "max_retries": RETRIES,
             "retry_timeout": timedelta(seconds=RETRY_SECONDS),
         },
-    )
+    }
+    if url.scheme == "s3":
+        options["config"] = credentials.of_profile()
+    return store.from_url(address.rstrip("/"), **options)

@@ -29,6 +29,12 @@ OTHERS = (
 )
 
 
+def endpoint() -> str:
+    """URL of the server that is asked instead of Amazon's, "" without one."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    return next(filter(None, map(os.environ.get, names)), "")
+
+
 def of_profile() -> dict[str, str]:
     """Keys and region of AWS_PROFILE, or of the profile `default`, by obstore's names; {} where the
     environment has them."""

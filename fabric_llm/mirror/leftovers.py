@@ -79,7 +79,7 @@ def _request(
         or credentials.of_profile().get("region")
         or "us-east-1"
     )
-    endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{region}.amazonaws.com"
+    endpoint = credentials.endpoint() or f"https://s3.{region}.amazonaws.com"
     url = urlsplit(endpoint)
     path = quote(f"{url.path.rstrip('/')}/{bucket}/{key}", safe="/-_.~")
     sent = "&".join(f"{quote(k, safe='')}={quote(v, safe='')}" for k, v in sorted(query.items()))

@@ -11,8 +11,9 @@ Commands come as lines of JSON on stdin:
 
 Reports go as lines of JSON to stdout; the trainer alone writes logs:
 
-    {"ready": true, "checkpoints": [names]}  or  {"refused": sentence, "code": 73}
-    {"mirrored": name, "bytes": n, "seconds": s, "requests": n}
+    {"ready": true, "checkpoints": [names]}  or  {"refused": sentence, "code": 73}, which also says
+                                             why it ends early
+    {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
     {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}
     {"ended": true, "behind": [names]}       what was to be uploaded, and isn't there
 
@@ -200,13 +201,13 @@ class Uploader:
     def _beat(self) -> None:
         seconds = lease.BEAT_SECONDS * self.lease_seconds / lease.LEASE_SECONDS
         while not self.stopped.wait(seconds) and not self.lease.ended:
-            # An error of the server is heard of where something is uploaded.
-            with suppress(*errors()):
-                try:
-                    self.lease.beat()
-                except Lost as lost:
-                    self.lost = str(lost)
-                    return
+            try:
+                self.lease.beat()
+            except Lost as lost:
+                self.lost = str(lost)
+                return
+            except errors():
+                self.lease.store.open()  # the error itself is heard of where something is uploaded
 
     def _ready(self) -> None:
         names: list[str] = []
@@ -415,7 +416,10 @@ class Uploader:
                 self._recovered()
                 return done
             self._sleep(pause)
+            # Of both: credentials that have expired may be new ones now.
             self.store.open()
+            if self.lease is not None:
+                self.lease.store.open()
         raise AssertionError
 
     def _trouble(self, why: str) -> None:
