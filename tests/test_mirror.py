@@ -497,7 +497,7 @@ def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_p
             mirror.wait("recovered")
             mirror.wait("mirrored")
             assert mirror.end() == []
-    assert checkpoints(Store(on_moto[0]), RUN) == ["step-00000001"]
+        assert checkpoints(Store(on_moto[0]), RUN) == ["step-00000001"]
 
 
 @pytest.mark.longer
