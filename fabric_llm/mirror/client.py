@@ -30,7 +30,7 @@ class Mirror:
         self.address, self.directory, self.seconds = address, directory, seconds
         self.names: set[str] = set()
         self.documents: dict[str, Any] = {}  # progress.json of those that may not be here, by name
-        self.given_up: set[str] = set()
+        self.leaving: set[str] = set()  # those that were asked to be removed
         self.waiting: list[str] = []  # handed over, and neither there nor given up
         self.queue: SimpleQueue[Report] = SimpleQueue()
         self._start()
@@ -67,24 +67,26 @@ class Mirror:
     def upload(self, name: str) -> None:
         """Copy the published checkpoint `name` of the run directory, once those before it are
         there."""
-        self.given_up.discard(name)
         self.waiting.append(name)
         self._say({"upload": name})
 
-    def remove(self, names: Iterable[str], newest: bool = False) -> None:
-        """Remove checkpoints there, their manifests first. newest: also the newest of all."""
-        names = sorted(self.names.intersection(names))
-        self.names.difference_update(names)
-        for name in names:
-            self.documents.pop(name, None)
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove checkpoints there, their manifests first. The newest one stays, until there is a
+        newer one and it is asked for again."""
+        names = sorted(self.names.intersection(names) - self.leaving)
+        self.leaving.update(names)
         if names:
-            self._say({"remove": names, "newest": newest})
+            self._say({"remove": names})
 
     def go_back(self, step: int) -> None:
         """Remove the copies of later steps, which the run will write anew."""
-        later = [name for name in self.names if step_of(Path(name)) > step]
+        later = sorted(name for name in self.names if step_of(Path(name)) > step)
         self.waiting = [name for name in self.waiting if step_of(Path(name)) <= step]
-        self.remove(later, newest=True)
+        self.names.difference_update(later)
+        for name in later:
+            self.documents.pop(name, None)
+        if later:
+            self._say({"remove": later, "newest": True})
 
     def _say(self, command: dict[str, Any]) -> None:
         try:
@@ -113,8 +115,10 @@ class Mirror:
             name = report.get("mirrored") or report.get("given_up")
             if "mirrored" in report:
                 self.names.add(report["mirrored"])
-            elif "given_up" in report:
-                self.given_up.add(report["given_up"])
+                self.leaving.clear()
+            elif "removed" in report:
+                self.names.discard(report["removed"])
+                self.documents.pop(report["removed"], None)
             if name in self.waiting:
                 self.waiting.remove(name)
             reports.append(report)

@@ -2,6 +2,7 @@
 ranks have written."""
 
 import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -215,7 +216,15 @@ def prune(run: Run) -> None:
         return
     leaving = keep.not_kept(folder, kept(run), mirror.documents)
     mirror.remove(path.name for path in leaving)
-    keep.discard(path for path in leaving if path.exists() and mirror.may_go(path.name))
+    newest = files.latest(folder)
+    needed = sum(entry["bytes"] for entry in files.read(newest)["files"].values())
+    for path in leaving:
+        # Another one like the newest must find room.
+        is_short = shutil.disk_usage(folder).free < 2 * needed
+        if path.exists() and not mirror.may_go(path.name) and is_short:
+            run.log.line(f"Warning: --mirror: {path.name} goes without a copy: room is short.")
+        if path.exists() and (is_short or mirror.may_go(path.name)):
+            keep.discard([path])
 
 
 def hear_mirror(run: Run) -> None:
