@@ -51,8 +51,13 @@ class Mirror:
             text=True,
         )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        first: Report = json.loads(line) if line else {}
+        first: Report = {}
+        for line in self.process.stdout:
+            first = json.loads(line)
+            if not first.keys().isdisjoint(("ready", "refused")):
+                break
+            # Such as that it waits for the uploader of a former process.
+            print(f"--mirror: {first.get('warning')}", flush=True)
         if "ready" not in first:
             self.process.kill()
             sentence = first.get("refused", "the process of --mirror ended before it had begun.")

@@ -38,14 +38,20 @@ class Lease:
         self.store, self.owner, self.seconds = store, owner, seconds
         self.number, self.beats, self.ended = 0, 0, False
 
-    def acquire(self, sleep: Callable[[float], Any] = time.sleep) -> None:
-        """Become the owner. Waits where the former one may be gone, with `sleep`.
+    def acquire(
+        self, sleep: Callable[[float], Any] = time.sleep, say: Callable[[str], Any] = print
+    ) -> None:
+        """Become the owner. Waits where the former one may be gone, with `sleep`, and says so.
 
         Raises Fault (73) where it is alive.
         """
         while True:
             number, content = self._newest()
             if number and not self._is_free(content):
+                say(
+                    f"The mirror {self.store.address} was used by {_who(content)}: it is watched "
+                    f"for {self.seconds:g} s."
+                )
                 self._watch(number, content, sleep)
             self.number = number + 1
             if self.store.create(_name(self.number), self._document()):

@@ -195,8 +195,11 @@ class Uploader:
             write_atomically(path, secrets.token_hex(16), durable=True)
         # A store of its own, since it is used by another thread.
         self.lease = Lease(Store(self.store.address), path.read_text(), self.lease_seconds)
-        self._again(lambda: self.lease.acquire(self._sleep))
+        self._again(lambda: self.lease.acquire(self._sleep, self._say))
         threading.Thread(target=self._beat, daemon=True).start()
+
+    def _say(self, sentence: str) -> None:
+        self.report({"warning": sentence})
 
     def _beat(self) -> None:
         seconds = lease.BEAT_SECONDS * self.lease_seconds / lease.LEASE_SECONDS
