@@ -330,6 +330,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_pat
 
 
 @pytest.mark.longer
+def test_where_all_are_damaged_it_is_said(toys, tmp_path):
+    """Nothing of it is taken for a new run's place."""
+    again = lost(toys, tmp_path, 1)
+    for path in (tmp_path / "mirror" / RUN).rglob("model.safetensors"):
+        path.write_bytes(b"damaged")
+    code, said = train(*again)
+    assert code == NO_CHECKPOINT, said
+    assert checkpoint(INTERVAL) in said and checkpoint(2 * INTERVAL) in said
+    assert "Traceback" not in said
+    assert manifest(tmp_path / "mirror", INTERVAL).is_file()
+
+
+@pytest.mark.longer
+def test_a_disk_of_before_does_not_undo_what_the_mirror_has(toys, tmp_path):
+    """The run was on this machine, was lost on another one, and comes back."""
+    train_ranks(1, *flags(toys, tmp_path / "whole"))
+    again = lost(toys, tmp_path, 1)
+    before = (*again, "--mirror", f"file://{tmp_path}/of-before")
+    job = Job(1, *before, failpoint="between_steps:count=5")
+    assert job.wait() == [-9], job.output
+    shutil.copytree(tmp_path / "new", tmp_path / "disk")
+    shutil.rmtree(tmp_path / "new")
+    (tmp_path / "disk" / RUN / ".mirror-owner").unlink()
+    (tmp_path / "disk").rename(tmp_path / "new")
+    assert files.latest(tmp_path / "new" / RUN).name == checkpoint(INTERVAL)
+    said = ended(Job(1, *again))
+    assert f"Fetched {checkpoint(2 * INTERVAL)} from" in said
+    assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("point", ["mirror.fetching", "mirror.fetched"])
 def test_killed_while_it_fetches_it_fetches_again(toys, tmp_path, point):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -533,6 +564,25 @@ def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seawe
     go_on(job)
     ended(job, NOT_MIRRORED)
     assert metrics(tmp_path / "out" / RUN, "step")[-1] == STEPS
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_server(toys, tmp_path, seaweed_server, number):
+    """The checkpoint is here, and whoever stops the run has to leave the machine."""
+    server, _ = seaweed_server
+    words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs")
+    job = Job(1, *words, "--mirror_timeout", 100, failpoint="between_steps:count=5:do=stop")
+    frozen(job)
+    server.kill()
+    go_on(job)
+    wait_for(lambda: events(tmp_path / "out" / RUN, "ended"), 60)
+    time.sleep(2)
+    began = time.monotonic()
+    os.kill(job.pids[0], number)
+    ended(job, NOT_MIRRORED)
+    assert time.monotonic() - began < 15
+    assert status(tmp_path / "out" / RUN)["code"] == NOT_MIRRORED
 
 
 class Watcher:

@@ -33,6 +33,7 @@ WRONG_REGION = (
     *("incorrectly configured region", "AuthorizationQueryParametersError"),
 )
 NO_KEY = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "NoCredentials")
+NO_KEY += ("Missing AccessKeyId", "Missing SecretAccessKey")
 NO_RIGHT = ("AccessDenied", "AllAccessDisabled", "403 Forbidden", "Permission denied")
 
 
@@ -64,7 +65,10 @@ class Store:
     def __init__(self, address: str) -> None:
         """Raises Fault (2) without obstore. No request is made."""
         self.address, self.requests = address, 0
-        self.open()
+        try:
+            self.open()
+        except errors() as error:  # such as a key without its secret
+            raise as_fault(error, address) from error
 
     def open(self) -> None:
         """Again, after an error: the files with credentials may have changed."""

@@ -89,7 +89,7 @@ def tell(
     line(text)
 
 
-def close(mirror: "Mirror", seconds: float) -> Optional[str]:
+def close(mirror: "Mirror", seconds: float, step: int) -> Optional[str]:
     """Wait until the last checkpoint is there, or `seconds` have passed: then why it isn't."""
     if mirror.waiting:
         print(
@@ -99,7 +99,7 @@ def close(mirror: "Mirror", seconds: float) -> Optional[str]:
         )
     behind = mirror.close(seconds)
     for report in mirror.reports():
-        tell(report, mirror.directory, None, say)
+        tell(report, mirror.directory, step, say)
     if not behind:
         return None
     missing = (

@@ -103,11 +103,12 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
 
 
 def _close_mirror(this: ThisRank, flags: Flags, code: int) -> int:
-    """The exit code of rank 0 of a run that is over or was stopped."""
-    missing = mirrored.close(this.mirror, flags.save.mirror_timeout)
-    if missing is None:
-        return code
+    """The exit code of rank 0 of a run that is over, or was stopped: then it stays that of a stop,
+    or a launcher would start the run again."""
     step = this.watch.step
+    missing = mirrored.close(this.mirror, flags.save.mirror_timeout, step)
+    if missing is None or code == faults.STOPPED:
+        return code
     run_directory.write_status(this.directory, faults.NOT_MIRRORED, missing, step, True)
     return faults.NOT_MIRRORED
 
