@@ -100,7 +100,7 @@ def test_good_addresses_pass():
 
 def test_help_needs_no_obstore():
     program = "import sys; sys.modules['obstore'] = sys.modules['torch'] = None; "
-    program += "from fabric_llm.mirror.__main__ import main; main(['--help'])"
+    program += "from fabric_llm.mirror.process import main; main(['--help'])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--part" in done.stdout, done.stderr
     program = "import sys; sys.modules['obstore'] = None; from fabric_llm.mirror.store import Store"

@@ -19,7 +19,7 @@ RUN = "RUN"
 # Arguments of `main`, and the seconds of a lease.
 PROGRAM = """
 import os, sys
-from fabric_llm.mirror.__main__ import main
+from fabric_llm.mirror.process import main
 code = main(sys.argv[2:], float(sys.argv[1]))
 os._exit(code)
 """

@@ -7,6 +7,7 @@ store        `Store`, `probe`, `reason`: what is done with objects, and what wen
 lease        `Lease`: one run on one prefix
 leftovers    `remove`: parts of uploads that were killed
 client       `Mirror`: the process of `upload`, as rank 0 sees it
-upload       `Uploader`: `python -m fabric_llm.mirror`, a process beside the trainer
+process      `main`: the process beside the trainer
+upload       `Uploader`: what it does
 fetch        `checkpoints`, `restore`, `folder_of`: from there into a folder
 """

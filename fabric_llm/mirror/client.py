@@ -41,7 +41,7 @@ class Mirror:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "fabric_llm.mirror", self.address),
+                *(sys.executable, "-m", "fabric_llm.mirror.process", self.address),
                 *(str(self.directory), "--timeout", str(self.seconds)),
             ],
             stdin=subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""`python -m fabric_llm.mirror s3://bucket/prefix checkpoints/RUN`: what train.py --mirror starts
-beside itself; it takes commands on stdin, see fabric_llm/mirror/upload.py.
+"""What train.py --mirror starts beside itself: `python -m fabric_llm.mirror.process ADDRESS RUN`. It
+takes commands on stdin, see upload.py.
 
 Exit codes: 0 ended, or as reported with {"refused"}; 2 bad arguments.
 """
@@ -31,7 +31,9 @@ def main(argv: Optional[list[str]] = None, lease_seconds: float = LEASE_SECONDS)
 
     lease_seconds: for tests.
     """
-    parser = Parser(prog="python -m fabric_llm.mirror", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(
+        prog="python -m fabric_llm.mirror.process", description=DESCRIPTION, allow_abbrev=False
+    )
     parser.add_argument("address", help="such as s3://bucket/prefix")
     parser.add_argument("directory", type=Path, metavar="checkpoints/RUN")
     parser.add_argument(
