@@ -322,7 +322,7 @@ def uploaders(run: Path) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"fabric_llm.mirror" in words and str(run).encode() in words:
+            if b"fabric_llm.mirror.process" in words and str(run).encode() in words:
                 found.append(int(folder.name))
     return found
 

@@ -117,7 +117,7 @@ def uploader(rank_0):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == rank_0 and b"fabric_llm.mirror" in (folder / "cmdline").read_bytes():
+            if parent == rank_0 and b"fabric_llm.mirror.process" in (folder / "cmdline").read_bytes():
                 return int(folder.name)
     raise AssertionError("no process of --mirror")
 
