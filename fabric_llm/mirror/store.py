@@ -67,6 +67,8 @@ class Store:
         self.address, self.requests = address, 0
         try:
             self.open()
+        except Fault:  # there is no obstore to import
+            raise
         except errors() as error:  # such as a key without its secret
             raise as_fault(error, address) from error
 
