@@ -457,6 +457,12 @@ class SaveArguments:
     )
     """write checkpoints while training goes on; costs their size in host memory (not the last
     one)"""
+    mirror: Optional[str] = setting(None, takes="an address such as s3://bucket/prefix")
+    """address in object storage, such as s3://bucket/prefix; each checkpoint is copied there, and
+    on an empty disk --resume auto fetches the newest (docs/mirror.md)"""
+    mirror_timeout: float = setting(600.0, above=0, needs="mirror")
+    """seconds that the end of a run waits for its last checkpoint to be at --mirror; then exit code
+    80"""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import checkpoint_at
+from fabric_llm.mirror.fetch import local
 
 PROGRAM = "export_hf.py"
 ABOUT = """usage: python export_hf.py checkpoints/RUN --output FOLDER
@@ -53,6 +54,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = f"nothing was written to {output}"
         from fabric_llm.weights import checks
 
+        arguments.checkpoint = local(arguments.checkpoint)
         checks.check(arguments)
         source = checkpoint_at(arguments.checkpoint)
         # transformers must know a model class of the run's own code before it opens the checkpoint.

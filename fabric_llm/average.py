@@ -24,6 +24,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command, nearest_of
 from fabric_llm.base.program import plain_output
+from fabric_llm.mirror.fetch import local
 from fabric_llm.report.__main__ import page_module
 from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.weights.checks import exported_output
@@ -161,7 +162,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         given = AverageArguments(**parse(PROGRAM, ABOUT, [AverageArguments], argv, first="parts"))
-        folders = named(given.parts, given.last)
+        folders = named([local(part) for part in given.parts], given.last)
         # No weights yet where evaluations are to find them, below.
         budgets, weights, more = parse_budgets(given.forgetting_budget), [], {}
         # What an evaluation of points needs is checked before torch is imported.

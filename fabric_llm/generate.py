@@ -12,6 +12,7 @@ from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.names import command
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep
+from fabric_llm.mirror.fetch import local
 
 PROGRAM = "python -m fabric_llm.generate"
 DESCRIPTION = (
@@ -102,7 +103,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             **parse(PROGRAM, DESCRIPTION, [GenerateArguments], argv, first="model")
         )
         ending.left = "the text is cut off"
-        folder = Path(given.model)
+        folder = Path(local(given.model))
         # A run stands for its latest checkpoint, and a checkpoint must be whole.
         if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
             folder = keep.checkpoint_at(folder)

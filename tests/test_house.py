@@ -17,6 +17,7 @@ FLOORS = (
     {"data", "processes"},
     {"model"},
     {"training", "checkpoint", "prepare"},
+    {"mirror"},
     {"plan"},
     {"run"},
     {"weights", "report"},

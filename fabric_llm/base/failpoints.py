@@ -40,6 +40,8 @@ NAMES = (
     ),
     *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish"),
     *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
+    *("mirror.lease", "mirror.part", "mirror.file", "mirror.before_manifest"),
+    *("mirror.after_manifest", "mirror.removing", "mirror.fetching", "mirror.fetched"),
 )
 SIGNALS = {
     "kill": signal.SIGKILL,

@@ -16,9 +16,15 @@ STOPPED = 75  # on request, after saving; after a second signal without saving
 NON_FINITE = 76  # NaN or infinity, or too many spikes
 REFUSED = 77  # for security
 OUT_OF_MEMORY = 79  # of the device
+NOT_MIRRORED = 80  # the run is over, but its last checkpoint isn't at --mirror
 CODES = {UNEXPECTED, BAD_INPUT, NO_CHECKPOINT, PEER_LOST, UNWRITABLE, SAVE_FAILED}
-CODES |= {STOPPED, NON_FINITE, REFUSED, OUT_OF_MEMORY}
-RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may succeed
+CODES |= {STOPPED, NON_FINITE, REFUSED, OUT_OF_MEMORY, NOT_MIRRORED}
+RETRYABLE = (
+    PEER_LOST,
+    SAVE_FAILED,
+    STOPPED,
+    NOT_MIRRORED,
+)  # the same command with --resume auto may succeed
 MAX_CHARACTERS = 4000  # of a sentence
 # Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain
 # RuntimeError.

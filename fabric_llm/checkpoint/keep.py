@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -213,12 +213,33 @@ def is_due(step: int, interval: Optional[int]) -> bool:
 
 
 def prune(run_directory: Path, kept: Kept) -> list[Path]:
-    """Remove the checkpoints that are neither `kept` nor pinned. Returns those that were removed.
+    """Remove the checkpoints that are neither `kept` nor pinned. Returns those that were
+    removed."""
+    return discard(not_kept(run_directory, kept))
 
-    Each is renamed first, so that a kill leaves none that is half there.
+
+def discard(paths: Iterable[Path]) -> list[Path]:
+    """Remove checkpoints, and return those that were removed. Each is renamed first, so that a kill
+    leaves none that is half there."""
+    removed = []
+    for path in paths:
+        failpoint("prune.begin")
+        if _discard(path, renamed=True):
+            removed.append(path)
+    failpoint("prune.done")
+    return removed
+
+
+def not_kept(
+    run_directory: Path, kept: Kept, elsewhere: Mapping[str, dict[str, Any]] = {}
+) -> list[Path]:
+    """The checkpoints that are neither `kept` nor pinned.
+
+    elsewhere: progress.json by name of checkpoints that are at --mirror, and may not be here.
     """
-    there, removed = checkpoints(run_directory), []
-    documents = {path: _progress_or_nothing(path) for path in there}
+    documents = {run_directory / name: document for name, document in elsewhere.items()}
+    documents |= {path: progress_or_nothing(path) for path in checkpoints(run_directory)}
+    there = sorted(documents, key=step_of)
     # Rewinds prefer checkpoints that were due to those that a user asked for.
     due = [path for path in there if is_due(step_of(path), kept.interval)]
     aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
@@ -239,14 +260,11 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
         stays.update(suitable[-1:])
     # The user may name it through a link or another folder, so real paths are compared.
     named = kept.named and kept.named.resolve()
-    for path in ordered:
-        if path in stays or is_pinned(path) or path.resolve() == named:
-            continue
-        failpoint("prune.begin")
-        if _discard(path, renamed=True):
-            removed.append(path)
-    failpoint("prune.done")
-    return removed
+    return [
+        path
+        for path in ordered
+        if not (path in stays or is_pinned(path) or path.resolve() == named)
+    ]
 
 
 def is_pinned(path: Path) -> bool:
@@ -254,7 +272,8 @@ def is_pinned(path: Path) -> bool:
     return path.with_name(f"{path.name}.pinned").exists()
 
 
-def _progress_or_nothing(path: Path) -> dict[str, Any]:
+def progress_or_nothing(path: Path) -> dict[str, Any]:
+    """progress.json of a checkpoint, {} if it is damaged."""
     try:
         return read_progress(path)
     except Fault:  # damaged, so never the best

@@ -18,6 +18,7 @@ from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.sources import open_source, source_of
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
+from fabric_llm.mirror.fetch import local
 from fabric_llm.model import (
     flops,
     freezing,
@@ -282,7 +283,7 @@ def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
     Fault."""
     if own.like is None:
         return own.mfu or device.mfu
-    mfu = tflops_of(Path(own.like)) / device.tflops
+    mfu = tflops_of(Path(local(own.like, only_logs=True))) / device.tflops
     if own.mfu is not None:
         raise Fault("--mfu and --like both say how fast a device is: take one of them.")
     # The peak of a CPU is a guess, which a run may exceed.

@@ -9,6 +9,7 @@ checks         `check_training`: what is checked without torch
 plan           `Plan`: what the run will do, with which model and data
 same_run       `require_same_run`: what a resumed run must have in common with its checkpoint, and
                what it changes on purpose
+mirrored       `open_mirror`: what --mirror brings back before a run begins, and what is said of it
 make_plan      `make_plan`: flags -> what they mean on this machine, with this dataset and model
 warnings       `warnings_of`: valid flags that are probably a mistake
 """

@@ -23,6 +23,7 @@ from fabric_llm.data.sources import (
     parse_probes,
     read_prompts,
 )
+from fabric_llm.mirror import address
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
@@ -54,6 +55,11 @@ def check_training(flags: Flags) -> None:
         )
     # Parsed for its errors; the names of its sources are validation sets as well.
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
+    if flags.save.mirror is not None:
+        address.require(flags.save.mirror, "--mirror")
+    folders = {name: needed[name] for name in needed if address.is_address(needed[name])}
+    for name, folder in folders.items():
+        raise ValueError(f"--{name} {folder} is read from a disk: copy it there first.")
     # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     # --compile auto switches compiling off instead.

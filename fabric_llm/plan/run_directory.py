@@ -56,11 +56,8 @@ def directory(flags: Flags) -> Path:
         if flags.checkpoint.run_name is None:
             return no_link(given.parent)
     folder = no_link(Path(flags.checkpoint.output_dir) / _name(flags))
-    # With `auto` a missing checkpoint means a new run.
-    if resume is True and given is None and not files.step_directories(folder):
-        raise Fault(
-            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT
-        )
+    if flags.save.mirror is None:
+        require_any(flags, folder)
     # A new run would mix its checkpoints with those of another one.
     if not resume and (newest := files.latest(folder)) is not None:
         raise ValueError(
@@ -68,6 +65,16 @@ def directory(flags: Flags) -> Path:
             "take another --run_name."
         )
     return folder
+
+
+def require_any(flags: Flags, folder: Path) -> None:
+    """Raises Fault (66) where there is no checkpoint for --resume true. With `auto` that means a
+    new run."""
+    given = flags.checkpoint.checkpoint
+    if flags.checkpoint.resume is True and given is None and not files.step_directories(folder):
+        raise Fault(
+            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT
+        )
 
 
 def _name(flags: Flags) -> str:

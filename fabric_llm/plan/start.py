@@ -18,7 +18,7 @@ from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
 from fabric_llm.base.program import cores, return_freed_memory
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.processes import launch
 
@@ -37,6 +37,7 @@ class ThisRank:
     # The run directory, which rank 0 has locked. Other ranks know it once they have joined.
     directory: Optional[Path]
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
+    mirror: Any = None  # with --mirror, of rank 0: a Mirror
     is_program: bool = True  # False in a process that isn't train.py's own, as in tests
     log: Any = None  # a Log
     rank: int = 0
@@ -189,7 +190,7 @@ def start(flags: Flags) -> ThisRank:
     # Each rank calls it: one makes the dataset, and the others wait for its lock.
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
-    directory, problem = None, None
+    directory, problem, mirror = None, None, None
     # Rank 0 alone writes there.
     if is_rank_zero():
         try:
@@ -197,6 +198,8 @@ def start(flags: Flags) -> ThisRank:
             run_directory.require_writable(named)
             run_directory.lock(named)
             directory = named
+            if flags.save.mirror is not None:
+                mirror = mirrored.open_mirror(flags, named)
         except ValueError as error:
             problem = as_mistake(error)
             if placement.world_size == 1 or starts:
@@ -205,7 +208,7 @@ def start(flags: Flags) -> ThisRank:
     children = launch.Children({})
     if starts:
         children = launch.start_ranks(placement.devices, placement.num_nodes)
-    return ThisRank(placement, children, directory, problem)
+    return ThisRank(placement, children, directory, problem, mirror)
 
 
 @contextmanager

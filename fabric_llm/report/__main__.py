@@ -14,6 +14,8 @@ from fabric_llm.base.ending import Parser, in_one_sentence
 from fabric_llm.base.faults import DONE, Fault
 from fabric_llm.base.names import at_home
 from fabric_llm.base.program import plain_output
+from fabric_llm.mirror.address import is_address
+from fabric_llm.mirror.fetch import local
 
 DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples
 and flags. It needs no network, and shows a run that is still going as far as it is."""
@@ -42,9 +44,12 @@ def main(argv: Optional[list[str]] = None) -> int:
         # Refused before runs are read, which may take a while.
         if given.output is not None:
             files.require_name(Path(given.output), "--output")
-        output = Path(given.output or Path(given.runs[0]) / REPORT)
+        folder = given.runs[0]
+        if is_address(folder):
+            folder = "."
+        output = Path(given.output or Path(folder) / REPORT)
         # Imported only now, so that --help and wrong arguments don't need plotly.
-        page_module().write(given.runs, output)
+        page_module().write([local(run, only_logs=True) for run in given.runs], output)
     return DONE
 
 

@@ -62,6 +62,7 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     plan, loaded = measure(this.plan, flags)
     this.plan = plan
     run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
+    run.mirror = this.mirror
     # Registered first, so it is called last: the loss and the checkpoint are final then.
     run.closing.callback(say_what_comes_next, run)
     build_model(run, loaded)
@@ -349,6 +350,8 @@ def open_log(run: Run) -> Log:
     # Otherwise a later resume would take a checkpoint of the steps that are made again.
     for name in keep.move_aside(folder, plan.start.step):
         print(f"Kept as {name}: this run writes that step anew.")
+    if run.mirror is not None:
+        run.mirror.go_back(plan.start.step)
     # A branch begins with the lines of the run that it leaves, up to its first step.
     branches = plan.resume_from is not None and not plan.has_checkpoint
     if branches and (before := plan.resume_from.parent / METRICS).is_file():

@@ -29,6 +29,7 @@ from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 if TYPE_CHECKING:
+    from fabric_llm.mirror.client import Mirror
     from fabric_llm.run.samples import Samples
     from fabric_llm.training.ema import Average
 
@@ -61,6 +62,7 @@ class Run:
     background: Optional[Background] = None  # with --async_save: writes while training goes on
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
     samples: Optional[Samples] = None  # with --sample_prompts
+    mirror: Optional[Mirror] = None  # with --mirror, on rank 0
     # of the validation sets where the run is, nats; None: they aren't evaluated there
     losses: Optional[Mapping[str, float]] = None
 

@@ -2,6 +2,7 @@
 ranks have written."""
 
 import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -13,7 +14,7 @@ from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.columns import is_stream
 from fabric_llm.data.order import RowsRead
-from fabric_llm.plan import run_directory, same_run
+from fabric_llm.plan import mirrored, run_directory, same_run
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run.run import Run
@@ -206,12 +207,41 @@ def has_written(run: Run) -> bool:
     return run.saving is not None and run.saving.done()
 
 
+def prune(run: Run) -> None:
+    """Remove the checkpoints that --keep_last doesn't leave, on rank 0. With --mirror those that
+    have a copy there, and of the copies the same ones."""
+    folder, mirror = run.plan.run_directory, run.mirror
+    if mirror is None:
+        keep.prune(folder, kept(run))
+        return
+    leaving = keep.not_kept(folder, kept(run), mirror.documents)
+    mirror.remove(path.name for path in leaving)
+    newest = files.latest(folder)
+    needed = sum(entry["bytes"] for entry in files.read(newest)["files"].values())
+    for path in leaving:
+        # Another one like the newest must find room.
+        is_short = shutil.disk_usage(folder).free < 2 * needed
+        if path.exists() and not mirror.may_go(path.name) and is_short:
+            run.log.line(f"Warning: --mirror: {path.name} goes without a copy: room is short.")
+        if path.exists() and (is_short or mirror.may_go(path.name)):
+            keep.discard([path])
+
+
+def hear_mirror(run: Run) -> None:
+    """Tell what the process of --mirror has reported, on rank 0."""
+    if run.mirror is None:
+        return
+    for report in run.mirror.reports():
+        mirrored.tell(report, run.plan.run_directory, run.progress.step, run.log.line)
+
+
 def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
     """Publish the checkpoint that was written in the background, if there is one and all ranks have
     written it.
 
     ranks_that_have_written: how many; None: wait for all. All ranks call it.
     """
+    hear_mirror(run)
     # All ranks know the same number, so all publish after the same step.
     if run.saving is not None and ranks_that_have_written in (None, run.fabric.world_size):
         pending, run.saving = run.saving.result(), None
@@ -248,9 +278,11 @@ def _publish(run: Run, pending: writing.Pending) -> None:
     # Only now, when the new checkpoint has its name, may older ones go.
     step, position = pending.progress.step, pending.progress.position
     flags, folder = run.flags, run.plan.run_directory
+    if run.mirror is not None:
+        run.mirror.upload(pending.target.name)
     # Without --keep_last all checkpoints stay.
     if flags.save.keep_last is not None:
-        keep.prune(folder, kept(run))
+        prune(run)
     run_directory.write_status(folder, None, "running", step, True)
     run_directory.record_event(folder, "saved", step, position=position)
     run.log.line(f"step {step}/{run.schedule.max_step}  saved {pending.target}")

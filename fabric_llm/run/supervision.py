@@ -20,7 +20,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.checkpoint import keep
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import ThisRank, place
 from fabric_llm.plan.warnings import warnings_of
@@ -92,11 +92,25 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         if this.rank == 0:
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
+    # After any other end the mirror's process goes on by itself, for as long as the flag says.
+    if this.mirror is not None and code in (faults.DONE, faults.STOPPED):
+        code = _close_mirror(this, flags, code)
     this.watch.close()  # as in tests, the process may go on
     if this.directory is not None:
         run_directory.unlock(this.directory)
     if code != faults.DONE:
         raise SystemExit(launch.for_launcher(code)) from None
+
+
+def _close_mirror(this: ThisRank, flags: Flags, code: int) -> int:
+    """The exit code of rank 0 of a run that is over, or was stopped: then it stays that of a stop,
+    or a launcher would start the run again."""
+    step = this.watch.step
+    missing = mirrored.close(this.mirror, flags.save.mirror_timeout, step)
+    if missing is None or code == faults.STOPPED:
+        return code
+    run_directory.write_status(this.directory, faults.NOT_MIRRORED, missing, step, True)
+    return faults.NOT_MIRRORED
 
 
 def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:

@@ -12,7 +12,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.run import lines, save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.metrics import Record
@@ -91,6 +91,8 @@ def rewind(run: Run) -> None:
         save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
         keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
+        if run.mirror is not None:
+            run.mirror.go_back(there.step)
         run_directory.write_status(folder, None, "running", there.step, True)
     run.log.rewound(there, run.schedule, words, record)
     if run.samples is not None:
@@ -125,6 +127,8 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)
     for problem in problems:
         run.log.line(f"Warning: {problem}")
+    if run.mirror is not None:
+        last = mirrored.newest(run.mirror, plan.run_directory, was_due, last)
     began = plan.branch_point
     if last is None and began is not None and began.is_dir():
         # A branch that hasn't saved yet goes back to where it began, if not too much was forgotten.

@@ -26,6 +26,7 @@ from fabric_llm.base.faults import DONE, REFUSED, Fault
 from fabric_llm.base.names import at_home, nearest_of
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
+from fabric_llm.mirror.fetch import local
 from fabric_llm.verify.drill import drill
 
 DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with
@@ -95,6 +96,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     different."""
     with in_one_sentence("fabric_llm.verify"):
         given = parse(sys.argv[1:] if argv is None else argv)
+        given.run = given.run and local(given.run)
         # The certificate: what is printed is the same as what is written.
         document = drilled(given) if given.drill else verified(given)
         # Which programs found this, and when.

@@ -1,0 +1,340 @@
+"""Kill runs with --mirror, their disks and their server at random: is anything ever lost?
+
+    python benchmarks/mirror.py --minutes 30 --seed 0
+
+A small GPT-2 with dropout and stochastic rounding trains on one device or on two (fsdp2, sharded
+checkpoints), and is mirrored to a real server. At random the process dies, or the process of the
+mirror, or both with the run directory, as where a machine is lost, or the server, which comes back
+after some seconds. The same command with --resume auto goes on until the run is done, which must
+then have the weights, the optimizer and the log of an undisturbed run, bit for bit, and the bucket
+must hold nothing but what is in a manifest, logs and the lease. Then the next run begins. Seconds
+of a step with and without a mirror are measured first, in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from benchmarks import page  # noqa: E402  the others are imported later: --help is quick
+
+STEPS, INTERVAL, TIMED_STEPS = 40, 4, 60
+KINDS = {1: ("auto", "full"), 2: ("fsdp2", "sharded")}  # ranks -> strategy, --state_dict_type
+VICTIMS = ("process", "uploader", "machine and disk", "server")
+LONGEST_AWAY_SECONDS, LEASE_SECONDS = 8.0, 6.0
+MIRROR_SECONDS = 30  # --mirror_timeout
+SLOW_SECONDS = 0.1  # before each answer of a slow server
+
+
+def main() -> int:
+    parser = page.parser(__doc__, rounds=3)
+    add = parser.add_argument
+    add("--minutes", type=float, default=30.0, help="of chaos; the last run goes to its end")
+    add("--seed", type=int, default=0, help="of the moments")
+    add("--server", default="seaweedfs", choices=("seaweedfs", "moto"), help="moto: it is frozen")
+    options = page.parse(parser)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import conftest  # the tests' toy models and data
+    import numpy as np
+    import servers
+    import test_mirrored_runs as tests
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tests.STEPS, tests.INTERVAL = STEPS, INTERVAL
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(tests.QUICK_LEASES)
+        os.environ["PYTHONPATH"] = f"{folder / 'site'}{os.pathsep}{ROOT}"
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])
+        model.save_pretrained(folder / "gpt2")
+        conftest.make_dataset(folder / "data", np.random.default_rng(0))
+        (folder / "server").mkdir()
+        make = servers.seaweed if options.server == "seaweedfs" else servers.moto
+        with servers.running(make(folder / "server")) as server:
+            os.environ.update(servers.keys(server.url))
+            bucket = servers.Bucket(server.url).make()
+            seconds, checkpoint = timed(folder, server, options.rounds)
+            chaos = Chaos(folder, server, bucket, options.server == "moto", options.seed)
+            chaos.run(60 * options.minutes)
+    counts = chaos.counts
+    killed = [[victim, counts[victim], counts["restored", victim]] for victim in VICTIMS]
+    codes = [f"{counts[key]} x {key[1]}" for key in counts if key[0] == "code"]
+    ends = ["runs", "starts", "different", "strays", "unexpected"]
+    body = [
+        page.table(["killed", "times", "then fetched from the mirror"], killed),
+        page.table(
+            [
+                *("runs ended", "starts", "runs that differ", "runs with strays in the bucket"),
+                *("unexpected ends", "exit codes", "seconds"),
+            ],
+            [[*(counts[key] for key in ends), ", ".join(codes), counts["seconds"]]],
+            words=0,
+        ),
+        page.table(
+            ["a checkpoint", "MiB", "requests", "seconds"],
+            [["median", f"{checkpoint[0] / page.MIB:.2f}", *checkpoint[1:]]],
+        ),
+        page.table(
+            ["seconds of a step, in ms", "median", "in each round"],
+            [
+                [
+                    name,
+                    page.milliseconds(statistics.median(found)),
+                    ", ".join(map(page.milliseconds, found)),
+                ]
+                for name, found in seconds.items()
+            ],
+        ),
+    ]
+    notes = [
+        f"{STEPS} steps, a checkpoint every {INTERVAL}, --keep_last 2, a server of {options.server}",
+        f"A dead owner's lease is taken over after {tests.LEASE_SECONDS} s instead of 60",
+    ]
+    page.write("The mirror", notes, options, "\n\n".join(body), [dict(seconds), str(counts)])
+    return int(any(counts[fault] for fault in ("different", "strays", "unexpected")))
+
+
+def flags(folder: Path, name: str, ranks: int, *more: Any) -> tuple[Any, ...]:
+    import test_mirrored_runs as tests
+
+    strategy, kind = KINDS[ranks]
+    words = tests.flags(folder, folder / "out", *more, strategy=strategy, kind=kind)
+    return (*words, "--run_name", name, "--keep_last", 2, "--keep_best", 0)
+
+
+def mirrored(name: str) -> tuple[Any, ...]:
+    """Each run has a prefix of its own."""
+    place = f"s3://models/chaos/{name}"
+    return ("--mirror", place, "--mirror_timeout", MIRROR_SECONDS, "--resume", "auto")
+
+
+def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]], list[Any]]:
+    """Seconds of a step, by contender and round, and the medians of what a checkpoint costs."""
+    from ranks import Job, metrics
+    from servers import proxied
+    from test_mirrored_runs import ended, events
+
+    seconds: dict[str, list[float]] = {"no mirror": [], "a mirror": [], "a mirror that is slow": []}
+    reports = []
+    with proxied(server.url) as proxy:
+        proxy.slow_seconds = SLOW_SECONDS
+        for number in range(rounds):
+            for place, (contender, found) in enumerate(seconds.items()):
+                name = f"timed-{number}-{place}"
+                more = () if place == 0 else mirrored(name)
+                words = flags(folder, name, 1, *more)
+                url = proxy.url if place == 2 else server.url
+
+                def before(url: str = url) -> None:
+                    os.environ["AWS_ENDPOINT_URL"] = url
+
+                job = Job(1, *words, "--max_step", TIMED_STEPS, before=before)
+                ended(job)
+                run = folder / "out" / name
+                # The first steps are slower, whoever makes them.
+                steps = metrics(run, "tokens_per_second")[5:]
+                tokens = metrics(run, "tokens")[0]
+                found.append(statistics.median(tokens / each for each in steps))
+                if place == 1:
+                    reports += [event["report"] for event in events(run, "mirrored")]
+                page.progress(f"{name}, {contender}: {page.milliseconds(found[-1])} ms a step")
+    medians = [statistics.median(r[key] for r in reports) for key in ("bytes", "requests")]
+    return seconds, [*medians, f"{statistics.median(r['seconds'] for r in reports):.2f}"]
+
+
+class Chaos:
+    """Run after run. counts: by kind of victim, ("restored", victim), ("code", code) and more."""
+
+    def __init__(self, folder: Path, server: Any, bucket: Any, freezes: bool, seed: int) -> None:
+        """freezes: the server keeps all in memory, so that it is stopped with SIGSTOP instead."""
+        self.folder, self.server, self.bucket, self.freezes = folder, server, bucket, freezes
+        self.generator = random.Random(seed)
+        self.counts: Counter[Any] = Counter()
+        self.longest: dict[int, float] = {}  # seconds of an undisturbed run, by ranks
+
+    def run(self, seconds: float) -> None:
+        from ranks import Job
+
+        began = time.monotonic()
+        for ranks in KINDS:
+            start = time.monotonic()
+            job = Job(ranks, *flags(self.folder, f"whole-{ranks}", ranks))
+            assert job.wait(120) == [0] * ranks, job.output
+            self.longest[ranks] = time.monotonic() - start
+        while time.monotonic() < began + seconds:
+            self.one(f"run-{self.counts['runs']}", self.generator.choice([*KINDS]))
+        self.counts["seconds"] = round(time.monotonic() - began)
+
+    def one(self, name: str, ranks: int) -> None:
+        """Start, disturb and start again one run until it is done, and check what is left."""
+        from test_mirrored_runs import assert_same_end
+
+        run, before, done = self.folder / "out" / name, "", False
+        while not done:
+            done, before = self.attempt(run, ranks, self.victim(), before)
+            page.progress(f"{name} on {ranks}, {before or 'nobody'}: {dict(self.counts)}")
+        self.counts["runs"] += 1
+        try:
+            assert_same_end(run, self.folder / "out" / f"whole-{ranks}")
+        except AssertionError as error:
+            page.progress(f"DIFFERENT: {name} {error}")
+            self.counts["different"] += 1
+        if strays := self.strays(f"chaos/{name}/"):
+            page.progress(f"STRAYS: {name} {strays}")
+            self.counts["strays"] += 1
+        shutil.rmtree(run)
+
+    def victim(self) -> str:
+        """The loss of all is what a mirror is for."""
+        return self.generator.choices(VICTIMS, [2, 1, 3, 2])[0]
+
+    def attempt(self, run: Path, ranks: int, victim: str, before: str) -> tuple[bool, str]:
+        """One start, in which `victim` dies. Returns whether the run is done, and who died: "" if
+        it was over before that.
+
+        before: who died in the last start.
+        """
+        from ranks import Job
+
+        self.counts["starts"] += 1
+        # Half of them meet a server that is gone already.
+        gone = victim == "server" and self.generator.random() < 0.5
+        if gone:
+            self.stop_server()
+        job = Job(ranks, *flags(self.folder, run.name, ranks, *mirrored(run.name)))
+        moment = self.generator.uniform(0.0, 1.1 * self.longest[ranks])
+        # A lost disk is fetched, and a dead owner's lease waited for, before it trains again.
+        if not gone:
+            time.sleep(moment + (LEASE_SECONDS if before == "machine and disk" else 0))
+        victims = self.kill(job, run, ranks, victim)
+        try:
+            codes = job.wait(180)
+        except AssertionError as error:
+            page.progress(f"HANGS: {run.name} {victim} {error}")
+            self.counts["unexpected"] += 1
+            return False, victim
+        said = "\n".join(job.output)
+        if victim in ("process", "machine and disk") and -9 not in codes or not victims:
+            victim = ""
+        self.counts[victim] += 1
+        if "Fetched step-" in said:
+            self.counts["restored", before] += 1
+        self.counts.update(("code", code) for code in codes if code != -9)
+        # 71: the other rank was killed. Without its server a start ends with 74; an end may be 80.
+        allowed = {0, -9, 71} if victim else {0}
+        allowed |= {"server": {74, 80}, "uploader": {80}}.get(victim, set())
+        if not allowed.issuperset(codes):
+            page.progress(f"UNEXPECTED: {run.name} {codes} {victim}\n{said}")
+            self.counts["unexpected"] += 1
+        if victim == "machine and disk":
+            shutil.rmtree(run, ignore_errors=True)
+        return not any(codes), victim
+
+    def kill(self, job: Any, run: Path, ranks: int, victim: str) -> bool:
+        """Returns whether there was anybody to be killed."""
+        if victim == "server":
+            self.stop_server()
+            time.sleep(self.generator.uniform(0.5, LONGEST_AWAY_SECONDS))
+            self.start_server()
+            return True
+        if victim == "uploader":
+            return any([end(pid) for pid in uploaders(run)])
+        if victim == "process":
+            # On a machine with two ranks one may die alone.
+            job.kill(self.generator.choice([[0], [*range(ranks)]]))
+            return True
+        # Either may come first, as where the power goes.
+        pids = uploaders(run)
+        if self.generator.random() < 0.5:
+            job.kill([*range(ranks)])
+        for pid in pids:
+            end(pid)
+        job.kill([*range(ranks)])
+        # One that was being started.
+        for pid in uploaders(run):
+            end(pid)
+        return True
+
+    def stop_server(self) -> None:
+        if self.freezes:
+            os.killpg(self.server.process.pid, signal.SIGSTOP)
+        else:
+            self.server.kill()
+
+    def start_server(self) -> None:
+        from servers import wait_for
+
+        if self.freezes:
+            os.killpg(self.server.process.pid, signal.SIGCONT)
+        else:
+            self.server.start()
+
+        def answers() -> bool:
+            with suppress(Exception):
+                self.bucket.names("chaos/")
+                return True
+            return False
+
+        wait_for(answers, 60)
+
+    def strays(self, prefix: str) -> list[str]:
+        """Objects that are in no manifest, and are neither a log nor the lease, and parts of
+        uploads."""
+        from fabric_llm.base.files import MANIFEST
+        from fabric_llm.mirror.fetch import LOGS
+
+        there = self.bucket.names(prefix)
+        known = set()
+        for name in there:
+            folder, _, file = name.rpartition("/")
+            if file == MANIFEST and folder.rpartition("/")[2].startswith("step-"):
+                entries = json.loads(self.bucket.content(name))["files"]
+                known |= {name, *(f"{folder}/{entry}" for entry in entries)}
+        run = f"{prefix}{prefix.rstrip('/').rpartition('/')[2]}"
+        known |= {f"{run}/{log}" for log in LOGS}
+        leases = [name for name in there if name.startswith(f"{prefix}.leases/lease-")]
+        missing = sorted(name for name in known - there if "/step-" in name)
+        strays = sorted(there - known - set(leases[:1]))
+        parts = [part for part in self.bucket.parts() if part.startswith(prefix)]
+        return [*strays, *(f"missing {name}" for name in missing), *(f"part {p}" for p in parts)]
+
+
+def uploaders(run: Path) -> list[int]:
+    """The processes of --mirror of a run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"fabric_llm.mirror.process" in words and str(run).encode() in words:
+                found.append(int(folder.name))
+    return found
+
+
+def end(pid: int) -> bool:
+    """SIGKILL. Returns whether it was there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

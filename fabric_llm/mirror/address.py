@@ -1,0 +1,90 @@
+"""Addresses of object storage, and how they are opened. obstore is imported only here, in `store`
+and when it is needed."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fabric_llm.base.faults import Fault
+from fabric_llm.base.names import shown
+from fabric_llm.mirror import credentials
+
+CLOUDS = ("s3", "gs", "az")
+SCHEMES = (*CLOUDS, "file", "memory")
+# A part of a file, of which several are in flight, must go through in this time.
+REQUEST_SECONDS, CONNECT_SECONDS = 60, 5
+# Of one request: what is longer is for the loops of this package, which can be interrupted.
+RETRIES, RETRY_SECONDS = 3, 20
+_memory: dict[str, Any] = {}  # bucket -> the store: each that obstore makes is an empty one
+
+
+def is_address(text: object) -> bool:
+    """Whether `text` names object storage, well or badly, rather than a folder."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", str(text)) is not None
+
+
+def require(address: str, flag: str) -> None:
+    """Raises Fault (2) unless `address`, which `flag` gives, is one that `open_store` takes."""
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    url = urlsplit(address)
+    # What may hold a password isn't repeated.
+    if "@" in url.netloc or url.query or url.fragment:
+        raise Fault(
+            f"{flag}: an address holds no password, key or query: the cloud's own chain of "
+            "credentials (environment, profile, role of the machine) is asked for them."
+        )
+    if url.scheme not in SCHEMES or not is_address(address):
+        raise Fault(f"{flag} {shown(address)!r} must begin with one of {known}.")
+    if url.scheme == "file" and (url.netloc or len(url.path) < 2):
+        raise Fault(f"{flag} {shown(address)!r} must name a folder, such as file:///mnt/mirror.")
+    if url.scheme in CLOUDS and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", url.netloc):
+        raise Fault(
+            f"{flag} {shown(address)!r} must name a bucket, such as {url.scheme}://bucket/prefix."
+        )
+    parts = url.path.strip("/").split("/")
+    if any(part in (".", "..") for part in parts) or "//" in url.path or not address.isprintable():
+        raise Fault(f"{flag} {shown(address)!r} must be plain: no '.', '..' or empty part in it.")
+
+
+def split(address: str) -> tuple[str, str]:
+    """(the address of what an address lies in, its last name): s3://b/runs/RUN -> s3://b/runs,
+    RUN."""
+    place, _, name = address.rstrip("/").rpartition("/")
+    return place, name
+
+
+def open_store(address: str) -> Any:
+    """obstore's store for what `address` names, of which `require` approves; no request is made.
+
+    Credentials are found as the cloud's own tools find them. Raises Fault (2) without obstore.
+    """
+    try:
+        from obstore import store
+    except ModuleNotFoundError as error:
+        raise Fault(
+            f"{address.partition('://')[0]}:// needs obstore: pip install obstore (or pip install "
+            "-e '.[mirror]')."
+        ) from error
+    url = urlsplit(address)
+    if url.scheme == "memory":
+        return _memory.setdefault(url.netloc + url.path, store.MemoryStore())
+    if url.scheme == "file":
+        Path(url.path).mkdir(parents=True, exist_ok=True)
+        # Folders that are empty go with their last file, as in a bucket.
+        return store.LocalStore(url.path, automatic_cleanup=True)
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=REQUEST_SECONDS),
+            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+            "allow_http": credentials.endpoint().startswith("http://"),
+        },
+        "retry_config": {
+            "max_retries": RETRIES,
+            "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+        },
+    }
+    if url.scheme == "s3":
+        options["config"] = credentials.of_profile()
+    return store.from_url(address.rstrip("/"), **options)

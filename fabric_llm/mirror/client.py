@@ -1,0 +1,148 @@
+"""The mirror as rank 0 sees it: a process beside it that copies checkpoints, and what that has
+reported."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from fabric_llm.base.faults import SAVE_FAILED, Fault
+from fabric_llm.base.files import step_of
+
+Report = dict[str, Any]  # a line of the process, see upload.py
+
+
+class Mirror:
+    """A process that copies the checkpoints of a run to object storage, one after the other.
+
+    It has a session of its own, so that a signal to this one doesn't end it, and it goes on for
+    `seconds` after this process has died. names: of the checkpoints that are whole there.
+    """
+
+    def __init__(self, address: str, directory: Path, seconds: float) -> None:
+        """Waits until the process has the lease of the run. Raises Fault where the address can't
+        be used (2), can't be reached (74), or another run uses it (73)."""
+        self.address, self.directory, self.seconds = address, directory, seconds
+        self.names: set[str] = set()
+        self.documents: dict[str, Any] = {}  # progress.json of those that may not be here, by name
+        self.leaving: set[str] = set()  # those that were asked to be removed
+        self.waiting: list[str] = []  # handed over, and neither there nor given up
+        self.queue: SimpleQueue[Report] = SimpleQueue()
+        self._start()
+
+    def _start(self) -> None:
+        # The package lies in the checkout, which may not be the working directory.
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "fabric_llm.mirror.process", self.address),
+                *(str(self.directory), "--timeout", str(self.seconds)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        first: Report = {}
+        for line in self.process.stdout:
+            first = json.loads(line)
+            if not first.keys().isdisjoint(("ready", "refused")):
+                break
+            # Such as that it waits for the uploader of a former process.
+            print(f"--mirror: {first.get('warning')}", flush=True)
+        if "ready" not in first:
+            self.process.kill()
+            sentence = first.get("refused", "the process of --mirror ended before it had begun.")
+            raise Fault(sentence, first.get("code", SAVE_FAILED))
+        self.names.update(first["checkpoints"])
+        Thread(target=self._listen, args=[self.process.stdout], daemon=True).start()
+
+    def _listen(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.queue.put(json.loads(line))
+
+    def upload(self, name: str) -> None:
+        """Copy the published checkpoint `name` of the run directory, once those before it are
+        there."""
+        self.waiting.append(name)
+        self._say({"upload": name})
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove checkpoints there, their manifests first. The newest one stays, until there is a
+        newer one and it is asked for again."""
+        names = sorted(self.names.intersection(names) - self.leaving)
+        self.leaving.update(names)
+        if names:
+            self._say({"remove": names})
+
+    def go_back(self, step: int) -> None:
+        """Remove the copies of later steps, which the run will write anew."""
+        later = sorted(name for name in self.names if step_of(Path(name)) > step)
+        self.waiting = [name for name in self.waiting if step_of(Path(name)) <= step]
+        self.names.difference_update(later)
+        for name in later:
+            self.documents.pop(name, None)
+        if later:
+            self._say({"remove": later, "newest": True})
+
+    def _say(self, command: dict[str, Any]) -> None:
+        try:
+            self._write(command)
+        except BrokenPipeError:
+            # Whatever has ended the process, such as the kernel for want of memory: another one
+            # finds what is there, and gets what waits once more.
+            self.queue.put({"warning": "the process of --mirror was lost, and is started again."})
+            self._start()
+            for name in self.waiting:
+                self._write({"upload": name})
+
+    def _write(self, command: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def reports(self) -> list[Report]:
+        """What the process has reported since this was last called."""
+        reports: list[Report] = []
+        while True:
+            try:
+                report = self.queue.get_nowait()
+            except Empty:
+                return reports
+            name = report.get("mirrored") or report.get("given_up")
+            if "mirrored" in report:
+                self.names.add(report["mirrored"])
+                self.leaving.clear()
+            elif "removed" in report:
+                self.names.discard(report["removed"])
+                self.documents.pop(report["removed"], None)
+            if name in self.waiting:
+                self.waiting.remove(name)
+            reports.append(report)
+
+    def may_go(self, name: str) -> bool:
+        """Whether a local checkpoint has a copy, or will get none."""
+        return name in self.names or name not in self.waiting
+
+    def close(self, seconds: float) -> list[str]:
+        """Wait so long for what is being copied, then end the process. Returns the checkpoints that
+        aren't there."""
+        behind: list[str] = list(self.waiting)
+        try:
+            self._say({"end": seconds})
+            self.process.wait(seconds + 30)
+        except (OSError, Fault, subprocess.TimeoutExpired):
+            self.process.kill()
+        reports = self.reports()
+        for report in reports:
+            behind = report.get("behind", behind)
+            self.queue.put(report)  # for whoever tells what was reported
+        return behind

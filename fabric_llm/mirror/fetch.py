@@ -1,0 +1,304 @@
+"""From the mirror into a folder: the checkpoints that are there, a run's newest one, and whatever
+folder with a manifest an address names.
+
+Nothing that comes from there is trusted: names must stay below their folder, files that could run
+code are refused, and every content is compared with the manifest's hash while it streams.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Optional, TypeVar
+
+from fabric_llm.base import files
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
+from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
+from fabric_llm.base.names import shown
+from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
+from fabric_llm.mirror.address import is_address, require, split
+from fabric_llm.mirror.store import Store, as_fault, errors, pauses
+
+# Of a run directory, beside its checkpoints.
+LOGS = ("arguments.yaml", METRICS, "events.jsonl", "samples.jsonl", "STATUS.json")
+OF_DATA = "manifest.json"  # of a prepared dataset
+PATIENCE_SECONDS = 120.0
+T = TypeVar("T")
+
+
+def steps(store: Store, run: str) -> list[str]:
+    """Names of the checkpoints of a run, whole or not, oldest first. Raises what the store does."""
+    names = [name for name in store.folders(run) if re.fullmatch(STEP_NAME, name)]
+    return sorted(names, key=lambda name: files.step_of(Path(name)))
+
+
+def is_whole(store: Store, run: str, name: str) -> bool:
+    """Whether its manifest is there. Raises what the store does."""
+    return store.size(f"{run}/{name}/{MANIFEST}") is not None
+
+
+def checkpoints(store: Store, run: str) -> list[str]:
+    """Names of the checkpoints of a run that are whole, oldest first. Raises Fault (74, 2)."""
+    return _patiently(
+        store, lambda: [name for name in steps(store, run) if is_whole(store, run, name)]
+    )
+
+
+def documents(store: Store, run: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """progress.json of checkpoints by name, {} of one that is damaged. Raises Fault (74, 2)."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        place = f"{run}/{name}/trainer/progress.json"
+        content = _patiently(store, lambda: store.content(place))
+        # Read as a local one is, with the same checks.
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "trainer").mkdir()
+            (Path(folder) / "trainer" / "progress.json").write_bytes(content or b"")
+            found[name] = progress_or_nothing(Path(folder))
+    return found
+
+
+def restore(
+    store: Store,
+    run: str,
+    directory: Path,
+    wanted: Optional[Callable[[str], bool]] = None,
+    say: Callable[[str], Any] = print,
+    only_logs: bool = False,
+) -> Optional[Path]:
+    """Fetch the newest whole checkpoint of `run` into the run directory `directory`, and the logs
+    that it doesn't have. Returns the checkpoint there, None without one.
+
+    wanted(name): whether this machine needs a file of the checkpoint. only_logs: no checkpoint;
+    returns None. One that is damaged is named with `say`, and the one before it is taken. Raises
+    Fault: without room (74) or an answer (74, 2), or for what is refused for security (77).
+    """
+    if only_logs:
+        _logs(store, run, directory)
+        return None
+    for name in reversed(checkpoints(store, run)):
+        target = directory / name
+        if (target / MANIFEST).is_file():
+            _logs(store, run, directory)
+            return target
+        try:
+            place = f"{run}/{name}"
+            _folder(store, place, target, MANIFEST, wanted, lambda: _logs(store, run, directory))
+            return target
+        except Fault as fault:
+            # Somebody may have tampered with it, so no other one is taken silently.
+            if fault.code != NO_CHECKPOINT:
+                raise
+            say(f"Warning: {fault} The checkpoint before it is taken.")
+    return None
+
+
+def one(store: Store, run: str, name: str, directory: Path) -> Path:
+    """Fetch the checkpoint `name` into the run directory. Raises Fault, as `restore` does."""
+    _folder(store, f"{run}/{name}", directory / name, MANIFEST)
+    return directory / name
+
+
+def local(given: str, only_logs: bool = False) -> str:
+    """The folder `given`, or that of what the address `given` names, see `folder_of`: in the user's
+    cache, where it stays."""
+    if not is_address(given):
+        return given
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return str(folder_of(given, home / "fabric_llm", only_logs))
+
+
+def folder_of(
+    address: str, cache: Path, only_logs: bool = False, say: Callable[[str], Any] = print
+) -> Path:
+    """A local folder with the checkpoint, the dataset or the run (its newest checkpoint and its
+    logs) at `address`, fetched once for all processes of this machine.
+
+    only_logs: of a run. Raises Fault: for a bad address (2), where there is nothing (66), and as
+    `restore` does.
+    """
+    from filelock import FileLock
+
+    require(address, "The address")
+    place, name = split(address)
+    files.check_name(name, Path("address"))
+    store = Store(place)
+    manifests = {}
+    for file in (MANIFEST, OF_DATA):
+        content = _patiently(store, lambda: store.content(f"{name}/{file}"))
+        if content is not None:
+            manifests[file] = content
+    # What is made anew under the same name is another folder, so that nobody's files change.
+    key = hashlib.sha256(b"".join([address.encode(), *manifests.values()])).hexdigest()[:16]
+    target = cache / key / name
+    (cache / key).mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{key}.lock"):
+        # A folder gets its name once it is whole.
+        if manifests and not target.is_dir():
+            _folder(store, name, target, next(iter(manifests)))
+        if not manifests:
+            target.mkdir(exist_ok=True)
+            for file in LOGS:
+                (target / file).unlink(missing_ok=True)
+            found = restore(store, name, target, say=say, only_logs=only_logs)
+            if found is None and not any((target / file).is_file() for file in LOGS):
+                raise Fault(f"{address} holds no checkpoint, dataset or run.", NO_CHECKPOINT)
+    return target
+
+
+def _folder(
+    store: Store,
+    place: str,
+    target: Path,
+    manifest: str,
+    wanted: Optional[Callable[[str], bool]] = None,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Fetch what a manifest names. before: called when all files are there, before the rename.
+
+    Raises Fault (66) for what is missing or damaged, (77), (74).
+    """
+    temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    try:
+        entries = _entries(store, place, temporary, manifest)
+        if wanted is not None:
+            entries = {name: entry for name, entry in entries.items() if wanted(name)}
+        needed = sum(max(entry["bytes"], 0) for entry in entries.values())
+        files.room(temporary, needed, place, "make room, or take another disk")
+        for name, entry in entries.items():
+            _file(store, f"{place}/{name}", temporary / name, entry)
+        for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
+            fsync(folder)
+        before()
+        failpoint("mirror.fetched")
+        temporary.rename(target)
+        fsync(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            remove(temporary)
+        raise
+
+
+def _entries(store: Store, place: str, folder: Path, manifest: str) -> dict[str, files.Entry]:
+    """The entries of a manifest, which is put into `folder`. Raises Fault (66, 77)."""
+    damaged = Fault(
+        f"{place} in the mirror is damaged: {manifest} isn't what was written.", NO_CHECKPOINT
+    )
+    content = _patiently(store, lambda: store.content(f"{place}/{manifest}"))
+    try:
+        document = json.loads(content or b"")
+        document.pop("sha256", None)
+        # Byte by byte, as `files.read` will do it.
+        sealed = content == files.encode(document)
+        entries = document.get("files", document.get("written"))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise damaged from None
+    if not sealed:
+        raise damaged
+    files.check_entries(entries, Path(place) / manifest, damaged)
+    for name in entries:
+        if name.lower().endswith(CODE_SUFFIXES):
+            raise Fault(
+                f"{place} in the mirror names {shown(name)!r}, which could run code when opened: "
+                "refused.",
+                REFUSED,
+            )
+        # Its own name would replace it by another content.
+        if name.partition("/")[0] in (MANIFEST, manifest):
+            raise damaged
+    (folder / manifest).write_bytes(content)
+    fsync(folder / manifest)
+    return entries
+
+
+def _file(store: Store, place: str, path: Path, entry: files.Entry) -> None:
+    """Fetch one object, durably. Raises Fault (66) unless it is what its entry says."""
+
+    def wrong(how: str) -> Fault:
+        return Fault(f"{shown(place)} in the mirror is damaged: {how}.", NO_CHECKPOINT)
+
+    size = _patiently(store, lambda: store.size(place))
+    if size is None:
+        raise wrong("it is missing")
+    if size != entry["bytes"]:
+        raise wrong(f"it has {size} bytes, not {entry['bytes']}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("xb").close()
+    # Names of which one is a folder for the other.
+    except (FileExistsError, NotADirectoryError):
+        raise wrong("its name is another's folder") from None
+    if _patiently(store, lambda: _download(store, place, path, size)) != entry["sha256"]:
+        raise wrong("its content has changed")
+
+
+def _download(store: Store, place: str, path: Path, size: int) -> str:
+    """Write an object of `size` bytes into a file, durably. Returns the sha256."""
+    hashed = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in store.pieces(place, size):
+            _write(file, piece)
+            hashed.update(piece)
+            failpoint("mirror.fetching")
+    fsync(path)
+    return hashed.hexdigest()
+
+
+def _write(file: Any, piece: bytes) -> None:
+    try:
+        file.write(piece)
+        file.flush()
+    # Else it would pass for an error of the server, and be tried again.
+    except OSError as error:
+        raise _Disk from error
+
+
+class _Disk(Exception):
+    """Its cause is an error of the local disk."""
+
+
+def _logs(store: Store, run: str, directory: Path) -> None:
+    """Fetch the logs of a run that aren't in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in LOGS:
+        if (directory / name).exists():
+            continue
+        place = f"{run}/{name}"
+        size = _patiently(store, lambda: store.size(place))
+        if size is None:
+            continue
+        files.room(directory, size, place, "make room, or take another disk")
+        # A name that is swept where a kill leaves it.
+        temporary = directory / f".tmp-step-{secrets.token_hex(4)}"
+        try:
+            _patiently(store, lambda: _download(store, place, temporary, size))
+            temporary.rename(directory / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _patiently(store: Store, action: Callable[[], T]) -> T:
+    """What `action` returns, tried again for a while. Raises Fault (74, 2) then, and OSError of the
+    local disk."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    for pause in pauses():
+        try:
+            return action()
+        except _Disk as error:
+            raise error.__cause__ from None
+        except errors() as error:
+            fault = as_fault(error, store.address)
+            # Keys that are wrong aren't right a minute later.
+            if not fault.retryable or time.monotonic() + pause > end:
+                raise fault from error
+        time.sleep(pause)
+        store.open()
+    raise AssertionError

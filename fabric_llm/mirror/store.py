@@ -1,0 +1,286 @@
+"""What is done with objects. Files are read and sent in parts, so that memory is bounded whatever
+their size."""
+
+import hashlib
+import random
+import re
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, Fault
+from fabric_llm.base.files import LARGEST_MANIFEST_BYTES, MANIFEST
+from fabric_llm.mirror.address import open_store
+
+PART_BYTES = 8 * 2**20
+MOST_PARTS = 9_000  # S3 takes 10,000
+AT_ONCE = 4  # parts in flight
+LONGEST_PAUSE_SECONDS = 60.0
+FOLDER = ".leases"  # of all runs, see lease.py
+PROBE = f"{FOLDER}/a-probe"  # before any lease's name, so that an owner removes what a kill left
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "InvalidBucketName")
+BAD_KEY = (
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidToken"),
+    *("ExpiredToken", "TokenRefreshRequired", "401 Unauthorized", "UnauthenticatedError"),
+)
+WRONG_REGION = (
+    *("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraint"),
+    *("incorrectly configured region", "AuthorizationQueryParametersError"),
+)
+NO_KEY = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "NoCredentials")
+NO_KEY += ("Missing AccessKeyId", "Missing SecretAccessKey")
+NO_RIGHT = ("AccessDenied", "AllAccessDisabled", "403 Forbidden", "Permission denied")
+
+
+class Damaged(Exception):
+    """A local file isn't what its manifest says, or can't be read. Its text says which."""
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """What obstore raises. A missing object is a FileNotFoundError, which is an OSError."""
+    from obstore.exceptions import BaseError
+
+    return BaseError, OSError
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between tries: from 1 to 60, drawn, so that many runs don't come back at once."""
+    pause = 1.0
+    while True:
+        yield random.uniform(0.5, 1) * pause
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+class Store:
+    """The objects below an address. Methods raise `errors()`, and count their requests.
+
+    Names are relative to the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Raises Fault (2) without obstore. No request is made."""
+        self.address, self.requests = address, 0
+        try:
+            self.open()
+        except Fault:  # there is no obstore to import
+            raise
+        except errors() as error:  # such as a key without its secret
+            raise as_fault(error, address) from error
+
+    def open(self) -> None:
+        """Again, after an error: the files with credentials may have changed."""
+        self.raw = open_store(self.address)
+
+    def _count(self, requests: int = 1) -> Any:
+        import obstore
+
+        self.requests += requests
+        return obstore
+
+    def size(self, name: str) -> Optional[int]:
+        """Bytes of an object, None where there is none."""
+        with suppress(FileNotFoundError):
+            return self._count().head(self.raw, name)["size"]
+        return None
+
+    def content(self, name: str, most_bytes: int = LARGEST_MANIFEST_BYTES) -> Optional[bytes]:
+        """Of a small object. None where there is none, b"" for one with more than `most_bytes`."""
+        with suppress(FileNotFoundError):
+            answer = self._count().get(self.raw, name)
+            return bytes(answer.bytes()) if answer.meta["size"] <= most_bytes else b""
+        return None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Make or replace a small object."""
+        # A failed put is sent again by obstore itself, which does no harm here.
+        self._count().put(self.raw, name, content, mode="overwrite", use_multipart=False)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Make a small object, unless there is one already. Returns whether `content` is there.
+
+        The answer to a put may be lost and the put sent again, which then finds its own object.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            self._count().put(self.raw, name, content, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return self.content(name) == content
+        return True
+
+    def send(self, name: str, path: Path, check: Callable[[], None], size: int) -> str:
+        """Make or replace an object from the first `size` bytes of a file. Returns the sha256 of
+        what was sent.
+
+        check: called before each part; what it raises ends the upload, whose parts are then
+        removed. Raises Damaged if the file is shorter or can't be read.
+        """
+        hashed = hashlib.sha256()
+        part = max(PART_BYTES, -(-size // MOST_PARTS))
+
+        def parts() -> Iterator[bytes]:
+            left = size
+            # Else a missing file would pass for a missing object.
+            try:
+                with path.open("rb") as file:
+                    while left > 0:
+                        check()
+                        content = file.read(min(part, left))
+                        if not content:
+                            raise Damaged(f"{str(path)!r} is shorter than {size} bytes")
+                        left -= len(content)
+                        hashed.update(content)
+                        yield content
+                        failpoint("mirror.part")
+            except OSError as error:
+                raise Damaged(f"{str(path)!r} can't be read: {error.strerror}") from error
+
+        if size <= part:
+            self.put(name, b"".join(parts()))
+        else:
+            # Begin and completion are requests of their own.
+            self._count(-(-size // part) + 2).put(
+                self.raw,
+                name,
+                parts(),
+                mode="overwrite",
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=AT_ONCE,
+            )
+        return hashed.hexdigest()
+
+    def pieces(self, name: str, size: int) -> Iterator[bytes]:
+        """The content of an object of `size` bytes, in order, a few pieces ahead."""
+        pool = ThreadPoolExecutor(AT_ONCE)
+        waiting: deque = deque()
+        get_range = self._count(0).get_range
+        try:
+            for start in range(0, size, PART_BYTES):
+                self.requests += 1
+                length = min(PART_BYTES, size - start)
+                waiting.append(pool.submit(get_range, self.raw, name, start=start, length=length))
+                if len(waiting) == AT_ONCE:
+                    yield bytes(waiting.popleft().result())
+            while waiting:
+                yield bytes(waiting.popleft().result())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def sha256(self, name: str, size: int, check: Callable[[], None]) -> str:
+        """Of an object's content as it is stored. check: see `send`."""
+        hashed = hashlib.sha256()
+        for piece in self.pieces(name, size):
+            check()
+            hashed.update(piece)
+        return hashed.hexdigest()
+
+    def folders(self, name: str) -> list[str]:
+        """Names of the folders in a folder, sorted, without what is in them."""
+        listed = self._count().list_with_delimiter(self.raw, name)["common_prefixes"]
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listed)
+
+    def below(self, name: str) -> list[str]:
+        """Names of all objects below a folder, sorted."""
+        names = []
+        for listed in self._count().list(self.raw, name):
+            names += [found["path"] for found in listed]
+        return sorted(names)
+
+    def remove(self, names: list[str]) -> None:
+        """Remove objects, whether they are there or not."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._count().delete(self.raw, name)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a checkpoint or another folder: first its manifest, so that it is never there in
+        part."""
+        self.remove([f"{name}/{MANIFEST}"])
+        failpoint("mirror.removing")
+        self.remove(self.below(name))
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in a few words. obstore's own text is long, and has addresses in it, which
+    may hold keys."""
+    text = str(error)
+    status = re.search(r"status code: (\d{3}[A-Za-z ]*)", text)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    local = re.search(r"([\w ]+) \(os error \d+\)", text)
+    if any(word in text for word in NO_KEY):
+        return "no credentials were found"
+    if status:
+        said = f" ({code[1]})" if code else ""
+        return f"the server answered {status[1].strip()}{said}"
+    if local and not text.startswith("Generic S3"):
+        return local[1].strip()
+    if "kind: Timeout" in text or "operation timed out" in text:
+        return "the server didn't answer in time"
+    if "kind: Connect" in text or "error sending request" in text:
+        return "the server can't be reached"
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def as_fault(error: BaseException, address: str) -> Fault:
+    """What obstore raised as a sentence about `address`: what the user can mend (2), or else (74),
+    which may go by itself."""
+    text = str(error)
+    why, code = f"{reason(error)}: try again later", SAVE_FAILED
+
+    def says(words: tuple[str, ...]) -> bool:
+        return any(word in text for word in words)
+
+    if says(NO_BUCKET):
+        why, code = "there is no such bucket: make it first", BAD_INPUT
+    elif says(NO_KEY):
+        why = "no credentials were found: give them in the environment, as the cloud's tools do"
+        code = BAD_INPUT
+    elif says(BAD_KEY):
+        why, code = f"the credentials aren't accepted ({reason(error)})", BAD_INPUT
+    elif says(WRONG_REGION):
+        expected = re.search(r"expecting '([\w-]+)'|<Region>([\w-]+)</Region>", text)
+        name = "the bucket's"
+        if expected:
+            name = expected[1] or expected[2]
+        why, code = f"it lies in another region: set AWS_REGION to {name}", BAD_INPUT
+    elif says(NO_RIGHT):
+        why = (
+            f"no right to list, read, write and remove objects there ({reason(error)}): the "
+            "mirror needs all four"
+        )
+        code = BAD_INPUT
+    return Fault(f"The mirror {address}: {why}.", code)
+
+
+def probe(store: Store) -> None:
+    """Make, read, list and remove an object, before a model is loaded.
+
+    Raises Fault in one sentence: for a bucket, rights, a region or keys that are wrong, and for a
+    store that replaces objects which it was asked to leave alone (2); if it can't be reached (74).
+    """
+    # A name of its own: processes that start together must not take each other's for theirs.
+    name = f"{PROBE}-{secrets.token_hex(8)}"
+    try:
+        store.create(name, b"first")
+        try:
+            replaced = store.create(name, b"second")
+            there = store.content(name)
+        finally:
+            store.remove([name])
+        store.below(FOLDER)
+    except errors() as error:
+        raise as_fault(error, store.address) from error
+    if replaced:
+        raise Fault(
+            f"The mirror {store.address}: its server takes a second object of one name, although "
+            "it was asked not to (If-None-Match: *), so that two runs would overwrite each other: "
+            "take another server."
+        )
+    if there != b"first":
+        raise Fault(f"The mirror {store.address} doesn't give back what was written.")

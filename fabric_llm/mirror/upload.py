@@ -1,0 +1,464 @@
+"""Upload the checkpoints of a run beside its trainer, in a process of its own, so that no step
+waits for a slow server.
+
+Commands come as lines of JSON on stdin:
+
+    {"upload": "step-00000100"}
+    {"remove": ["step-00000050"], "newest": false}  newest: true: also the newest whole one, as
+                                                    after going back to an earlier step
+    {"end": 600}                                    seconds for what is left; so does the end of the
+                                                    file, where the trainer was killed
+
+Reports go as lines of JSON to stdout; the trainer alone writes logs:
+
+    {"ready": true, "checkpoints": [names]}  or  {"refused": sentence, "code": 73}, which also says
+                                             why it ends early
+    {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
+    {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}
+    {"ended": true, "behind": [names]}       what was to be uploaded, and isn't there
+
+With `part`, on other machines, only the files that this one has are uploaded: never manifests, logs
+or a lease, and nothing is removed.
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+from filelock import FileLock, Timeout
+
+from fabric_llm.base import files
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import Fault, one_line
+from fabric_llm.base.files import MANIFEST, STEP_NAME, write_atomically
+from fabric_llm.mirror import lease, leftovers
+from fabric_llm.mirror.fetch import LOGS, is_whole, steps
+from fabric_llm.mirror.lease import Lease, Lost
+from fabric_llm.mirror.store import Damaged, Store, errors, pauses, probe, reason
+
+LOCK, OWNER = ".mirror.lock", ".mirror-owner"  # in the run directory
+MOST_WAITING = 2  # checkpoints, the newest ones
+GRACE_SECONDS = 2.0  # for a request that is on its way when time is up
+LOCK_SECONDS = 0.5  # between looks at a lock
+T = TypeVar("T")
+
+
+class Over(Exception):
+    """Time is up."""
+
+
+class GivenUp(Exception):
+    """A checkpoint won't be uploaded: it is gone here, or damaged. Its text says why, if that is
+    news."""
+
+
+class Uploader:
+    """`listen` runs in one thread and takes commands, `run` in another and obeys."""
+
+    def __init__(
+        self,
+        address: str,
+        directory: Path,
+        report: Callable[[dict[str, Any]], None],
+        timeout_seconds: float,
+        part: bool = False,
+        lease_seconds: float = lease.LEASE_SECONDS,
+    ) -> None:
+        """report: called with each report, from several threads. timeout_seconds: for what is left
+        once stdin ends without {"end"}. Raises Fault (2) without obstore."""
+        self.store, self.directory, self.run_name = Store(address), directory, directory.name
+        self.report, self.timeout_seconds, self.part = report, timeout_seconds, part
+        self.lease: Optional[Lease] = None
+        self.lease_seconds = lease_seconds
+        self.changed = threading.Condition()  # of the three below
+        self.queue: deque[tuple[str, Any]] = deque()  # (command, what it names)
+        self.current: Optional[str] = None  # the checkpoint that is being uploaded
+        self.deadline: Optional[float] = None  # of time.monotonic(), once there is one
+        self.lost: Optional[str] = None  # by whom the prefix was taken over, in words
+        self.in_trouble = False
+        self.stopped = threading.Event()
+
+    # ------------------------------------------------------------------------------- commands
+
+    def listen(self, lines: Iterable[str]) -> None:
+        """Take commands until the lines end."""
+        for line in lines:
+            try:
+                self._take(json.loads(line))
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
+                self.report({"warning": f"The mirror doesn't understand {line[:100]!r}: {error}."})
+        with self.changed:
+            if self.deadline is None:
+                self._end(self.timeout_seconds)
+
+    def _take(self, command: dict[str, Any]) -> None:
+        names = [*command.get("remove", ()), *[command[k] for k in ("upload",) if k in command]]
+        for name in names:
+            # Nothing but checkpoints is ever touched.
+            if not re.fullmatch(STEP_NAME, name):
+                raise ValueError(f"{name!r} is no checkpoint's name")
+        with self.changed:
+            if "upload" in command:
+                self.queue.append(("upload", names[0]))
+                waiting = self._waiting()
+                for name in waiting[: max(len(waiting) - MOST_WAITING, 0)]:
+                    self._forget(name)
+            if "remove" in command:
+                for name in set(names) & set(self._waiting()):
+                    self._forget(name)
+                self.queue.append(("remove", (names, bool(command.get("newest")))))
+            if "end" in command:
+                self._end(float(command["end"]))
+            self.changed.notify()
+
+    def _waiting(self) -> list[str]:
+        return [name for command, name in self.queue if command == "upload"]
+
+    def _forget(self, name: str) -> None:
+        self.queue.remove(("upload", name))
+        # A former process may have sent some of its files.
+        self.queue.append(("clear", name))
+        self.report({"given_up": name})
+
+    def _end(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self.changed.notify()
+        # A request that is on its way can't be interrupted, so this process ends without it.
+        timer = threading.Timer(seconds + GRACE_SECONDS, self._exit)
+        timer.daemon = True
+        timer.start()
+
+    def _exit(self) -> None:
+        self._report_end()
+        os._exit(0)
+
+    def _report_end(self) -> None:
+        with self.changed:
+            if not self.stopped.is_set():
+                self.stopped.set()
+                behind = [*[name for name in (self.current,) if name], *self._waiting()]
+                self.report({"ended": True, "behind": behind})
+
+    # ---------------------------------------------------------------------------- from the start
+
+    def run(self) -> None:
+        """Obey until the end. Raises Fault, before anything was changed, where it is refused."""
+        with suppress(Over):
+            # Of a part, rank 0's process asks for all.
+            if not self.part:
+                probe(self.store)
+            lock = self._lock()
+            if not self.part:
+                self._own()
+            self._ready()
+            with suppress(Lost):
+                while self._obey_next():
+                    pass
+                # Logs go on after the last checkpoint.
+                self._logs()
+                if self.lease is not None:
+                    self._again(self.lease.end)
+            # Whoever has lost the prefix waits to be told to end.
+            with self.changed:
+                self.changed.wait_for(lambda: self.deadline is not None)
+            lock.release()
+        self._report_end()
+
+    def _lock(self) -> FileLock:
+        """Wait for the uploader of the run's former process, which finishes what it had to do."""
+        name = f"{LOCK}-part" if self.part else LOCK
+        lock = FileLock(self.directory / name)
+        waits = False
+        while True:
+            try:
+                return lock.acquire(timeout=LOCK_SECONDS).lock
+            except Timeout:
+                self._check_time()
+            if not waits:
+                waits = True
+                self.report(
+                    {"warning": "The uploader of this run's former process is still at work."}
+                )
+
+    def _own(self) -> None:
+        path = self.directory / OWNER
+        if not path.is_file():
+            write_atomically(path, secrets.token_hex(16), durable=True)
+        # A store of its own, since it is used by another thread.
+        self.lease = Lease(Store(self.store.address), path.read_text(), self.lease_seconds)
+        self._again(lambda: self.lease.acquire(self._sleep, self._say))
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _say(self, sentence: str) -> None:
+        self.report({"warning": sentence})
+
+    def _beat(self) -> None:
+        seconds = lease.BEAT_SECONDS * self.lease_seconds / lease.LEASE_SECONDS
+        while not self.stopped.wait(seconds) and not self.lease.ended:
+            try:
+                self.lease.beat()
+            except Lost as lost:
+                self.lost = str(lost)
+                return
+            except errors():
+                self.lease.store.open()  # the error itself is heard of where something is uploaded
+
+    def _ready(self) -> None:
+        names: list[str] = []
+        if not self.part:
+            names = self._again(self._sweep)
+        self.report({"ready": True, "checkpoints": names})
+
+    def _sweep(self) -> list[str]:
+        """Remove what a kill has left of this run. Returns the checkpoints that are whole."""
+        # Where it can't be done it costs money, but no checkpoint.
+        with suppress(OSError, ValueError):
+            leftovers.remove(self.store.address, self.run_name)
+        names = []
+        for name in steps(self.store, self.run_name):
+            if is_whole(self.store, self.run_name, name):
+                names.append(name)
+            # What is here will be uploaded, and its files there needn't be sent again.
+            elif not self._is_here(name, MANIFEST):
+                self._discard(name)
+        return names
+
+    # ------------------------------------------------------------------------------- obeying
+
+    def _obey_next(self) -> bool:
+        """Obey one command. Returns whether there may be another one."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.queue or self.deadline is not None)
+            self._check()
+            if not self.queue:
+                return False
+            command, named = self.queue.popleft()
+            if command == "upload":
+                self.current = named
+        if command == "remove":
+            self._remove(*named)
+            return True
+        if command == "clear":
+            self._again(lambda: self._discard(named, unless_whole=True))
+            return True
+        try:
+            self._upload(named)
+        except GivenUp as why:
+            if str(why):
+                self.report({"warning": f"{why}."})
+            self._again(lambda: self._discard(named, unless_whole=True))
+            self.report({"given_up": named})
+        self.current = None
+        return True
+
+    def _upload(self, name: str) -> None:
+        began, requests = time.monotonic(), self.store.requests
+        entries = self._entries(name)
+        place, sent = self._place(name), 0
+        while not self.part and not self._again(lambda: self._is_whole(name)):
+            # Those of other machines come meanwhile.
+            for file in sorted(entries, key=lambda file: not self._is_here(name, file)):
+                sent += self._bring(name, file, entries[file])
+                failpoint("mirror.file")
+            self._again(lambda: self._remove_strays(place, entries))
+            self._logs()
+            failpoint("mirror.before_manifest")
+            self._again(lambda: self._publish(name))
+        if self.part:
+            for file, entry in entries.items():
+                sent += self._bring(name, file, entry)
+        failpoint("mirror.after_manifest")
+        self.report(
+            {
+                "mirrored": name,
+                "bytes": sent,
+                "seconds": round(time.monotonic() - began, 3),
+                "requests": self.store.requests - requests,
+            }
+        )
+
+    def _entries(self, name: str) -> dict[str, files.Entry]:
+        """Of the files to upload. Raises GivenUp."""
+        folder = self.directory / name
+        try:
+            if self.part and not self._is_here(name, MANIFEST):
+                # Rank 0 writes the manifest, maybe on another machine.
+                return files.describe(folder, files.files_in(folder))
+            entries = files.read(folder)["files"]
+        except (Fault, OSError) as error:
+            raise self._gone(name, one_line(error).rstrip(".")) from error
+        if self.part:
+            entries = {file: entries[file] for file in entries if self._is_here(name, file)}
+        return entries
+
+    def _gone(self, name: str, why: str) -> GivenUp:
+        """The trainer has removed the checkpoint, or else `why`."""
+        if self._is_here(name, MANIFEST):
+            return GivenUp(f"The mirror can't take {name}: {why}")
+        return GivenUp()
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the checkpoint is there. Another one of its name is removed."""
+        try:
+            own = (self.directory / name / MANIFEST).read_bytes()
+        except OSError as error:
+            raise self._gone(name, str(error.strerror)) from error
+        there = self.store.content(f"{self._place(name)}/{MANIFEST}")
+        if there is not None and there != own:
+            # Its files are replaced where they differ: other machines may have begun with theirs.
+            self._require_lease()
+            self.store.remove([f"{self._place(name)}/{MANIFEST}"])
+        return there == own
+
+    def _bring(self, name: str, file: str, entry: files.Entry) -> int:
+        """Have one file there, as it should be. Returns the bytes that were sent."""
+        path, place = self.directory / name / file, f"{self._place(name)}/{file}"
+        for pause in pauses():
+            if self._again(lambda: self._is_there(place, entry)):
+                break
+            if self._is_here(name, file):
+                self._again(lambda: self._send(name, place, path, entry))
+                return entry["bytes"]
+            if not self._is_here(name, MANIFEST):
+                raise GivenUp
+            self._sleep(pause)  # another machine has it
+        return 0
+
+    def _is_here(self, name: str, file: str) -> bool:
+        return (self.directory / name / file).is_file()
+
+    def _is_there(self, place: str, entry: files.Entry) -> bool:
+        """As it is stored, whoever has sent it."""
+        size = self.store.size(place)
+        return (
+            size == entry["bytes"]
+            and self.store.sha256(place, size, self._check) == entry["sha256"]
+        )
+
+    def _send(self, name: str, place: str, path: Path, entry: files.Entry) -> None:
+        self._require_lease()
+        try:
+            sent = self.store.send(place, path, self._check, entry["bytes"])
+        except Damaged as error:
+            raise self._gone(name, str(error)) from error
+        # Else it would be sent for ever.
+        if sent != entry["sha256"]:
+            raise self._gone(name, f"{path.name} has changed since it was saved")
+        if not self._is_there(place, entry):
+            raise OSError(errno.EIO, f"what it has stored of {path.name} isn't what was sent")
+
+    def _publish(self, name: str) -> None:
+        """Put the manifest. Where somebody else has put another one, `_is_whole` will see it."""
+        try:
+            own = (self.directory / name / MANIFEST).read_bytes()
+        except OSError as error:
+            raise self._gone(name, str(error.strerror)) from error
+        self._require_lease()
+        self.store.create(f"{self._place(name)}/{MANIFEST}", own)
+
+    def _remove_strays(self, place: str, entries: dict[str, files.Entry]) -> None:
+        known = {f"{place}/{file}" for file in entries}
+        self.store.remove([found for found in self.store.below(place) if found not in known])
+
+    def _logs(self) -> None:
+        """Copy the logs as they are now: a file may grow meanwhile."""
+        if self.part:
+            return
+        for name in LOGS:
+            path = self.directory / name
+            # A log that can't be read now follows with the next checkpoint.
+            with suppress(Damaged, FileNotFoundError):
+                size = path.stat().st_size
+                place = f"{self.run_name}/{name}"
+                self._again(lambda: self.store.send(place, path, self._check, size))
+
+    def _remove(self, names: list[str], newest: bool) -> None:
+        if self.part:
+            return
+        for name in names:
+            if self._again(lambda: self._may_remove(name, newest)):
+                self._again(lambda: self._discard(name))
+                self.report({"removed": name})
+
+    def _may_remove(self, name: str, newest: bool) -> bool:
+        # From the newest whole one a lost machine is replaced.
+        for other in reversed(steps(self.store, self.run_name)):
+            if is_whole(self.store, self.run_name, other):
+                return newest or other != name
+        return True
+
+    def _discard(self, name: str, unless_whole: bool = False) -> None:
+        if self.part or unless_whole and is_whole(self.store, self.run_name, name):
+            return
+        self._require_lease()
+        self.store.remove_folder(self._place(name))
+
+    def _place(self, name: str) -> str:
+        return f"{self.run_name}/{name}"
+
+    # ------------------------------------------------------------------------- what may go wrong
+
+    def _again(self, action: Callable[[], T]) -> T:
+        """What `action` returns, tried until it succeeds. Raises Over, Lost, GivenUp."""
+        for pause in pauses():
+            self._check()
+            try:
+                done = action()
+            except errors() as error:
+                self._trouble(reason(error))
+            else:
+                self._recovered()
+                return done
+            self._sleep(pause)
+            # Of both: credentials that have expired may be new ones now.
+            self.store.open()
+            if self.lease is not None:
+                self.lease.store.open()
+        raise AssertionError
+
+    def _trouble(self, why: str) -> None:
+        """Said once, until it works again."""
+        if not self.in_trouble:
+            self.in_trouble = True
+            self.report({"warning": f"The mirror {self.store.address}: {why}. It is tried again."})
+
+    def _recovered(self) -> None:
+        if self.in_trouble:
+            self.in_trouble = False
+            self.report({"recovered": True})
+
+    def _check(self) -> None:
+        """Raises Over once time is up, Lost once another run has the prefix."""
+        self._check_time()
+        if self.lost is not None:
+            # Said once, since `run` catches it once.
+            self.report({"warning": f"{self.lost}: nothing more is uploaded."})
+            raise Lost(self.lost)
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise Over
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            try:
+                self.lease.check()
+            except Lost as lost:
+                self.lost = str(lost)
+            self._check()
+
+    def _sleep(self, seconds: float) -> None:
+        """Shorter where time is up, or the prefix is lost."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._check()
+            time.sleep(min(0.1, seconds))

@@ -1,0 +1,110 @@
+"""What --mirror means for a run: what it brings back before it begins, and what it says of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from fabric_llm.base import files
+from fabric_llm.base.command_line import Flags
+from fabric_llm.plan import run_directory
+
+if TYPE_CHECKING:
+    from fabric_llm.mirror.client import Mirror, Report
+
+
+def open_mirror(flags: Flags, directory: Path) -> "Mirror":
+    """Begin to mirror the run directory, which this process has locked. On an empty disk, a run
+    that resumes gets its newest checkpoint from there. Called on rank 0.
+
+    Raises Fault: see `Mirror`; for a new run where checkpoints are there (2), and for --resume true
+    where there are none (66).
+    """
+    # A feature that is off isn't imported.
+    from fabric_llm.mirror import fetch
+    from fabric_llm.mirror.client import Mirror
+    from fabric_llm.mirror.store import Store
+
+    address = flags.save.mirror
+    mirror = Mirror(address, directory, flags.save.mirror_timeout)
+    store = Store(address)
+    if mirror.names and not flags.checkpoint.resume:
+        raise ValueError(
+            f"{address}/{directory.name} holds checkpoints up to {max(mirror.names)}: go on with "
+            "--resume true, or take another --run_name."
+        )
+    # The disk knows of rewinds of which the mirror may not have heard.
+    if mirror.names and not files.step_directories(directory):
+        found = fetch.restore(store, directory.name, directory, say=say)
+        say(f"Fetched {found.name} from {address}/{directory.name}.")
+    run_directory.require_any(flags, directory)
+    # What a run that was killed has left here without a copy.
+    for path in files.checkpoints(directory)[-2:]:
+        if path.name not in mirror.names:
+            mirror.upload(path.name)
+    mirror.documents = fetch.documents(store, directory.name, mirror.names)
+    return mirror
+
+
+def newest(
+    mirror: "Mirror",
+    directory: Path,
+    suits: Callable[[dict[str, Any]], bool],
+    here: Optional[Path],
+) -> Optional[Path]:
+    """The newest checkpoint that `suits`, by its progress.json: the one `here`, or a later one that
+    a lost disk has held, which is fetched. Raises Fault."""
+    from fabric_llm.mirror import fetch
+    from fabric_llm.mirror.store import Store
+
+    there = [directory / name for name, document in mirror.documents.items() if document]
+    for path in sorted(there, key=files.step_of, reverse=True):
+        if here is not None and files.step_of(path) <= files.step_of(here):
+            break
+        if not path.exists() and suits(mirror.documents[path.name]):
+            return fetch.one(Store(mirror.address), directory.name, path.name, directory)
+    return here
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def tell(
+    report: "Report", directory: Path, step: Optional[int], line: Callable[[str], None]
+) -> None:
+    """Write what the mirror's process has reported into events.jsonl and, with `line`, the log."""
+    name = report.get("mirrored") or report.get("given_up")
+    if "mirrored" in report:
+        seconds, size = report["seconds"], report["bytes"] / 2**30
+        event, text = "mirrored", f"mirrored {name}: {size:.2f} GiB in {seconds:.0f} s"
+    elif "given_up" in report:
+        event, text = "not_mirrored", f"Warning: --mirror: {name} is passed over for newer ones."
+    elif "warning" in report:
+        event, text = "mirror_fails", f"Warning: --mirror: {report['warning']}"
+    elif "recovered" in report:
+        event, text = "mirror_recovers", "--mirror: checkpoints are copied again."
+    else:
+        return
+    run_directory.record_event(directory, event, step, report=report)
+    line(text)
+
+
+def close(mirror: "Mirror", seconds: float, step: int) -> Optional[str]:
+    """Wait until the last checkpoint is there, or `seconds` have passed: then why it isn't."""
+    if mirror.waiting:
+        print(
+            f"Waiting until {mirror.waiting[-1]} is at {mirror.address} (--mirror_timeout "
+            f"{seconds:g}).",
+            flush=True,
+        )
+    behind = mirror.close(seconds)
+    for report in mirror.reports():
+        tell(report, mirror.directory, step, say)
+    if not behind:
+        return None
+    missing = (
+        f"{behind[-1]} isn't at {mirror.address} yet: it is in {str(mirror.directory)!r}, and the "
+        "same command with --resume auto copies it."
+    )
+    print(f"Warning: --mirror: {missing}", flush=True)
+    return missing

@@ -1,0 +1,754 @@
+"""The mirror: law 18, a checkpoint is there if and only if its manifest is. Kills are in
+test_mirror_kills.py."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("obstore")
+
+from servers import (
+    BUCKET,
+    Bucket,
+    keys,
+    moto_url,  # noqa: F401
+    proxied,
+    rclone_url,  # noqa: F401
+    running,
+    seaweed_url,  # noqa: F401
+    wait_for,
+)
+from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, save
+
+from fabric_llm.base import files
+from fabric_llm.base.faults import Fault
+from fabric_llm.mirror import address, fetch, leftovers
+from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
+from fabric_llm.mirror.lease import Lease, Lost
+from fabric_llm.mirror.store import Store, probe
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "checkpoints" / RUN
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    return f"file://{tmp_path}/mirror"
+
+
+@pytest.fixture
+def on_moto(moto_url, monkeypatch, request):  # noqa: F811
+    """(address, bucket): a prefix of this test's own."""
+    for name, value in keys(moto_url).items():
+        monkeypatch.setenv(name, value)
+    prefix = re.sub(r"\W", "-", request.node.name)
+    return f"s3://{BUCKET}/{prefix}", Bucket(moto_url).make()
+
+
+def refused(action, code):
+    with pytest.raises(Fault) as raised:
+        action()
+    assert raised.value.code == code, raised.value
+    assert str(raised.value).count(". ") <= 1 and len(str(raised.value)) < 400, raised.value
+    return str(raised.value)
+
+
+# ------------------------------------------------------------------------------- addresses
+
+
+def test_an_address_is_told_from_a_folder():
+    assert all(map(address.is_address, ("s3://b/p", "gs://b", "file:///x", "ftp://x", "S3://b")))
+    assert not any(map(address.is_address, ("checkpoints/RUN", "/x", "C:\\x", "step-1", "a:b")))
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("ftp://host/x", "must begin with one of s3://"),
+        ("s3:///prefix", "must name a bucket"),
+        ("s3://", "must name a bucket"),
+        ("s3://key:secret@bucket/x", "no password"),
+        ("s3://bucket/x?token=secret", "no password"),
+        ("s3://bucket/x#secret", "no password"),
+        ("s3://bucket/../x", "must be plain"),
+        ("s3://bucket/a//b", "must be plain"),
+        ("s3://bucket/./b", "must be plain"),
+        ("s3://bucket/a\x07", "must be plain"),
+        ("file://host/x", "must name a folder"),
+        ("file:///", "must name a folder"),
+    ],
+)
+def test_a_bad_address_is_refused_in_a_sentence(text, says):
+    sentence = refused(lambda: address.require(text, "--mirror"), 2)
+    assert says in sentence and sentence.startswith("--mirror") and "secret" not in sentence
+
+
+def test_good_addresses_pass():
+    for text in ("s3://b", "s3://b/p/q", "gs://b.c/p", "az://c/p", "file:///m/n", "memory://x"):
+        address.require(text, "--mirror")
+
+
+def test_help_needs_no_obstore():
+    program = "import sys; sys.modules['obstore'] = sys.modules['torch'] = None; "
+    program += "from fabric_llm.mirror.process import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--part" in done.stdout, done.stderr
+    program = "import sys; sys.modules['obstore'] = None; from fabric_llm.mirror.store import Store"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; Store('memory://x')"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "pip install obstore" in done.stderr
+
+
+def test_nothing_of_it_imports_torch(place, run):
+    save(run, 1, random.Random(0))
+    program = PROGRAM.replace(
+        "os._exit(code)", "assert 'torch' not in sys.modules and code == 0; os._exit(7)"
+    )
+    with Mirror(place, run, program=program) as mirror:
+        mirror.wait("ready")
+        mirror.say(end=10)
+        assert mirror.exit() == 7
+
+
+# ------------------------------------------------------------------------------- there and back
+
+
+def test_a_checkpoint_goes_there_and_comes_back(place, run, tmp_path):
+    first, second = (save(run, step, random.Random(step)) for step in (1, 2))
+    report = mirrored(place, run, "step-00000001", "step-00000002")
+    assert report["bytes"] == sum(map(len, second.values())) - len(second[files.MANIFEST])
+    store = Store(place)
+    assert checkpoints(store, RUN) == ["step-00000001", "step-00000002"]
+    there = restore(store, RUN, tmp_path / "new" / RUN)
+    assert there.name == "step-00000002" and read(there) == second
+    assert sorted(path.name for path in there.parent.iterdir()) == sorted(
+        [*fetch.LOGS, "step-00000002"]
+    )
+    for name in fetch.LOGS:
+        assert (there.parent / name).read_bytes() == (run / name).read_bytes()
+    assert read(run / "step-00000001") == first
+
+
+def test_the_trainer_is_told_of_nothing_new_twice(place, run):
+    save(run, 1, random.Random(0))
+    mirrored(place, run, "step-00000001")
+    assert mirrored(place, run, "step-00000001")["bytes"] == 0
+
+
+def test_older_ones_that_wait_are_given_up(place, run):
+    for step in range(1, 6):
+        save(run, step, random.Random(step))
+    with Mirror(place, run, failpoint="mirror.file:do=hang", program=PROGRAM) as mirror:
+        mirror.wait("ready")
+        mirror.say(upload="step-00000001")
+        wait_for(lambda: Store(place).below(RUN))
+        for step in range(2, 6):
+            mirror.say(upload=f"step-{step:08d}")
+        mirror.wait("given_up", "step-00000003")
+        assert mirror.all("given_up") == ["step-00000002", "step-00000003"]
+        mirror.say(end=0.1)
+        assert mirror.wait("ended")["behind"] == [f"step-{k:08d}" for k in (1, 4, 5)]
+        assert mirror.exit() == 0
+
+
+def test_the_newest_one_is_never_removed_unless_a_run_goes_back(place, run):
+    for step in (1, 2, 3):
+        save(run, step, random.Random(step))
+    store = Store(place)
+    with Mirror(place, run) as mirror:
+        mirror.wait("ready")
+        for step in (1, 2, 3):
+            mirror.say(upload=f"step-{step:08d}")
+            mirror.wait("mirrored")
+        mirror.say(remove=["step-00000001", "step-00000003"])
+        mirror.wait("removed", "step-00000001")
+        mirror.say(remove=["step-00000003"], newest=True)
+        mirror.wait("removed", "step-00000003")
+        assert mirror.all("removed") == ["step-00000001", "step-00000003"]
+        mirror.say(remove=["../x"])
+        assert "no checkpoint's name" in mirror.wait("warning")["warning"]
+        mirror.end()
+    assert checkpoints(store, RUN) == ["step-00000002"]
+
+
+def test_a_checkpoint_that_disappears_is_given_up(place, run):
+    save(run, 1, random.Random(0))
+    save(run, 2, random.Random(0))
+    (run / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
+    with Mirror(place, run) as mirror:
+        mirror.wait("ready")
+        mirror.say(upload="step-00000009")
+        mirror.wait("given_up", "step-00000009")
+        assert mirror.all("warning") == []
+        mirror.say(upload="step-00000002")
+        assert "step-00000002" in mirror.wait("warning")["warning"]
+        mirror.wait("given_up", "step-00000002")
+        assert mirror.end() == []
+    assert Store(place).below(f"{RUN}/step-00000002") == []
+
+
+def test_a_name_that_was_used_before_is_replaced(place, run, tmp_path):
+    save(run, 1, random.Random(0))
+    mirrored(place, run, "step-00000001")
+    os.rename(run / "step-00000001", tmp_path / "aside")
+    other = save(run, 1, random.Random(1))
+    mirrored(place, run, "step-00000001")
+    assert read(restore(Store(place), RUN, tmp_path / "new")) == other
+
+
+def test_what_is_foreign_stays(place, run):
+    save(run, 1, random.Random(0))
+    store = Store(place)
+    foreign = [
+        "OTHER/step-00000001/x", f"{RUN}/notes.txt", f"{RUN}/step-1/x", f"{RUN}/step-00000001.pinned",
+    ]  # fmt: skip
+    for name in foreign:
+        store.put(name, b"mine")
+    store.put(f"{RUN}/step-00000007/left", b"by a kill")
+    mirrored(place, run, "step-00000001")
+    there = store.below("")
+    assert set(foreign) < set(there) and f"{RUN}/step-00000007/left" not in there
+
+
+# ------------------------------------------------------------------------------- damage
+
+
+DAMAGES = {
+    "truncated": lambda content: content[:-1],
+    "flipped": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "longer": lambda content: content + b"x",
+    "gone": lambda content: None,
+    "empty": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", files.MANIFEST])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_object_is_named_and_the_one_before_is_taken(place, run, tmp_path, how, file):
+    first = save(run, 1, random.Random(1))
+    save(run, 2, random.Random(2))
+    mirrored(place, run, "step-00000001", "step-00000002")
+    store, said = Store(place), []
+    name = f"{RUN}/step-00000002/{file}"
+    damaged = DAMAGES[how](store.content(name))
+    if damaged is None:
+        store.remove([name])
+    else:
+        store.put(name, damaged)
+    there = restore(store, RUN, tmp_path / "new" / RUN, say=said.append)
+    assert there.name == "step-00000001" and read(there) == first
+    if (how, file) == ("gone", files.MANIFEST):
+        assert said == []  # it isn't a checkpoint
+    else:
+        assert file in said[0] and "step-00000002" in said[0]
+    assert not list(there.parent.glob(".*"))
+    # both: nothing is taken
+    store.remove([f"{RUN}/step-00000001/config.json"])
+    if how != "gone":
+        assert restore(store, RUN, tmp_path / "newer" / RUN, say=said.append) is None
+
+
+@pytest.mark.parametrize(
+    "name, code",
+    [("../outside", 77), ("/etc/x", 77), ("a/../../b", 77), ("x.pkl", 77), ("evil.py", 77)],
+)
+def test_hostile_names_lead_nowhere(place, tmp_path, name, code):
+    store = Store(place)
+    entry = {"bytes": 1, "sha256": "0" * 64}
+    document = {"files": {name: entry}, "step": 1}
+    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", files.encode(document))
+    refused(lambda: restore(store, RUN, tmp_path / "a" / RUN), code)
+    assert not list((tmp_path / "a" / RUN).glob("*")) and not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": {"bytes": 1, "sha256": "x"}, "a/b": {"bytes": 1, "sha256": "x"}},
+        {files.MANIFEST: {"bytes": 1, "sha256": "x"}},
+        {"a": {"bytes": -5, "sha256": "x"}},
+        {"a": {"bytes": True, "sha256": "x"}},
+        {"a": 3},
+        [],
+        None,
+    ],
+)
+def test_senseless_manifests_are_damaged_ones(place, tmp_path, entries):
+    store, said = Store(place), []
+    store.put(f"{RUN}/step-00000001/a", b"1")
+    content = files.encode({"files": entries})
+    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", content)
+    assert restore(store, RUN, tmp_path / RUN, say=said.append) is None
+    assert "is damaged" in said[0]
+
+
+def test_no_room_is_said_before_anything_is_fetched(place, tmp_path):
+    store = Store(place)
+    entries = {"a": {"bytes": 10**18, "sha256": "x"}}
+    content = files.encode({"files": entries})
+    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", content)
+    assert "GiB" in refused(lambda: restore(store, RUN, tmp_path / RUN), 74)
+    assert not list((tmp_path / RUN).glob(".tmp*"))
+
+
+def test_some_files_only_the_logs_and_folders_of_addresses(place, run, tmp_path):
+    content = save(run, 1, random.Random(1))
+    mirrored(place, run, "step-00000001")
+    store, new = Store(place), tmp_path / "part"
+    there = restore(store, RUN, new, wanted=lambda name: not name.startswith("trainer/optimizer"))
+    assert set(content) - set(read(there)) == {"trainer/optimizer/part-0.safetensors"}
+    assert restore(store, RUN, tmp_path / "logs", only_logs=True) is None
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(fetch.LOGS)
+    cache = tmp_path / "cache"
+    folder = folder_of(f"{place}/{RUN}/step-00000001", cache)
+    assert folder.name == "step-00000001" and read(folder) == content
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    again = folder_of(f"{place}/{RUN}/step-00000001", cache)
+    assert again == folder and (folder / "config.json").stat().st_mtime_ns == stamp
+    whole = folder_of(f"{place}/{RUN}", cache)
+    assert whole.name == RUN and read(whole / "step-00000001") == content
+    logs = folder_of(f"{place}/{RUN}", tmp_path / "other", only_logs=True)
+    assert (logs / "metrics.jsonl").is_file() and not list(logs.glob("step-*"))
+    refused(lambda: folder_of(f"{place}/nothing", cache), 66)
+
+
+def test_a_dataset_is_a_folder_with_a_manifest(place, tmp_path):
+    store = Store(place)
+    store.put("data/mine/train/a.arrow", b"rows")
+    entries = {"train/a.arrow": {"bytes": 4, "sha256": __import__("hashlib").sha256(b"rows").hexdigest()}}  # fmt: skip
+    store.put("data/mine/manifest.json", files.encode({"written": entries}))
+    folder = folder_of(f"{place}/data/mine", tmp_path / "cache")
+    assert (folder / "train" / "a.arrow").read_bytes() == b"rows"
+    store.put("data/mine/train/a.arrow", b"rowz")
+    refused(lambda: folder_of(f"{place}/data/mine", tmp_path / "cache2"), 66)
+
+
+# ------------------------------------------------------------------------------- the lease
+
+
+class Clock:
+    """A monotonic clock, and a wall clock that jumps."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("fabric_llm.mirror.lease.time.monotonic", lambda: clock.now)
+    return clock
+
+
+def test_a_silent_owner_is_replaced_after_a_minute_and_a_living_one_is_not(place, clock):
+    first, second = Lease(Store(place), "a"), Lease(Store(place), "b")
+    first.acquire(clock.sleep)
+    began = clock.now
+
+    def beats(seconds):
+        clock.sleep(seconds)
+        if clock.now > began + 20:
+            first.beat()
+
+    sentence = refused(lambda: second.acquire(beats), 73)
+    assert "in use" in sentence and f"process {os.getpid()}" in sentence
+    began = clock.now
+    second.acquire(clock.sleep)
+    assert 60 <= clock.now - began < 65
+    with pytest.raises(Lost, match="taken over"):
+        first.beat()
+    assert Store(place).below(".leases") == [".leases/lease-000002.json"]
+    second.end()
+    began = clock.now
+    first = Lease(Store(place), "a")
+    first.acquire(clock.sleep)
+    assert clock.now == began and first.number == 3
+
+
+def test_the_same_run_goes_on_at_once_and_clocks_of_machines_do_not_matter(place, clock):
+    one = Lease(Store(place), "a")
+    one.acquire(clock.sleep)
+    # its times are of another century
+    said = json.loads(Store(place).content(".leases/lease-000001.json"))
+    Store(place).put(
+        ".leases/lease-000001.json", json.dumps({**said, "time": "2999-01-01"}).encode()
+    )
+    began = clock.now
+    Lease(Store(place), "a").acquire(clock.sleep)
+    assert clock.now == began
+    Lease(Store(place), "b").acquire(clock.sleep)
+    assert clock.now - began >= 60
+
+
+def test_only_one_of_many_takes_over(place):
+    owners, errors = [Lease(Store(place), str(k), seconds=0.3) for k in range(8)], []
+
+    def acquire(owner):
+        try:
+            owner.acquire()
+        except Fault as fault:
+            errors.append(fault.code)
+
+    threads = [threading.Thread(target=acquire, args=(owner,)) for owner in owners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    newest = max(owner.number for owner in owners)
+    numbers = [owner.number for owner in owners if owner.number]
+    holding = []
+    for owner in owners:
+        try:
+            owner.check()
+            holding.append(owner)
+        except Lost:
+            pass
+    assert [owner.number for owner in holding if owner.number == newest] and set(errors) <= {73}
+    assert len({*numbers}) == newest
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"ended": 1}', b"\xff"])
+def test_a_foreign_lease_is_waited_for(place, clock, content):
+    Store(place).put(".leases/lease-000004.json", content)
+    Store(place).put(".leases/notes.txt", b"x")
+    one, began = Lease(Store(place), "a"), clock.now
+    one.acquire(clock.sleep)
+    assert one.number == 5 and clock.now - began >= 60
+
+
+def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(place, run, tmp_path):
+    save(run, 1, random.Random(1))
+    other = tmp_path / "elsewhere" / RUN
+    other.mkdir(parents=True)
+    save(other, 2, random.Random(2))
+    with Mirror(place, run, lease_seconds=2) as first:
+        first.wait("ready")
+        with Mirror(place, other, lease_seconds=2) as second:
+            report = second.wait("refused")
+            assert report["code"] == 73 and "in use" in report["refused"]
+            assert second.exit() == 73
+        first.process.send_signal(19)  # SIGSTOP: silent, but not gone
+        with Mirror(place, other, lease_seconds=2) as second:
+            second.wait("ready")
+            first.process.send_signal(18)
+            first.say(upload="step-00000001")
+            assert "taken over" in first.wait("warning")["warning"]
+            second.say(upload="step-00000002")
+            second.wait("mirrored")
+            assert first.end(5) == ["step-00000001"] or first.all("given_up")
+            assert second.end() == []
+    assert checkpoints(Store(place), RUN) == ["step-00000002"]
+
+
+# ------------------------------------------------------------------------------- servers
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
+def test_parts_that_a_kill_left_are_removed(server, request, monkeypatch):
+    """seaweedfs checks signatures."""
+    url = request.getfixturevalue(server)
+    for name, value in keys(url).items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(url, "parts").make()
+    for name in (f"p/{RUN}/step-00000001/a ä+b~(c)", f"p/{RUN}/b", "p/OTHER/x"):
+        bucket.client.create_multipart_upload(Bucket="parts", Key=name)
+    assert leftovers.remove("s3://parts/p", RUN) == 2
+    assert bucket.parts() == ["p/OTHER/x"]
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    assert leftovers.remove("s3://parts/p", "OTHER") == 0
+
+
+@pytest.mark.longer
+def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    text = "[default]\naws_access_key_id = OLD\naws_secret_access_key = secret\n"
+    path.write_text(text)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    save(run, 1, random.Random(1))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with Mirror(on_moto[0], run) as mirror:
+            mirror.wait("ready")
+            expired = (400, DENIED.replace("AccessDenied", "ExpiredToken"))
+            proxy.answer = lambda *_: expired if "OLD" in proxy.authorization else None
+            mirror.say(upload="step-00000001")
+            warning = mirror.wait("warning")["warning"]
+            assert "ExpiredToken" in warning and "OLD" not in warning
+            path.write_text(text.replace("OLD", "NEW"))
+            mirror.wait("recovered")
+            mirror.wait("mirrored")
+            assert mirror.end() == []
+        assert checkpoints(Store(on_moto[0]), RUN) == ["step-00000001"]
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
+def test_a_run_on_a_server(server, request, run, tmp_path, monkeypatch):
+    url = request.getfixturevalue(server)
+    for name, value in keys(url).items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(url, "runs").make()
+    place = "s3://runs/deep/prefix"
+    content = save(run, 1, random.Random(1), large=20 * 2**20)
+    report = mirrored(place, run, "step-00000001")
+    assert report["requests"] < 60, report
+    prefix = f"deep/prefix/{RUN}/step-00000001/"
+    assert bucket.names(prefix) == {prefix + name for name in content}
+    assert all(bucket.content(prefix + name) == content[name] for name in content)
+    assert read(restore(Store(place), RUN, tmp_path / "new")) == content
+    assert bucket.parts() == []
+    # half an upload, as a kill leaves it
+    bucket.client.create_multipart_upload(Bucket="runs", Key=f"{prefix}large.safetensors")
+    save(run, 2, random.Random(1))
+    mirrored(place, run, "step-00000002")
+    assert bucket.parts() == []
+
+
+@pytest.mark.longer
+def test_a_server_that_replaces_objects_is_refused(rclone_url, run, monkeypatch):  # noqa: F811
+    for name, value in keys(rclone_url).items():
+        monkeypatch.setenv(name, value)
+    place = f"s3://{BUCKET}/x"
+    assert "If-None-Match" in refused(lambda: probe(Store(place)), 2)
+    with Mirror(place, run) as mirror:
+        assert mirror.wait("refused")["code"] == 2
+        assert mirror.exit() == 2
+    assert Bucket(rclone_url).names() == set()
+
+
+REGION = """<?xml version="1.0" encoding="UTF-8"?><Error><Code>AuthorizationHeaderMalformed</Code>
+<Message>The authorization header is malformed; the region 'us-east-1' is wrong; expecting
+'eu-west-3'</Message><Region>eu-west-3</Region></Error>"""
+DENIED = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+ANSWERS = {
+    "region": ((400, REGION), 2, "AWS_REGION to eu-west-3"),
+    "redirect": ((301, REGION.replace("AuthorizationHeaderMalformed", "PermanentRedirect")), 2, "region"),
+    "denied": ((403, DENIED), 2, "no right to"),
+    "key": ((403, DENIED.replace("AccessDenied", "InvalidAccessKeyId")), 2, "aren't accepted"),
+    "expired": ((400, DENIED.replace("AccessDenied", "ExpiredToken")), 2, "aren't accepted"),
+    "slow": ((503, DENIED.replace("AccessDenied", "SlowDown")), 74, "503"),
+}  # fmt: skip
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_a_server_refuses_is_one_sentence(on_moto, monkeypatch, name):
+    answer, code, says = ANSWERS[name]
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.answer = lambda *_: answer
+        sentence = refused(lambda: probe(Store(on_moto[0])), code)
+    assert says in sentence and "127.0.0.1" not in sentence and "secret" not in sentence
+
+
+@pytest.mark.longer
+def test_no_bucket_no_server_no_key(on_moto, monkeypatch):
+    assert "no such bucket" in refused(lambda: probe(Store("s3://nothing-here/x")), 2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert "can't be reached" in refused(lambda: probe(Store("s3://bucket/x")), 74)
+
+
+@pytest.mark.longer
+def test_rights_that_miss_one_of_four(on_moto, monkeypatch):
+    place, _ = on_moto
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        for kind in ("PUT", "GET", "POST"):  # which removes several
+            proxy.answer = lambda method, *_, kind=kind: (403, DENIED) if method == kind else None
+            assert "no right to" in refused(lambda: probe(Store(place)), 2), kind
+        proxy.answer = lambda method, path, _: (403, DENIED) if "list-type" in path else None
+        assert "no right to" in refused(lambda: probe(Store(place)), 2)
+
+
+@pytest.mark.longer
+def test_keys_of_a_profile(on_moto, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    path.write_text("[mine]\naws_access_key_id = key\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "config").write_text("[profile mine]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    probe(Store(on_moto[0]))
+    assert leftovers.remove(on_moto[0], RUN) == 0
+
+
+@pytest.mark.longer
+def test_a_throttled_server_gets_one_warning(on_moto, run, monkeypatch):
+    place, bucket = on_moto
+    content = save(run, 1, random.Random(1))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with Mirror(place, run) as mirror:
+            mirror.wait("ready")
+            refusing = (503, DENIED.replace("AccessDenied", "SlowDown"))
+            proxy.answer = lambda *_: refusing
+            mirror.say(upload="step-00000001")
+            warning = mirror.wait("warning")["warning"]
+            assert "503" in warning and "SlowDown" in warning and len(warning) < 200
+            began = len(proxy.requests)
+            wait_for(lambda: len(proxy.requests) > began + 6)  # it is tried again
+            proxy.answer = lambda method, path, count: refusing if count % 3 == 0 else None
+            mirror.wait("recovered")
+            mirror.wait("mirrored")
+            assert len(mirror.all("warning")) == len(mirror.all("recovered"))
+            proxy.answer = lambda *_: None
+            assert mirror.end() == []
+    prefix = place.removeprefix(f"s3://{BUCKET}/") + f"/{RUN}/step-00000001/"
+    assert bucket.names(prefix) == {prefix + name for name in content}
+
+
+@pytest.mark.longer
+def test_a_server_that_goes_away_and_comes_back(run, tmp_path, monkeypatch):
+    """Its memory is gone with it: moto holds nothing on a disk. So seaweedfs."""
+    from servers import seaweed
+
+    (tmp_path / "server").mkdir()
+    with running(seaweed(tmp_path / "server")) as server:
+        for name, value in keys(server.url).items():
+            monkeypatch.setenv(name, value)
+        bucket = Bucket(server.url).make()
+        content = save(run, 1, random.Random(1), large=30 * 2**20)
+        with Mirror(f"s3://{BUCKET}", run) as mirror:
+            mirror.wait("ready")
+            server.kill()
+            mirror.say(upload="step-00000001")
+            assert "can't be reached" in mirror.wait("warning")["warning"]
+            server.start()
+            mirror.wait("recovered", seconds=120)
+            mirror.wait("mirrored", seconds=120)
+            assert mirror.end() == []
+            assert len(mirror.all("warning")) == len(mirror.all("recovered"))
+        prefix = f"{RUN}/step-00000001/"
+        assert bucket.names(prefix) == {prefix + name for name in content}
+
+
+@pytest.mark.longer
+def test_the_end_comes_in_time_whatever_the_server_does(on_moto, run, monkeypatch):
+    place, _ = on_moto
+    save(run, 1, random.Random(1))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with Mirror(place, run) as mirror:
+            mirror.wait("ready")
+            proxy.gate.clear()  # it takes requests and answers none
+            mirror.say(upload="step-00000001")
+            mirror.say(end=1)
+            assert mirror.wait("ended", seconds=20)["behind"] == ["step-00000001"]
+            assert mirror.exit(20) == 0
+
+
+@pytest.mark.longer
+def test_a_hundred_thousand_other_objects(on_moto, run, tmp_path):
+    """Beside the run and in it: neither are they listed one by one, nor do they matter. moto takes
+    a while for as many, so 1,500 are there, and requests are counted."""
+    place, _ = on_moto
+    save(run, 1, random.Random(1))
+    mirrored(place, run, "step-00000001")
+    store = Store(place)
+    for count in range(1500):
+        store.put(f"{('others', f'{RUN}/others', RUN)[count % 3]}/{count}", b"")
+    store = Store(place)
+    assert checkpoints(store, RUN) == ["step-00000001"] and store.requests == 2
+
+
+@pytest.mark.longer
+def test_two_machines_share_a_checkpoint(on_moto, run, tmp_path):
+    place, bucket = on_moto
+    content = save(run, 1, random.Random(1))
+    other = tmp_path / "other" / RUN
+    moved = "trainer/optimizer/part-0.safetensors"
+    (other / "step-00000001" / moved).parent.mkdir(parents=True)
+    os.rename(run / "step-00000001" / moved, other / "step-00000001" / moved)
+    with Mirror(place, run) as mirror, Mirror(place, other, "--part") as part:
+        mirror.wait("ready")
+        part.wait("ready")
+        mirror.say(upload="step-00000001")
+        wait_for(lambda: len(Store(place).below(RUN)) == len(content) - 2)
+        assert mirror.all("mirrored") == []
+        part.say(upload="step-00000001")
+        assert part.wait("mirrored")["bytes"] == len(content[moved])
+        mirror.wait("mirrored")
+        assert part.end() == mirror.end() == []
+    assert read(restore(Store(place), RUN, tmp_path / "new")) == content
+
+
+@pytest.mark.longer
+def test_a_new_uploader_waits_for_the_old_one(place, run):
+    save(run, 1, random.Random(1))
+    with Mirror(place, run, failpoint="mirror.before_manifest:do=hang") as old:
+        old.wait("ready")
+        old.say(upload="step-00000001")
+        with Mirror(place, run) as new:
+            assert "still at work" in new.wait("warning")["warning"]
+            new.say(upload="step-00000001")
+            old.kill()
+            new.wait("ready")
+            new.wait("mirrored", "step-00000001")
+            assert new.end() == []
+
+
+@pytest.mark.longer
+def test_the_end_of_stdin_is_the_end_of_the_trainer(place, run):
+    save(run, 1, random.Random(1))
+    with Mirror(place, run, "--timeout", "60") as mirror:
+        mirror.wait("ready")
+        mirror.say(upload="step-00000001")
+        mirror.process.stdin.close()
+        mirror.process.send_signal(15)  # a signal to all of a job isn't its own
+        mirror.wait("mirrored")
+        assert mirror.wait("ended")["behind"] == [] and mirror.exit() == 0
+
+
+@pytest.mark.size
+def test_memory_is_bounded(on_moto, run, tmp_path):
+    """Half a GiB there and back, through a server of another process."""
+    place, _ = on_moto
+    size = 512 * 2**20
+    (run / "step-00000001").mkdir()
+    with (run / "step-00000001" / "model.safetensors").open("wb") as file:
+        block = random.Random(0).randbytes(2**20)
+        for count in range(512):
+            file.write(count.to_bytes(8, "big") + block[8:])
+    entries = files.describe(run / "step-00000001", ["model.safetensors"])
+    (run / "step-00000001" / files.MANIFEST).write_bytes(files.encode({"files": entries}))
+    with Mirror(place, run, program=MEASURED) as mirror:
+        mirror.wait("ready")
+        mirror.say(upload="step-00000001")
+        report = mirror.wait("mirrored", seconds=300)
+        mirror.say(end=10)
+        mirror.exit()
+        up = int(mirror.process.stderr.read().split()[-1])
+    program = "import sys; from pathlib import Path; "
+    program += "from fabric_llm.mirror.fetch import restore; "
+    program += "from fabric_llm.mirror.store import Store; "
+    program += "restore(Store(sys.argv[1]), 'RUN', Path(sys.argv[2])); "
+    program += PEAK
+    done = subprocess.run(
+        [sys.executable, "-c", program, place, str(tmp_path / "new")],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    down = int(done.stderr.split()[-1])
+    print(f"up {up} MiB, down {down} MiB, {report}")
+    assert (tmp_path / "new" / "step-00000001" / "model.safetensors").stat().st_size == size
+    assert up < 200 and down < 200
