@@ -12,6 +12,7 @@ SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if "__main__" in pa
 
 
 @pytest.mark.quick_cases(r"gpu|throughput")
+@pytest.mark.every_eighth(4)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_starts(script):
     done = subprocess.run(

@@ -84,7 +84,7 @@ def shared(data, folder):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=LONGER if path in ("packed", "compiled") else SLOW) for path in PATHS],
+    [pytest.param(path, marks=LONGER if path == "packed" else SLOW) for path in PATHS],
 )
 def test_the_run_goes_on_without_it_on_all_ranks(data, tmp_path, path):
     code, said = run(data, tmp_path, path)

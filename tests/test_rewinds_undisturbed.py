@@ -170,6 +170,7 @@ def test_a_run_that_goes_back_is_the_same_however_interrupted(base, tmp_path, se
 
 
 @pytest.mark.longer
+@pytest.mark.every_eighth(5)
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_a_run_that_goes_back_on_two_ranks_as_well(base, tmp_path, seed):  # noqa: F811
     prove(base, tmp_path, seed, ranks=2)

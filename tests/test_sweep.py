@@ -22,6 +22,7 @@ def swept(toys, *words):
 
 
 @pytest.mark.longer
+@pytest.mark.every_eighth(6)
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_row_is_the_plan_of_its_devices(toys, strategy):
     flags = (
