@@ -20,7 +20,7 @@ def test_a_benchmark_starts(script):
     assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 def test_gpu_on_a_cpu(tmp_path):
     words = "--smoke --accelerator cpu --rounds 2 --threads 1".split()
     command = [sys.executable, FOLDER / "gpu.py", *words, "--markdown", tmp_path / "gpu.md"]

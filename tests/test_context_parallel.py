@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_one_process(
     assert verify.main([str(tmp_path / "packed")]) == 0, "each row was read once"
 
 
-@pytest.mark.every_eighth(5)
+@pytest.mark.every_eighth(6)
 @pytest.mark.longer
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"

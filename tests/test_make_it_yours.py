@@ -128,6 +128,7 @@ def code(tmp_path):
 
 
 @pytest.mark.longer
+@pytest.mark.every_eighth(5)
 @pytest.mark.parametrize(
     ("model", "file", "ranks"),
     [("llama", "train.bin", 1), ("llama", "stream.txt", 2), ("capped_llama", "train.bin", 2)]
@@ -175,6 +176,7 @@ def test_the_page_trains_is_killed_resumes_verifies_and_exports(
 
 
 @pytest.mark.longer
+@pytest.mark.every_eighth(5)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("precision", "steps"), [("32-true", 4), ("bf16-true", 1)])
 def test_what_repeats_ours_gives_our_numbers(toys, tmp_path, ranks, precision, steps):

@@ -32,8 +32,10 @@ WRONG_REGION = (
     *("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraint"),
     *("incorrectly configured region", "AuthorizationQueryParametersError"),
 )
-NO_KEY = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "NoCredentials")
-NO_KEY += ("Missing AccessKeyId", "Missing SecretAccessKey")
+NO_KEY = (
+    *("169.254.169.254", "169.254.170.2", "metadata.google.internal", "NoCredentials"),
+    *("Missing AccessKeyId", "Missing SecretAccessKey"),
+)
 NO_RIGHT = ("AccessDenied", "AllAccessDisabled", "403 Forbidden", "Permission denied")
 
 

@@ -57,9 +57,9 @@ def check_training(flags: Flags) -> None:
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     if flags.save.mirror is not None:
         address.require(flags.save.mirror, "--mirror")
-    folders = {name: needed[name] for name in needed if address.is_address(needed[name])}
-    for name, folder in folders.items():
-        raise ValueError(f"--{name} {folder} is read from a disk: copy it there first.")
+    for name, given in needed.items():
+        if address.is_address(given):
+            raise ValueError(f"--{name} {given} is read from a disk: copy it there first.")
     # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     # --compile auto switches compiling off instead.
