@@ -37,7 +37,7 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
     # A disk that was mirrored last knows of rewinds of which the mirror may not have heard.
     is_older = not mirror.is_own and max(mirror.names, default="") > (here or [directory])[-1].name
     if mirror.names and (not here or is_older):
-        found = fetch.restore(store, directory.name, directory, say=say)
+        found = fetch.restore(store, directory.name, directory, say=say, replaces_logs=is_older)
         if found is None:
             sentence = f"No checkpoint at {address}/{directory.name} is whole, see above."
             raise Fault(sentence, NO_CHECKPOINT)
