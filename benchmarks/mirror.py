@@ -75,7 +75,9 @@ def main() -> int:
             chaos.run(60 * options.minutes)
     counts = chaos.counts
     killed = [[victim, counts[victim], counts["restored", victim]] for victim in VICTIMS]
-    codes = [f"{counts[key]} x {key[1]}" for key in counts if key[0] == "code"]
+    codes = [
+        f"{counts[key]} x {key[1]}" for key in counts if isinstance(key, tuple) and key[0] == "code"
+    ]
     ends = ["runs", "starts", "different", "strays", "unexpected"]
     body = [
         page.table(["killed", "times", "then fetched from the mirror"], killed),
@@ -186,10 +188,10 @@ class Chaos:
         """Start, disturb and start again one run until it is done, and check what is left."""
         from test_mirrored_runs import assert_same_end
 
-        run, before, done = self.folder / "out" / name, "", False
+        run, before, done = self.folder / "out" / name, "nobody", False
         while not done:
             done, before = self.attempt(run, ranks, self.victim(), before)
-            page.progress(f"{name} on {ranks}, {before or 'nobody'}: {dict(self.counts)}")
+            page.progress(f"{name} on {ranks}, {before}: {dict(self.counts)}")
         self.counts["runs"] += 1
         try:
             assert_same_end(run, self.folder / "out" / f"whole-{ranks}")
@@ -206,8 +208,8 @@ class Chaos:
         return self.generator.choices(VICTIMS, [2, 1, 3, 2])[0]
 
     def attempt(self, run: Path, ranks: int, victim: str, before: str) -> tuple[bool, str]:
-        """One start, in which `victim` dies. Returns whether the run is done, and who died: "" if
-        it was over before that.
+        """One start, in which `victim` dies. Returns whether the run is done, and who died:
+        "nobody" if it was over before that.
 
         before: who died in the last start.
         """
@@ -219,7 +221,7 @@ class Chaos:
         if gone:
             self.stop_server()
         job = Job(ranks, *flags(self.folder, run.name, ranks, *mirrored(run.name)))
-        moment = self.generator.uniform(0.0, 1.1 * self.longest[ranks])
+        moment = self.generator.uniform(0.0, 0.9 * self.longest[ranks])
         # A lost disk is fetched, and a dead owner's lease waited for, before it trains again.
         if not gone:
             time.sleep(moment + (LEASE_SECONDS if before == "machine and disk" else 0))
@@ -232,13 +234,13 @@ class Chaos:
             return False, victim
         said = "\n".join(job.output)
         if victim in ("process", "machine and disk") and -9 not in codes or not victims:
-            victim = ""
+            victim = "nobody"
         self.counts[victim] += 1
         if "Fetched step-" in said:
             self.counts["restored", before] += 1
         self.counts.update(("code", code) for code in codes if code != -9)
         # 71: the other rank was killed. Without its server a start ends with 74; an end may be 80.
-        allowed = {0, -9, 71} if victim else {0}
+        allowed = {0} if victim == "nobody" else {0, -9, 71}
         allowed |= {"server": {74, 80}, "uploader": {80}}.get(victim, set())
         if not allowed.issuperset(codes):
             page.progress(f"UNEXPECTED: {run.name} {codes} {victim}\n{said}")

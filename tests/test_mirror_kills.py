@@ -33,7 +33,7 @@ OF_UPLOADS = [name for name in POINTS if name not in ("mirror.fetching", "mirror
 LARGE = 3 * PART_BYTES  # so that its parts are several
 
 
-@pytest.fixture(params=["moto_url", "seaweed_url"])
+@pytest.fixture(params=["moto_url", pytest.param("seaweed_url", marks=pytest.mark.slow)])
 def place(request, monkeypatch):
     """(address, bucket) of a server, at a prefix of this test's own."""
     url = request.getfixturevalue(request.param)

@@ -45,6 +45,7 @@ from fabric_llm.base.faults import (
     NO_CHECKPOINT,
     NOT_MIRRORED,
     SAVE_FAILED,
+    STOPPED,
     UNWRITABLE,
 )
 
@@ -117,7 +118,10 @@ def uploader(rank_0):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == rank_0 and b"fabric_llm.mirror.process" in (folder / "cmdline").read_bytes():
+            if (
+                parent == rank_0
+                and b"fabric_llm.mirror.process" in (folder / "cmdline").read_bytes()
+            ):
                 return int(folder.name)
     raise AssertionError("no process of --mirror")
 
@@ -378,8 +382,9 @@ def test_killed_while_it_fetches_it_fetches_again(toys, tmp_path, point):
 
 def train(*words, without=("torch",), seconds=120):
     """(code, what it said) of `train.py`, whose import of any of these packages is an error."""
-    with_site = os.environ["PYTHONPATH"].split(os.pathsep)[0]
-    path = refuse_imports(Path(with_site), without) if without else os.environ["PYTHONPATH"]
+    path = refuse_imports(Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]), without)
+    with (Path(path.split(os.pathsep)[0]) / "sitecustomize.py").open("a") as site:
+        site.write(QUICK_LEASES)
     done = subprocess.run(
         [sys.executable, "train.py", *map(str, words)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, timeout=seconds,
@@ -392,7 +397,8 @@ def refused(code, *words):
     """The one sentence with which it ends, before torch is imported."""
     found, said = train(*words)
     assert found == code, said
-    lines = said.strip().splitlines()
+    # For whom it waits is said before.
+    lines = [line for line in said.strip().splitlines() if not line.startswith("--mirror: ")]
     assert len(lines) == 1 and lines[0].startswith("train.py: "), said
     return lines[0]
 
@@ -567,12 +573,13 @@ def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seawe
 
 
 @pytest.mark.longer
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_for_a_server(toys, tmp_path, seaweed_server, number):
     """The checkpoint is here, and whoever stops the run has to leave the machine."""
     server, _ = seaweed_server
     words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs")
-    job = Job(1, *words, "--mirror_timeout", 100, failpoint="between_steps:count=5:do=stop")
+    job = Job(1, *words, "--mirror_timeout", 40, failpoint="between_steps:count=5:do=stop")
     frozen(job)
     server.kill()
     go_on(job)
@@ -580,9 +587,9 @@ def test_a_signal_ends_the_wait_for_a_server(toys, tmp_path, seaweed_server, num
     time.sleep(2)
     began = time.monotonic()
     os.kill(job.pids[0], number)
-    ended(job, NOT_MIRRORED)
+    assert job.wait(60)[0] in (STOPPED, NOT_MIRRORED), job.output
     assert time.monotonic() - began < 15
-    assert status(tmp_path / "out" / RUN)["code"] == NOT_MIRRORED
+    assert status(tmp_path / "out" / RUN)["retryable"] is True
 
 
 class Watcher:

@@ -5,15 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, Optional
 
 from fabric_llm.base.faults import SAVE_FAILED, Fault
 from fabric_llm.base.files import step_of
 
+SECONDS_TO_START_AGAIN = 30.0
+SECONDS_TO_END = 10.0  # for removals and logs
 Report = dict[str, Any]  # a line of the process, see upload.py
 
 
@@ -32,7 +35,11 @@ class Mirror:
         self.documents: dict[str, Any] = {}  # progress.json of those that may not be here, by name
         self.leaving: set[str] = set()  # those that were asked to be removed
         self.waiting: list[str] = []  # handed over, and neither there nor given up
+        self.is_own = True  # whether this run directory was the last to be mirrored there
+        self.deadline: Optional[float] = None  # of time.monotonic(), once the run is over
         self.queue: SimpleQueue[Report] = SimpleQueue()
+        self.unsent: list[dict[str, Any]] = []  # commands
+        self.lock, self.is_lost = Lock(), False
         self._start()
 
     def _start(self) -> None:
@@ -63,7 +70,9 @@ class Mirror:
             sentence = first.get("refused", "the process of --mirror ended before it had begun.")
             raise Fault(sentence, first.get("code", SAVE_FAILED))
         self.names.update(first["checkpoints"])
-        Thread(target=self._listen, args=[self.process.stdout], daemon=True).start()
+        self.is_own = first["own"]
+        self.listener = Thread(target=self._listen, args=[self.process.stdout], daemon=True)
+        self.listener.start()
 
     def _listen(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -94,20 +103,38 @@ class Mirror:
             self._say({"remove": later, "newest": True})
 
     def _say(self, command: dict[str, Any]) -> None:
-        try:
-            self._write(command)
-        except BrokenPipeError:
-            # Whatever has ended the process, such as the kernel for want of memory: another one
-            # finds what is there, and gets what waits once more.
-            self.queue.put({"warning": "the process of --mirror was lost, and is started again."})
-            self._start()
-            for name in self.waiting:
-                self._write({"upload": name})
+        with self.lock:
+            self.unsent.append(command)
+            if not self.is_lost:
+                self._send()
 
-    def _write(self, command: dict[str, Any]) -> None:
+    def _send(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        try:
+            while self.unsent:
+                self.process.stdin.write(json.dumps(self.unsent[0]) + "\n")
+                self.process.stdin.flush()
+                self.unsent.pop(0)
+        except BrokenPipeError:
+            # Whatever has ended the process, such as the kernel for want of memory.
+            self.is_lost = True
+            self.queue.put({"warning": "the process of --mirror was lost, and is started again."})
+            Thread(target=self._start_again, daemon=True).start()
+
+    def _start_again(self) -> None:
+        """No step waits for it. The new process finds what is there, and gets what waits once
+        more."""
+        while True:
+            try:
+                self._start()
+                break
+            except Fault:  # such as a server that is away as well
+                time.sleep(SECONDS_TO_START_AGAIN)
+        with self.lock:
+            asked = [command.get("upload") for command in self.unsent]
+            lost = [{"upload": name} for name in self.waiting if name not in asked]
+            self.unsent, self.is_lost = [*lost, *self.unsent], False
+            self._send()
 
     def reports(self) -> list[Report]:
         """What the process has reported since this was last called."""
@@ -132,17 +159,24 @@ class Mirror:
         """Whether a local checkpoint has a copy, or will get none."""
         return name in self.names or name not in self.waiting
 
-    def close(self, seconds: float) -> list[str]:
-        """Wait so long for what is being copied, then end the process. Returns the checkpoints that
-        aren't there."""
-        behind: list[str] = list(self.waiting)
+    def seconds_left(self) -> float:
+        """Until `seconds` have passed since this was first called."""
+        if self.deadline is None:
+            self.deadline = time.monotonic() + self.seconds
+        return max(0.0, self.deadline - time.monotonic())
+
+    def close(self) -> list[str]:
+        """Let the process finish what it was told, for as long as there is time, and end. Returns
+        the checkpoints that aren't there."""
+        seconds = self.seconds_left() + SECONDS_TO_END
+        self._say({"end": seconds})
         try:
-            self._say({"end": seconds})
-            self.process.wait(seconds + 30)
-        except (OSError, Fault, subprocess.TimeoutExpired):
+            self.process.wait(seconds + SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
             self.process.kill()
+        # The last reports may still be on their way.
+        self.listener.join(SECONDS_TO_END)
         reports = self.reports()
         for report in reports:
-            behind = report.get("behind", behind)
             self.queue.put(report)  # for whoever tells what was reported
-        return behind
+        return list(self.waiting)

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Optional, TypeVar
@@ -72,12 +73,14 @@ def restore(
     wanted: Optional[Callable[[str], bool]] = None,
     say: Callable[[str], Any] = print,
     only_logs: bool = False,
+    replaces_logs: bool = False,
 ) -> Optional[Path]:
     """Fetch the newest whole checkpoint of `run` into the run directory `directory`, and the logs
     that it doesn't have. Returns the checkpoint there, None without one.
 
     wanted(name): whether this machine needs a file of the checkpoint. only_logs: no checkpoint;
-    returns None. One that is damaged is named with `say`, and the one before it is taken. Raises
+    returns None. replaces_logs: also those that are there, which are older. A checkpoint that is
+    damaged is named with `say`, and the one before it is taken. Raises
     Fault: without room (74) or an answer (74, 2), or for what is refused for security (77).
     """
     if only_logs:
@@ -90,7 +93,8 @@ def restore(
             return target
         try:
             place = f"{run}/{name}"
-            _folder(store, place, target, MANIFEST, wanted, lambda: _logs(store, run, directory))
+            logs = partial(_logs, store, run, directory, replaces_logs)
+            _folder(store, place, target, MANIFEST, wanted, logs)
             return target
         except Fault as fault:
             # Somebody may have tampered with it, so no other one is taken silently.
@@ -265,11 +269,11 @@ class _Disk(Exception):
     """Its cause is an error of the local disk."""
 
 
-def _logs(store: Store, run: str, directory: Path) -> None:
-    """Fetch the logs of a run that aren't in `directory`."""
+def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> None:
+    """Fetch the logs of a run that aren't in `directory`, or all of them."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in LOGS:
-        if (directory / name).exists():
+        if (directory / name).exists() and not replaces:
             continue
         place = f"{run}/{name}"
         size = _patiently(store, lambda: store.size(place))

@@ -37,6 +37,7 @@ class Lease:
         """owner: an id of the run directory. seconds: see LEASE_SECONDS."""
         self.store, self.owner, self.seconds = store, owner, seconds
         self.number, self.beats, self.ended = 0, 0, False
+        self.was_own = True  # whether nobody else had it before
 
     def acquire(
         self, sleep: Callable[[float], Any] = time.sleep, say: Callable[[str], Any] = print
@@ -47,6 +48,7 @@ class Lease:
         """
         while True:
             number, content = self._newest()
+            self.was_own = number == 0 or _decoded(content).get("owner") == self.owner
             if number and not self._is_free(content):
                 say(
                     f"The mirror {self.store.address} was used by {_who(content)}: it is watched "

@@ -11,8 +11,9 @@ Commands come as lines of JSON on stdin:
 
 Reports go as lines of JSON to stdout; the trainer alone writes logs:
 
-    {"ready": true, "checkpoints": [names]}  or  {"refused": sentence, "code": 73}, which also says
-                                             why it ends early
+    {"ready": true, "checkpoints": [names], "own": true}  own: whether this run directory was the last
+                                                          that was mirrored there
+    {"refused": sentence, "code": 73}        also where it ends early
     {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
     {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}
     {"ended": true, "behind": [names]}       what was to be uploaded, and isn't there
@@ -216,7 +217,8 @@ class Uploader:
         names: list[str] = []
         if not self.part:
             names = self._again(self._sweep)
-        self.report({"ready": True, "checkpoints": names})
+        own = self.lease is None or self.lease.was_own
+        self.report({"ready": True, "checkpoints": names, "own": own})
 
     def _sweep(self) -> list[str]:
         """Remove what a kill has left of this run. Returns the checkpoints that are whole."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.plan import run_directory
 
 if TYPE_CHECKING:
@@ -32,9 +33,14 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
             f"{address}/{directory.name} holds checkpoints up to {max(mirror.names)}: go on with "
             "--resume true, or take another --run_name."
         )
-    # The disk knows of rewinds of which the mirror may not have heard.
-    if mirror.names and not files.step_directories(directory):
-        found = fetch.restore(store, directory.name, directory, say=say)
+    here = files.step_directories(directory)
+    # A disk that was mirrored last knows of rewinds of which the mirror may not have heard.
+    is_older = not mirror.is_own and max(mirror.names, default="") > (here or [directory])[-1].name
+    if mirror.names and (not here or is_older):
+        found = fetch.restore(store, directory.name, directory, say=say, replaces_logs=is_older)
+        if found is None:
+            sentence = f"No checkpoint at {address}/{directory.name} is whole, see above."
+            raise Fault(sentence, NO_CHECKPOINT)
         say(f"Fetched {found.name} from {address}/{directory.name}.")
     run_directory.require_any(flags, directory)
     # What a run that was killed has left here without a copy.
@@ -89,15 +95,9 @@ def tell(
     line(text)
 
 
-def close(mirror: "Mirror", seconds: float, step: int) -> Optional[str]:
-    """Wait until the last checkpoint is there, or `seconds` have passed: then why it isn't."""
-    if mirror.waiting:
-        print(
-            f"Waiting until {mirror.waiting[-1]} is at {mirror.address} (--mirror_timeout "
-            f"{seconds:g}).",
-            flush=True,
-        )
-    behind = mirror.close(seconds)
+def close(mirror: "Mirror", step: int) -> Optional[str]:
+    """End the mirror of a run that is over: why its last checkpoint isn't there, None if it is."""
+    behind = mirror.close()
     for report in mirror.reports():
         tell(report, mirror.directory, step, say)
     if not behind:
@@ -106,5 +106,5 @@ def close(mirror: "Mirror", seconds: float, step: int) -> Optional[str]:
         f"{behind[-1]} isn't at {mirror.address} yet: it is in {str(mirror.directory)!r}, and the "
         "same command with --resume auto copies it."
     )
-    print(f"Warning: --mirror: {missing}", flush=True)
+    say(f"Warning: --mirror: {missing}")
     return missing

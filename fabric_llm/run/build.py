@@ -65,6 +65,7 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     run.mirror = this.mirror
     # Registered first, so it is called last: the loss and the checkpoint are final then.
     run.closing.callback(say_what_comes_next, run)
+    run.closing.callback(save.wait_for_mirror, run)
     build_model(run, loaded)
     del loaded  # it may hold the weights of the whole model
     run.guard = Guard(**vars(flags.guard))

@@ -3,6 +3,9 @@ ranks have written."""
 
 import math
 import shutil
+import signal
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -17,6 +20,7 @@ from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import mirrored, run_directory, same_run
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
+from fabric_llm.processes.stop import SIGNALS
 from fabric_llm.run.run import Run
 
 
@@ -233,6 +237,29 @@ def hear_mirror(run: Run) -> None:
         return
     for report in run.mirror.reports():
         mirrored.tell(report, run.plan.run_directory, run.progress.step, run.log.line)
+
+
+def wait_for_mirror(run: Run) -> None:
+    """After the last step, wait until the last checkpoint is at --mirror, for --mirror_timeout, and
+    leave what --keep_last leaves. A signal ends the wait. Called on all ranks."""
+    mirror = run.mirror
+    if mirror is None:
+        return
+    if mirror.waiting:
+        seconds = mirror.seconds_left()
+        print(f"Waiting until {mirror.waiting[-1]} is at {mirror.address}: {seconds:.0f} s.")
+        sys.stdout.flush()
+    asked: list[Any] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda *given: asked.append(given))
+    while mirror.waiting and mirror.seconds_left() and not asked:
+        hear_mirror(run)
+        time.sleep(0.1)
+    hear_mirror(run)
+    if asked:
+        mirror.deadline = 0.0
+    if run.flags.save.keep_last is not None:
+        prune(run)
 
 
 def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:

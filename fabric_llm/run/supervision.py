@@ -94,7 +94,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         this.children.end(SECONDS_FOR_CHILDREN)
     # After any other end the mirror's process goes on by itself, for as long as the flag says.
     if this.mirror is not None and code in (faults.DONE, faults.STOPPED):
-        code = _close_mirror(this, flags, code)
+        code = _close_mirror(this, code)
     this.watch.close()  # as in tests, the process may go on
     if this.directory is not None:
         run_directory.unlock(this.directory)
@@ -102,11 +102,11 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         raise SystemExit(launch.for_launcher(code)) from None
 
 
-def _close_mirror(this: ThisRank, flags: Flags, code: int) -> int:
+def _close_mirror(this: ThisRank, code: int) -> int:
     """The exit code of rank 0 of a run that is over, or was stopped: then it stays that of a stop,
     or a launcher would start the run again."""
     step = this.watch.step
-    missing = mirrored.close(this.mirror, flags.save.mirror_timeout, step)
+    missing = mirrored.close(this.mirror, step)
     if missing is None or code == faults.STOPPED:
         return code
     run_directory.write_status(this.directory, faults.NOT_MIRRORED, missing, step, True)
