@@ -364,6 +364,8 @@ NOT_DRAWN = {
     "run_name": "each run has a folder of its own",
     "resume": "given after an interruption",
     "checkpoint": "a run goes on from its newest checkpoint",
+    "mirror": "tests/test_mirrored_runs.py compares its runs with runs without it, bit for bit",
+    "mirror_timeout": "no effect without mirror",
     "reduce_dtype": "no effect in 32-true, in which all rows train",
 }
 
