@@ -33,6 +33,9 @@ from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import Store, probe
 
+# In CI the longer suite has the servers.
+pytestmark = pytest.mark.longer
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -458,7 +461,6 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(place, run, tmp_
 # ------------------------------------------------------------------------------- servers
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
 def test_parts_that_a_kill_left_are_removed(server, request, monkeypatch):
     """seaweedfs checks signatures."""
@@ -475,7 +477,6 @@ def test_parts_that_a_kill_left_are_removed(server, request, monkeypatch):
     assert leftovers.remove("s3://parts/p", "OTHER") == 0
 
 
-@pytest.mark.longer
 def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -500,7 +501,6 @@ def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_p
         assert checkpoints(Store(on_moto[0]), RUN) == ["step-00000001"]
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
 def test_a_run_on_a_server(server, request, run, tmp_path, monkeypatch):
     url = request.getfixturevalue(server)
@@ -523,7 +523,6 @@ def test_a_run_on_a_server(server, request, run, tmp_path, monkeypatch):
     assert bucket.parts() == []
 
 
-@pytest.mark.longer
 def test_a_server_that_replaces_objects_is_refused(rclone_url, run, monkeypatch):  # noqa: F811
     for name, value in keys(rclone_url).items():
         monkeypatch.setenv(name, value)
@@ -549,7 +548,6 @@ ANSWERS = {
 }  # fmt: skip
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_a_server_refuses_is_one_sentence(on_moto, monkeypatch, name):
     answer, code, says = ANSWERS[name]
@@ -560,14 +558,12 @@ def test_what_a_server_refuses_is_one_sentence(on_moto, monkeypatch, name):
     assert says in sentence and "127.0.0.1" not in sentence and "secret" not in sentence
 
 
-@pytest.mark.longer
 def test_no_bucket_no_server_no_key(on_moto, monkeypatch):
     assert "no such bucket" in refused(lambda: probe(Store("s3://nothing-here/x")), 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "can't be reached" in refused(lambda: probe(Store("s3://bucket/x")), 74)
 
 
-@pytest.mark.longer
 def test_rights_that_miss_one_of_four(on_moto, monkeypatch):
     place, _ = on_moto
     with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
@@ -579,7 +575,6 @@ def test_rights_that_miss_one_of_four(on_moto, monkeypatch):
         assert "no right to" in refused(lambda: probe(Store(place)), 2)
 
 
-@pytest.mark.longer
 def test_keys_of_a_profile(on_moto, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.delenv(name)
@@ -593,7 +588,6 @@ def test_keys_of_a_profile(on_moto, monkeypatch, tmp_path):
     assert leftovers.remove(on_moto[0], RUN) == 0
 
 
-@pytest.mark.longer
 def test_a_throttled_server_gets_one_warning(on_moto, run, monkeypatch):
     place, bucket = on_moto
     content = save(run, 1, random.Random(1))
@@ -618,7 +612,6 @@ def test_a_throttled_server_gets_one_warning(on_moto, run, monkeypatch):
     assert bucket.names(prefix) == {prefix + name for name in content}
 
 
-@pytest.mark.longer
 def test_a_server_that_goes_away_and_comes_back(run, tmp_path, monkeypatch):
     """Its memory is gone with it: moto holds nothing on a disk. So seaweedfs."""
     from servers import seaweed
@@ -643,7 +636,6 @@ def test_a_server_that_goes_away_and_comes_back(run, tmp_path, monkeypatch):
         assert bucket.names(prefix) == {prefix + name for name in content}
 
 
-@pytest.mark.longer
 def test_the_end_comes_in_time_whatever_the_server_does(on_moto, run, monkeypatch):
     place, _ = on_moto
     save(run, 1, random.Random(1))
@@ -658,7 +650,6 @@ def test_the_end_comes_in_time_whatever_the_server_does(on_moto, run, monkeypatc
             assert mirror.exit(20) == 0
 
 
-@pytest.mark.longer
 def test_a_hundred_thousand_other_objects(on_moto, run, tmp_path):
     """Beside the run and in it: neither are they listed one by one, nor do they matter. moto takes
     a while for as many, so 1,500 are there, and requests are counted."""
@@ -672,7 +663,6 @@ def test_a_hundred_thousand_other_objects(on_moto, run, tmp_path):
     assert checkpoints(store, RUN) == ["step-00000001"] and store.requests == 2
 
 
-@pytest.mark.longer
 def test_two_machines_share_a_checkpoint(on_moto, run, tmp_path):
     place, bucket = on_moto
     content = save(run, 1, random.Random(1))
@@ -693,7 +683,6 @@ def test_two_machines_share_a_checkpoint(on_moto, run, tmp_path):
     assert read(restore(Store(place), RUN, tmp_path / "new")) == content
 
 
-@pytest.mark.longer
 def test_a_new_uploader_waits_for_the_old_one(place, run):
     save(run, 1, random.Random(1))
     with Mirror(place, run, failpoint="mirror.before_manifest:do=hang") as old:
@@ -708,7 +697,6 @@ def test_a_new_uploader_waits_for_the_old_one(place, run):
             assert new.end() == []
 
 
-@pytest.mark.longer
 def test_the_end_of_stdin_is_the_end_of_the_trainer(place, run):
     save(run, 1, random.Random(1))
     with Mirror(place, run, "--timeout", "60") as mirror:

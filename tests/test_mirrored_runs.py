@@ -49,6 +49,8 @@ from fabric_llm.base.faults import (
     UNWRITABLE,
 )
 
+# In CI the longer suite has the servers.
+pytestmark = pytest.mark.longer
 ROOT = Path(__file__).parent.parent
 STEPS, INTERVAL, RUN = 10, 3, "run"
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
@@ -204,7 +206,6 @@ def lost(toys, tmp_path, ranks, *words, **options):
     return flags(toys, tmp_path / "new", *more, **options)
 
 
-@pytest.mark.longer
 def test_a_run_outlives_its_machine_and_its_disk(toys, tmp_path, place):
     """Law 2, with the disk gone in between."""
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -217,7 +218,6 @@ def test_a_run_outlives_its_machine_and_its_disk(toys, tmp_path, place):
     assert [event["step"] for event in events(tmp_path / "new" / RUN, "saved")] == [3, 6, 9, 10]
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize(
     ("strategy", "kind", "model", "asynchronous"),
     [
@@ -237,7 +237,6 @@ def test_on_two_ranks_too(toys, tmp_path, strategy, kind, model, asynchronous):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "new" / RUN, [INTERVAL])
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_it_goes_on_with_another_number_of_ranks(toys, tmp_path, before, after):
     """Law 3, with the disk gone in between."""
@@ -264,7 +263,6 @@ def test_it_goes_on_with_another_number_of_ranks(toys, tmp_path, before, after):
     same_files(tmp_path / "mirror" / RUN, run, [INTERVAL])
 
 
-@pytest.mark.longer
 def test_a_run_that_lost_its_process_alone_goes_on_where_its_disk_is(toys, tmp_path, place):
     """The disk has a newer checkpoint than the mirror. The uploader is killed, too."""
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -283,7 +281,6 @@ def test_a_run_that_lost_its_process_alone_goes_on_where_its_disk_is(toys, tmp_p
     same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
-@pytest.mark.longer
 def test_killed_alone_its_uploader_finishes_what_waits(toys, tmp_path, place):
     """The process beside it uploads what was published, then lets the next run begin at once."""
     again = flags(toys, tmp_path / "out", "--mirror", place, "--resume", "auto")
@@ -297,7 +294,6 @@ def test_killed_alone_its_uploader_finishes_what_waits(toys, tmp_path, place):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
-@pytest.mark.longer
 def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place):
     """As by the kernel for want of memory: said once, and the run isn't disturbed."""
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -312,7 +308,6 @@ def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path, damage):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -333,7 +328,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_pat
     same_files(tmp_path / "mirror" / RUN, tmp_path / "new" / RUN)
 
 
-@pytest.mark.longer
 def test_where_all_are_damaged_it_is_said(toys, tmp_path):
     """Nothing of it is taken for a new run's place."""
     again = lost(toys, tmp_path, 1)
@@ -346,7 +340,6 @@ def test_where_all_are_damaged_it_is_said(toys, tmp_path):
     assert manifest(tmp_path / "mirror", INTERVAL).is_file()
 
 
-@pytest.mark.longer
 def test_a_disk_of_before_does_not_undo_what_the_mirror_has(toys, tmp_path):
     """The run was on this machine, was lost on another one, and comes back."""
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -364,7 +357,6 @@ def test_a_disk_of_before_does_not_undo_what_the_mirror_has(toys, tmp_path):
     assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("point", ["mirror.fetching", "mirror.fetched"])
 def test_killed_while_it_fetches_it_fetches_again(toys, tmp_path, point):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -420,13 +412,11 @@ def test_a_bad_address_is_refused(toys, tmp_path, address, says):
     assert not (tmp_path / "out" / RUN / "arguments.yaml").exists()
 
 
-@pytest.mark.longer
 def test_an_unknown_bucket_is_refused(toys, tmp_path, moto_bucket):
     said = refused(BAD_INPUT, *flags(toys, tmp_path, "--mirror", "s3://nowhere/prefix"))
     assert "s3://nowhere/prefix" in said and "there is no such bucket" in said
 
 
-@pytest.mark.longer
 def test_a_server_that_cannot_be_reached_is_said_at_the_start(toys, tmp_path, monkeypatch):
     for name, value in keys(f"http://127.0.0.1:{free_port()}").items():
         monkeypatch.setenv(name, value)
@@ -445,7 +435,6 @@ def test_a_new_run_takes_no_name_that_the_mirror_has(toys, tmp_path, place):
     assert sorted(files.files_in(tmp_path / "mirror" / RUN)) == before
 
 
-@pytest.mark.longer
 def test_resume_true_needs_a_checkpoint_here_or_there(toys, tmp_path, place):
     words = flags(toys, tmp_path / "empty", "--mirror", place, "--resume", "true")
     assert "no complete checkpoint" in refused(NO_CHECKPOINT, *words)
@@ -453,7 +442,6 @@ def test_resume_true_needs_a_checkpoint_here_or_there(toys, tmp_path, place):
     assert "Fetched" in ended(Job(1, *again, "--resume", "true"))
 
 
-@pytest.mark.longer
 def test_a_refused_run_leaves_the_mirror_to_the_next(toys, tmp_path, place):
     """Nothing of it holds the lease: the next one begins at once."""
     words = flags(toys, tmp_path / "out", "--mirror", place)
@@ -464,7 +452,6 @@ def test_a_refused_run_leaves_the_mirror_to_the_next(toys, tmp_path, place):
     ended(Job(1, *words))
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("name", [RUN, "another"])
 def test_two_runs_on_one_prefix(toys, tmp_path, place, name):
     words = flags(toys, tmp_path / "one", "--mirror", place)
@@ -507,7 +494,6 @@ def read_when_back(bucket):
     return wait_for(read, 60)
 
 
-@pytest.mark.longer
 def test_a_server_that_goes_does_not_stop_the_run(toys, tmp_path, seaweed_server):
     """One warning; code 80 within --mirror_timeout; with the server back the same command copies
     what is missing."""
@@ -541,7 +527,6 @@ def test_a_server_that_goes_does_not_stop_the_run(toys, tmp_path, seaweed_server
     assert_same_end(run, tmp_path / "whole" / RUN)
 
 
-@pytest.mark.longer
 def test_a_server_that_comes_back_gets_all(toys, tmp_path, seaweed_server):
     server, bucket = seaweed_server
     words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs", "--mirror_timeout", 90)
@@ -558,7 +543,6 @@ def test_a_server_that_comes_back_gets_all(toys, tmp_path, seaweed_server):
     assert manifests(bucket)[-2:] == [3 * INTERVAL, STEPS]
 
 
-@pytest.mark.longer
 def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seaweed_server):
     """Both at once: the run still goes on."""
     server, bucket = seaweed_server
@@ -572,7 +556,6 @@ def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seawe
     assert metrics(tmp_path / "out" / RUN, "step")[-1] == STEPS
 
 
-@pytest.mark.longer
 @pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_for_a_server(toys, tmp_path, seaweed_server, number):
@@ -616,7 +599,6 @@ class Watcher:
         self.thread.join()
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("slow_seconds", [0.0, 0.05])
 def test_nothing_goes_here_before_it_is_there(toys, tmp_path, moto_bucket, slow_seconds, moto_url):  # noqa: F811
     """With --keep_last 1, and in the end both hold the same."""
@@ -651,7 +633,6 @@ def test_nothing_goes_here_before_it_is_there(toys, tmp_path, moto_bucket, slow_
         assert moto_bucket.content(name) == (run / name.split("/", 2)[2]).read_bytes(), name
 
 
-@pytest.mark.longer
 def test_no_credentials_are_written(toys, tmp_path, moto_bucket, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", SECRET.upper())
@@ -691,7 +672,6 @@ def command(*words, seconds=180):
     return done.stdout
 
 
-@pytest.mark.longer
 def test_an_export_takes_the_address(of_a_run, tmp_path):
     for number, address in enumerate(of_a_run):
         command("export_hf.py", address, "--output", tmp_path / f"hf-{number}")
@@ -701,18 +681,15 @@ def test_an_export_takes_the_address(of_a_run, tmp_path):
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-@pytest.mark.longer
 def test_verify_takes_the_address(of_a_run, tmp_path):
     assert RUN in command("-m", "fabric_llm.verify", of_a_run[0])
 
 
-@pytest.mark.longer
 def test_a_report_takes_the_address(of_a_run, tmp_path):
     command("-m", "fabric_llm.report", of_a_run[0], "--output", tmp_path / "report.html")
     assert RUN in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.longer
 def test_an_average_takes_addresses(of_a_run, tmp_path):
     places = [f"{of_a_run[0]}/{checkpoint(step)}" for step in (2 * INTERVAL, STEPS)]
     command("-m", "fabric_llm.average", *places, "--output", tmp_path / "average")
