@@ -612,6 +612,7 @@ def test_a_throttled_server_gets_one_warning(on_moto, run, monkeypatch):
     assert bucket.names(prefix) == {prefix + name for name in content}
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_and_comes_back(run, tmp_path, monkeypatch):
     """Its memory is gone with it: moto holds nothing on a disk. So seaweedfs."""
     from servers import seaweed

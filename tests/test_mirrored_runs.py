@@ -218,6 +218,7 @@ def test_a_run_outlives_its_machine_and_its_disk(toys, tmp_path, place):
     assert [event["step"] for event in events(tmp_path / "new" / RUN, "saved")] == [3, 6, 9, 10]
 
 
+@pytest.mark.every_eighth(6)
 @pytest.mark.parametrize(
     ("strategy", "kind", "model", "asynchronous"),
     [
@@ -237,6 +238,7 @@ def test_on_two_ranks_too(toys, tmp_path, strategy, kind, model, asynchronous):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "new" / RUN, [INTERVAL])
 
 
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_it_goes_on_with_another_number_of_ranks(toys, tmp_path, before, after):
     """Law 3, with the disk gone in between."""
@@ -308,6 +310,7 @@ def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path, damage):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -357,6 +360,7 @@ def test_a_disk_of_before_does_not_undo_what_the_mirror_has(toys, tmp_path):
     assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
 
 
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("point", ["mirror.fetching", "mirror.fetched"])
 def test_killed_while_it_fetches_it_fetches_again(toys, tmp_path, point):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
@@ -494,6 +498,7 @@ def read_when_back(bucket):
     return wait_for(read, 60)
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_does_not_stop_the_run(toys, tmp_path, seaweed_server):
     """One warning; code 80 within --mirror_timeout; with the server back the same command copies
     what is missing."""
@@ -527,6 +532,7 @@ def test_a_server_that_goes_does_not_stop_the_run(toys, tmp_path, seaweed_server
     assert_same_end(run, tmp_path / "whole" / RUN)
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_gets_all(toys, tmp_path, seaweed_server):
     server, bucket = seaweed_server
     words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs", "--mirror_timeout", 90)
@@ -543,6 +549,7 @@ def test_a_server_that_comes_back_gets_all(toys, tmp_path, seaweed_server):
     assert manifests(bucket)[-2:] == [3 * INTERVAL, STEPS]
 
 
+@pytest.mark.slow
 def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seaweed_server):
     """Both at once: the run still goes on."""
     server, bucket = seaweed_server
@@ -690,6 +697,7 @@ def test_a_report_takes_the_address(of_a_run, tmp_path):
     assert RUN in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_average_takes_addresses(of_a_run, tmp_path):
     places = [f"{of_a_run[0]}/{checkpoint(step)}" for step in (2 * INTERVAL, STEPS)]
     command("-m", "fabric_llm.average", *places, "--output", tmp_path / "average")
