@@ -228,6 +228,9 @@ def prune(run: Run) -> None:
         if path.exists() and not mirror.may_go(path.name) and is_short:
             run.log.line(f"Warning: --mirror: {path.name} goes without a copy: room is short.")
         if path.exists() and (is_short or mirror.may_go(path.name)):
+            # The mirror keeps its newest one for now, so it is asked again.
+            if path.name in mirror.names:
+                mirror.documents[path.name] = keep.progress_or_nothing(path)
             keep.discard([path])
 
 
