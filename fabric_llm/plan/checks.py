@@ -55,11 +55,7 @@ def check_training(flags: Flags) -> None:
         )
     # Parsed for its errors; the names of its sources are validation sets as well.
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
-    if flags.save.mirror is not None:
-        address.require(flags.save.mirror, "--mirror")
-    for name, given in needed.items():
-        if address.is_address(given):
-            raise ValueError(f"--{name} {given} is read from a disk: copy it there first.")
+    _check_addresses(needed, flags.save.mirror)
     # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     # --compile auto switches compiling off instead.
@@ -176,6 +172,14 @@ def overrides(flags: Flags) -> tuple[str, ...]:
         if name not in known:
             raise ValueError(f"--resume_override {name}: what can change is {', '.join(known)}.")
     return names
+
+
+def _check_addresses(folders: dict[str, Optional[str]], mirror: Optional[str]) -> None:
+    if mirror is not None:
+        address.require(mirror, "--mirror")
+    for name, given in folders.items():
+        if address.is_address(given):
+            raise ValueError(f"--{name} {given} is read from a disk: copy it there first.")
 
 
 def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
