@@ -24,7 +24,7 @@ from fabric_llm.processes.launch import PARENT
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
-OWN += " --checkpoint null --resume_override null"
+OWN += " --checkpoint null --resume_override null --mirror null"
 # Fields of metrics.jsonl; the others are speed and memory.
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
