@@ -94,7 +94,9 @@ class Mirror:
 
     def go_back(self, step: int) -> None:
         """Remove the copies of later steps, which the run will write anew."""
-        later = sorted(name for name in self.names if step_of(Path(name)) > step)
+        # One that is on its way may be there before the process reads this.
+        handed_over = self.names.union(self.waiting)
+        later = sorted(name for name in handed_over if step_of(Path(name)) > step)
         self.waiting = [name for name in self.waiting if step_of(Path(name)) <= step]
         self.names.difference_update(later)
         for name in later:
@@ -157,7 +159,7 @@ class Mirror:
 
     def may_go(self, name: str) -> bool:
         """Whether a local checkpoint has a copy, or will get none."""
-        return name in self.names or name not in self.waiting
+        return name not in self.waiting
 
     def seconds_left(self) -> float:
         """Until `seconds` have passed since this was first called."""
@@ -165,9 +167,8 @@ class Mirror:
             self.deadline = time.monotonic() + self.seconds
         return max(0.0, self.deadline - time.monotonic())
 
-    def close(self) -> list[str]:
-        """Let the process finish what it was told, for as long as there is time, and end. Returns
-        the checkpoints that aren't there."""
+    def close(self) -> None:
+        """Let the process finish what it was told, for as long as there is time, and end."""
         seconds = self.seconds_left() + SECONDS_TO_END
         self._say({"end": seconds})
         try:
@@ -176,7 +177,3 @@ class Mirror:
             self.process.kill()
         # The last reports may still be on their way.
         self.listener.join(SECONDS_TO_END)
-        reports = self.reports()
-        for report in reports:
-            self.queue.put(report)  # for whoever tells what was reported
-        return list(self.waiting)

@@ -97,13 +97,13 @@ def tell(
 
 def close(mirror: "Mirror", step: int) -> Optional[str]:
     """End the mirror of a run that is over: why its last checkpoint isn't there, None if it is."""
-    behind = mirror.close()
+    mirror.close()
     for report in mirror.reports():
         tell(report, mirror.directory, step, say)
-    if not behind:
+    if not mirror.waiting:
         return None
     missing = (
-        f"{behind[-1]} isn't at {mirror.address} yet: it is in {str(mirror.directory)!r}, and the "
+        f"{mirror.waiting[-1]} isn't at {mirror.address} yet: it is in {str(mirror.directory)!r}, and the "
         "same command with --resume auto copies it."
     )
     say(f"Warning: --mirror: {missing}")
