@@ -237,7 +237,12 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--model_name meta", 2, "It holds params.json: take a model in Hugging Face's format."),
     ("--model_name cache", 2, "It holds snapshots: take a model in Hugging Face's format."),
     ("--model_name corpus/a.txt", 2, "--model_name 'corpus/a.txt' is a file"),
-    ("--model_name https://huggingface.co/org/name", 2, "and it can't be a name on the hub."),
+    (
+        "--model_name https://huggingface.co/org/name",
+        2,
+        "and it can't be a name on the hub. Did you mean org/name?",
+    ),
+    ("--model_name s3://bucket/model", 2, "s3://bucket/model is read from a disk: copy it there"),
     (
         "--global_batch_size 6 --micro_batch_size 4 --devices 1",
         2,

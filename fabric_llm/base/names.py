@@ -125,7 +125,10 @@ def hub_name(flag: str, name: str, what: str = "model") -> None:
     if is_name and not is_path(name):
         return
     nor = "" if is_name else ", and it can't be a name on the hub"
-    raise ValueError(f"No {what} {name!r}: there is no such folder{nor}.{nearest_of(Path(name))}")
+    # People paste the address of its page.
+    page = re.match(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name)
+    instead = nearest_of(Path(name)) if page is None else f" Did you mean {page[1]}?"
+    raise ValueError(f"No {what} {name!r}: there is no such folder{nor}.{instead}")
 
 
 @cache

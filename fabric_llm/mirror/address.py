@@ -21,8 +21,8 @@ _memory: dict[str, Any] = {}  # bucket -> the store: each that obstore makes is 
 
 
 def is_address(text: object) -> bool:
-    """Whether `text` names object storage, well or badly, rather than a folder."""
-    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", str(text)) is not None
+    """Whether `text` names object storage, well or badly, rather than a folder or a web page."""
+    return re.match(r"(?!https?:)[a-zA-Z][a-zA-Z0-9+.-]*://", str(text)) is not None
 
 
 def require(address: str, flag: str) -> None:
