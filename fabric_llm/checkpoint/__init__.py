@@ -6,6 +6,7 @@ keep         `Progress`, `verified`, `newest_valid`, `Kept`, `prune`, `sweep`: w
 state_dicts  tensors of a wrapped model and its optimizer, by the names that transformers knows
 writing      `begin`, `write`, `commit`: the three acts of a save; `Background` for the second in a
              thread
+apart        `find`, `send`, `receive`: ranks of machines that don't see rank 0's disk
 whole        `Pieces`, `WeightFiles`: whole weights for files that `from_pretrained` opens, unit by
              unit
 reading      `load_optimizer`, `read_probe`: what the files hold beside the

@@ -54,7 +54,7 @@ from fabric_llm.base.faults import (
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
-from fabric_llm.checkpoint import whole
+from fabric_llm.checkpoint import apart, whole
 from fabric_llm.checkpoint.keep import Progress, versions
 from fabric_llm.checkpoint.state_dicts import Part, optimizer_held, own_parts, weights_held
 from fabric_llm.model.sharded import reshard, shard_ranks
@@ -83,7 +83,8 @@ class Pending:
     # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host
     # where least would be left.
     copies: Optional[tuple[int, float]] = None
-    # Of this rank's files, once they are written.
+    ranks_apart: Optional[apart.Apart] = None  # those that don't see rank 0's disk
+    # Of the files that this rank has written.
     entries: dict[str, files.Entry] = field(default_factory=dict)
     problem: Optional[Fault] = None  # why they are not
 
@@ -119,13 +120,14 @@ def begin(
     probe: dict[str, Tensor],
     state_dict_type: str,
     copy: bool = False,
+    ranks_apart: Optional[apart.Apart] = None,
 ) -> Pending:
     """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
     model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed
     run must have in common with this one. origin: hashes of what the run was made from. probe: see
     `record_probe`. copy: to host memory, where there is room, so that training can go on before
-    `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
+    `commit`. ranks_apart: those that don't see rank 0's disk. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
     """
     # The forward pass of the probe has left the outermost unit whole. Its shards are saved.
     reshard(model)
@@ -163,6 +165,7 @@ def begin(
             "versions": versions(),
             **origin,
         },
+        ranks_apart=ranks_apart,
     )
     # All ranks must agree that the save can be made before the first file is written.
     _require_finite(pending)
@@ -243,6 +246,7 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
         problems = [_try(_write_rest, pending, describing)]
         for folder in pending.parts:
             problems.append(_try(_write_parts, pending, folder, describing))
+            problems.append(_try(_bring_parts, pending, folder, describing))
         if pending.pieces is not None:
             problems.append(_try(_write_whole, pending, pending.pieces, group, describing))
         problems.append(_try(_describe, pending, describing))
@@ -272,10 +276,48 @@ def _describe(pending: Pending, describing: files.Describing) -> None:
 
 
 def _write_parts(pending: Pending, folder: str, describing: files.Describing) -> None:
-    """Write this rank's parts to a file, or many bytes to several files of about the same size."""
-    # Rank 0 has made the folder, unless the machines share no disk. `_require_seen` reports that.
-    (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
-    shares = _shares(pending.parts[folder])
+    """Write this rank's parts, unless it doesn't see rank 0's disk."""
+    if pending.ranks_apart is None or not pending.ranks_apart.is_here:
+        # Rank 0 has made the folder, unless its disk has gone since. `_require_seen` reports that.
+        (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
+        for file in _files(pending, folder):
+            out = TensorFile(pending.temporary / file.name, file.layout, file.metadata)
+            for name, tensor in file.layout.items():
+                out.write(name, tensor)
+            describing.start([file.name])
+    failpoint("save.parts")
+
+
+def _bring_parts(pending: Pending, folder: str, describing: files.Describing) -> None:
+    """Send rank 0 the parts of ranks that don't see its disk, and write them there."""
+    if pending.ranks_apart is None:
+        return
+    if pending.ranks_apart.is_here:
+        apart.send(pending.ranks_apart, _files(pending, folder))
+    if pending.rank != 0:
+        return
+    written: dict[str, TensorFile] = {}
+
+    def write_one(file: apart.File, name: str, tensor: Tensor) -> None:
+        if file.name not in written:
+            path = pending.temporary / file.name
+            written[file.name] = TensorFile(path, file.layout, file.metadata)
+        if written[file.name].write(name, tensor):
+            describing.start([file.name])
+
+    problem = None
+    for sender in pending.ranks_apart.ranks:
+        # All is received even after a problem, so that no rank waits.
+        for received in apart.receive(pending.ranks_apart, sender):
+            if problem is None:
+                problem = _try(write_one, *received)
+    if problem is not None:
+        raise problem
+
+
+def _files(pending: Pending, folder: str) -> list[apart.File]:
+    """This rank's parts: in one file, or many bytes in several of about the same size."""
+    shares, in_files = _shares(pending.parts[folder]), []
     for number, share in enumerate(shares, start=1):
         # Name and header are as torch.distributed.checkpoint has them, so its tools read the file.
         file = (
@@ -290,11 +332,8 @@ def _write_parts(pending: Pending, folder: str, describing: files.Describing) ->
             "format": "pt",
         }
         layout = {name: part.tensor for name, part in share.items()}
-        out = TensorFile(pending.temporary / file, layout, metadata)
-        for name, tensor in layout.items():
-            out.write(name, tensor)
-        describing.start([file])
-    failpoint("save.parts")
+        in_files.append(apart.File(file, layout, metadata))
+    return in_files
 
 
 def _shares(parts: list[tuple[str, Part]]) -> list[dict[str, Part]]:

@@ -46,14 +46,17 @@ def make_plan(
     directory: Path,
     resume_from: Optional[Path],
     resumed: Optional[dict[str, Any]] = None,
+    place: Optional[Path] = None,
 ) -> Plan:
     """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises
     ValueError.
 
     resumed: progress.json of that checkpoint, as rank 0 has read it; None: as this rank reads it.
+    place: where this rank reads the checkpoint, None: where it is.
     """
+    place = place or resume_from
     # Each rank checks that it sees the checkpoint, also where rank 0's document counts.
-    read = {} if resume_from is None else keep.verified(resume_from)
+    read = {} if place is None else keep.verified(place)
     resumed = read if resumed is None else resumed
     # Before the data is opened, since it needs nothing but flags.
     batches = batch_sizes(flags, placement.devices, placement.num_nodes)
@@ -61,7 +64,7 @@ def make_plan(
         data, mix = _plan_data(flags, resumed)
         schedule = _plan_schedule(flags, batches, data.sources, mix, resumed)
     # A resumed run opens what its checkpoint holds, not what --model_name may hold by now.
-    source = flags.model.model_name if resume_from is None else str(resume_from)
+    source = flags.model.model_name if place is None else str(place)
     # Rank 0 alone: hashing weights takes long, and all ranks would read the same files.
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")

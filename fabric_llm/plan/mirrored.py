@@ -1,16 +1,21 @@
 """What --mirror means for a run: what it brings back before it begins, and what it says of it."""
 
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+from fabric_llm.base.faults import NO_CHECKPOINT, SAVE_FAILED, Fault
 from fabric_llm.plan import run_directory
 
 if TYPE_CHECKING:
+    from fabric_llm.checkpoint.apart import Apart
     from fabric_llm.mirror.client import Mirror, Report
+
+COPIES = ".tmp-step-copies"  # in the run directory of a machine that doesn't see rank 0's disk
 
 
 def open_mirror(flags: Flags, directory: Path) -> "Mirror":
@@ -69,6 +74,62 @@ def newest(
         if not path.exists() and suits(mirror.documents[path.name]):
             return fetch.one(Store(mirror.address), directory.name, path.name, directory)
     return here
+
+
+def readable(
+    address: str, mirror: Optional["Mirror"], ranks_apart: "Apart", checkpoint: Path
+) -> Path:
+    """Where this rank reads a checkpoint of rank 0's disk: on a machine that doesn't see that, in a
+    copy from the mirror, see `forget_copies`. All ranks call it, which raises Fault on all of them.
+
+    mirror: on rank 0.
+    """
+    from fabric_llm.base.ranks import first_fault
+    from fabric_llm.mirror import fetch
+
+    problem, place = None, checkpoint
+    if mirror is not None:
+        problem = _wait_for(mirror, checkpoint)
+    first_fault(problem)
+    try:
+        if ranks_apart.is_here:
+            there = f"{address}/{checkpoint.parent.name}/{checkpoint.name}"
+            place = fetch.folder_of(there, checkpoint.parent / COPIES)
+    except Fault as fault:
+        problem = fault
+    first_fault(problem)
+    return place
+
+
+def _wait_for(mirror: "Mirror", checkpoint: Path) -> Optional[Fault]:
+    """Wait until a checkpoint is at the mirror. Returns why it won't be, None if it is."""
+    if checkpoint.parent.resolve() != mirror.directory.resolve():
+        return Fault(f"Machines that don't see {str(checkpoint)!r} can't begin a branch there.")
+    say(f"Machines that don't see {checkpoint} read it from {mirror.address}.")
+    end = time.monotonic() + mirror.seconds
+    while checkpoint.name not in mirror.names:
+        for report in mirror.reports():
+            tell(report, mirror.directory, None, say)
+        if checkpoint.name not in mirror.waiting and checkpoint.name not in mirror.names:
+            mirror.upload(checkpoint.name)  # it was passed over, or is older
+        if time.monotonic() > end:
+            return Fault(
+                f"{checkpoint.name} isn't at {mirror.address}, where machines that don't see "
+                f"{str(checkpoint.parent)!r} would read it, after {mirror.seconds:.0f} s "
+                "(--mirror_timeout).",
+                SAVE_FAILED,
+            )
+        time.sleep(0.1)
+    return None
+
+
+def forget_copies(ranks_apart: "Apart", directory: Path) -> None:
+    """Remove the copies of `readable` once all ranks have read them. All ranks call it."""
+    from fabric_llm.base.ranks import gather
+
+    gather(None)
+    if ranks_apart.is_here:
+        shutil.rmtree(directory / COPIES, ignore_errors=True)
 
 
 def say(text: str) -> None:

@@ -38,6 +38,7 @@ class ThisRank:
     directory: Optional[Path]
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     mirror: Any = None  # with --mirror, of rank 0: a Mirror
+    ranks_apart: Any = None  # with --mirror, where ranks don't see rank 0's disk: an Apart
     is_program: bool = True  # False in a process that isn't train.py's own, as in tests
     log: Any = None  # a Log
     rank: int = 0

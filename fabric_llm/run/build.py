@@ -32,7 +32,7 @@ from fabric_llm.model import (
     strategy,
     weights,
 )
-from fabric_llm.plan import run_directory, same_run
+from fabric_llm.plan import mirrored, run_directory, same_run
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.plan.start import ThisRank
@@ -55,14 +55,15 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     """
     fabric, watch = this.fabric, this.watch
     # Both checks come before the model, which may take minutes to load.
-    require_shared_directory(this.directory, flags.devices.hang_timeout)
+    if flags.save.mirror is None:
+        require_shared_directory(this.directory, flags.devices.hang_timeout)
     ranks.from_rank_zero(lambda: require_room(this.plan, flags))
     failpoint("set_up")
     # From here on the plan says which attention and which loss the model takes.
     plan, loaded = measure(this.plan, flags)
     this.plan = plan
     run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
-    run.mirror = this.mirror
+    run.mirror, run.ranks_apart = this.mirror, this.ranks_apart
     # Registered first, so it is called last: the loss and the checkpoint are final then.
     run.closing.callback(say_what_comes_next, run)
     run.closing.callback(save.wait_for_mirror, run)
@@ -112,7 +113,7 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
     if blind := [rank for rank, there in enumerate(ranks.gather(sees)) if not there]:
         raise Fault(
             f"rank {blind[0]} doesn't see what rank 0 writes into {str(directory)!r}: "
-            "it must be on a disk that all machines share.",
+            "it must be on a disk that all machines share, or --mirror be given.",
             UNWRITABLE,
         )
 
@@ -196,7 +197,9 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
         fabric, placement.strategy, model, fill, plan.model.precision, placement.sharding
     )
     # The optimizer takes the parameters that the strategy has made, not the skeleton's.
-    make_optimizer(run, plan.resume_from)
+    make_optimizer(run, None if plan.resume_from is None else Path(plan.model.source))
+    if run.ranks_apart is not None:
+        mirrored.forget_copies(run.ranks_apart, plan.run_directory)
     # Last: it compares the model that will train, in the form that the strategy gave it.
     if run.flags.model.verify_start:
         reference.verify_start(fabric, plan, run.model, loaded.expected)

@@ -29,6 +29,7 @@ from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 if TYPE_CHECKING:
+    from fabric_llm.checkpoint.apart import Apart
     from fabric_llm.mirror.client import Mirror
     from fabric_llm.run.samples import Samples
     from fabric_llm.training.ema import Average
@@ -63,6 +64,7 @@ class Run:
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
     samples: Optional[Samples] = None  # with --sample_prompts
     mirror: Optional[Mirror] = None  # with --mirror, on rank 0
+    ranks_apart: Optional[Apart] = None  # with --mirror, where ranks don't see rank 0's disk
     # of the validation sets where the run is, nats; None: they aren't evaluated there
     losses: Optional[Mapping[str, float]] = None
 

@@ -114,6 +114,7 @@ def save(run: Run, *, stops: bool) -> None:
             state_dict_type=run.flags.fsdp.state_dict_type,
             # The last save has no training beside it, so it needs no copies.
             copy=run.background is not None and not (run.is_over or stops),
+            ranks_apart=run.ranks_apart,
         )
         # From copies the files are written while training goes on, and published after a later
         # step.

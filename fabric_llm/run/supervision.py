@@ -18,7 +18,7 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.fabric import SLURMEnvironment
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
-from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.plan.make_plan import make_plan
@@ -89,7 +89,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         code, reason = faults.DONE, "done"
         if stopped:
             code, reason = faults.STOPPED, "stopped on request"
-        if this.rank == 0:
+        if _writes_status(this):
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
     # After any other end the mirror's process goes on by itself, for as long as the flag says.
@@ -130,6 +130,8 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         failpoint("joined")
         this.rank = fabric.global_rank
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
+        if flags.save.mirror is not None and this.directory is not None:
+            this.ranks_apart = apart.find(this.directory)
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
@@ -170,16 +172,20 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
     # see the newest yet, or the end of the log, which has the losses of an evaluation.
     resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
+    place = resume_from
+    if this.ranks_apart is not None and resume_from is not None:
+        place = mirrored.readable(flags.save.mirror, this.mirror, this.ranks_apart, resume_from)
     # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:
-        plan = make_plan(flags, this.placement, this.directory, resume_from, resumed)
+        plan = make_plan(flags, this.placement, this.directory, resume_from, resumed, place)
     except ValueError as error:
         problem = as_mistake(error)
     ranks.first_fault(problem)
     if this.rank == 0:
         for sentence in warnings_of(flags, plan):
             print(f"Warning: {sentence}", flush=True)
+    if _writes_status(this):
         run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
     this.plan = plan
 
@@ -278,20 +284,27 @@ def _print_end(rank: int, own: Fault, first: Fault) -> None:
         print(f"train.py: {message}", file=sys.stderr, flush=True)
 
 
+def _writes_status(this: ThisRank) -> bool:
+    """Whether this rank writes STATUS.json: rank 0 and, for the scripts of their own machines, ranks
+    that don't see its disk."""
+    return this.rank == 0 or this.ranks_apart is not None and this.ranks_apart.is_here
+
+
 def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
-    """Write STATUS.json on rank 0, or on another rank, if rank 0 is lost, frozen or never
-    joined."""
+    """Write STATUS.json where `_writes_status`, or on another rank, if rank 0 is lost, frozen or
+    never joined."""
     watch = this.watch
     if this.rank == 0 and this.plan is None:
         # Nothing was done in the run directory. A plan can only be wrong after joining.
         run_directory.leave(first, has_plan=watch.is_joining)
-    elif this.rank == 0:
+    elif _writes_status(this):
         run_directory.write_status(
             this.directory, first.code, str(first), watch.step, first.retryable
         )
     if this.rank == 0:
         # The store ends with rank 0, so it waits until the ranks that it has heard have read why.
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
+    if _writes_status(this):
         return
     # Rank 0 has time to write the status itself, unless nothing can be heard of it any more.
     is_lost = watch.store_is_lost

@@ -80,7 +80,12 @@ def rewind(run: Run) -> None:
     # Optimizer, model and guard are those of the checkpoint; the data goes on from here.
     run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
-    load_again(run, last)
+    place = last
+    if run.ranks_apart is not None and last is not None:
+        place = mirrored.readable(run.flags.save.mirror, run.mirror, run.ranks_apart, last)
+    load_again(run, place)
+    if run.ranks_apart is not None:
+        mirrored.forget_copies(run.ranks_apart, run.plan.run_directory)
     restore(run, document)
     # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
     guard.rewinds, run.forgetting.over = rewinds, ()

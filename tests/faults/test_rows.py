@@ -497,7 +497,7 @@ def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
     assert job.wait() == [73, 73], job.output
     sentence = (
         "rank 1 doesn't see what rank 0 writes into 'out/run': it must be on a disk that "
-        "all machines share."
+        "all machines share, or --mirror be given."
     )
     assert (
         sentence in job.output[0] and status(tmp_path / "0" / "out" / "run")["reason"] == sentence

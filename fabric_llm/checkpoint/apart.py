@@ -1,0 +1,89 @@
+"""Machines whose disk isn't that of rank 0. In a save their ranks send rank 0 what they would write,
+so that a checkpoint is whole in one place, and has one commit point."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fabric_llm.base import ranks
+from fabric_llm.base.program import wait_until
+
+# A file of a new name is seen at once on a disk that machines share: nothing of it was cached.
+SECONDS_TO_SEE = 5.0
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The ranks that don't see what rank 0 writes."""
+
+    ranks: tuple[int, ...]
+    rank: int  # this one
+    # gloo, of all ranks. Only saves use it: they may run beside training.
+    group: ProcessGroup
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank is one of them."""
+        return self.rank in self.ranks
+
+
+class File(NamedTuple):
+    """What a rank writes into a file of a checkpoint."""
+
+    name: str
+    layout: dict[str, Tensor]  # where they are only announced, tensors without memory
+    metadata: dict[str, str]
+
+
+def find(directory: Path) -> Optional[Apart]:
+    """The ranks that don't see rank 0's run directory, None where all do. All ranks call it."""
+    # A name that is swept, should a kill leave it.
+    path = directory / ranks.from_first(f".tmp-step-{secrets.token_hex(8)}")
+    ranks.from_rank_zero(path.touch)
+    seen = ranks.gather(wait_until(path.exists, SECONDS_TO_SEE))
+    ranks.from_rank_zero(path.unlink)
+    if all(seen):
+        return None
+    directory.mkdir(parents=True, exist_ok=True)  # for STATUS.json and copies
+    blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
+    rank, group = torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo")
+    if rank == 0:
+        numbers = ", ".join(map(str, blind))
+        print(
+            f"{str(directory)!r} isn't seen by ranks {numbers}, which send rank 0 what they save."
+        )
+    return Apart(blind, rank, group)
+
+
+def send(apart: Apart, files: Sequence[File]) -> None:
+    """Send rank 0 what this rank would write."""
+    announced = []
+    for file in files:
+        layout = {name: torch.empty_like(one, device="meta") for name, one in file.layout.items()}
+        announced.append(file._replace(layout=layout))
+    torch.distributed.send_object_list([announced], dst=0, group=apart.group)
+    for file in files:
+        for tensor in file.layout.values():
+            torch.distributed.send(_bytes_of(tensor.cpu()), dst=0, group=apart.group)
+
+
+def receive(apart: Apart, sender: int) -> Iterator[tuple[File, str, Tensor]]:
+    """(file, name, tensor), on rank 0, of all that the rank `sender` sends, one tensor at a
+    time."""
+    announced: list[list[File]] = [[]]
+    torch.distributed.recv_object_list(announced, src=sender, group=apart.group)
+    for file in announced[0]:
+        for name, expected in file.layout.items():
+            tensor = torch.empty(expected.shape, dtype=expected.dtype)
+            torch.distributed.recv(_bytes_of(tensor), src=sender, group=apart.group)
+            yield file, name, tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

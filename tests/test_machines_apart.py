@@ -1,0 +1,179 @@
+"""Machines without a shared disk, with --mirror: here each rank, or each pair of ranks, has a disk of
+its own. A run there ends bit for bit like one of the same ranks on one disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore")
+
+from ranks import Job, metrics, train_ranks
+from servers import wait_for
+from test_mirrored_runs import (
+    INTERVAL,
+    RUN,
+    STEPS,
+    assert_same_end,
+    ended,
+    flags,
+    frozen,
+    lose_machine,
+    manifest,
+    quick_leases,  # noqa: F401
+    status,
+)
+from test_rewinds_undisturbed import spiked
+
+from fabric_llm.base import files
+from fabric_llm.base.faults import DONE, PEER_LOST, SAVE_FAILED, STOPPED
+from fabric_llm.checkpoint import keep
+
+pytestmark = pytest.mark.longer
+
+
+def elsewhere(tmp_path, ranks_a_machine=1, moved=0):
+    """Each machine has a disk of its own. moved: by so many places are machines other ones."""
+
+    def change():
+        own = tmp_path / str((int(os.environ["RANK"]) // ranks_a_machine + moved) % 2)
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
+
+    return change
+
+
+def apart(toys, tmp_path, *more, **options):
+    words = ("--mirror", f"file://{tmp_path}/mirror", "--resume", "auto", *more)
+    return flags(toys, "out", *words, **options)
+
+
+def run_of(tmp_path, machine):
+    return tmp_path / str(machine) / "out" / RUN
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "model", "more"),
+    [
+        ("fsdp2", "sharded", "gpt2", ()),
+        ("fsdp", "full", "gpt2", ("--ema_decay", 0.9, "--async_save", "true")),
+        pytest.param("fsdp2", "full", "llama-tied", (), marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp", "sharded", "llama", ("--precision", "32-true"), marks=pytest.mark.slow
+        ),
+        pytest.param("ddp", "full", "llama", (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_ends_as_on_one_disk(toys, tmp_path, strategy, kind, model, more):
+    options = {"strategy": strategy, "kind": kind, "model": model}
+    train_ranks(2, *flags(toys, tmp_path / "whole", *more, **options))
+    words = apart(toys, tmp_path, *more, **options)
+    ended(Job(2, *words, before=elsewhere(tmp_path)))
+    assert_same_end(run_of(tmp_path, 0), tmp_path / "whole" / RUN)
+    for path in files.checkpoints(run_of(tmp_path, 0)):
+        keep.verified(path, hashes=True)
+    # The other machine has no checkpoint, but knows how the run has ended.
+    other = run_of(tmp_path, 1)
+    assert names(other) == {"STATUS.json", "events.jsonl"}
+    assert status(other)["code"] == DONE
+
+
+SLOW = [pytest.param(gone, marks=pytest.mark.slow) for gone in ((), (0,))]
+
+
+@pytest.mark.parametrize("gone", [*SLOW, (1,), (0, 1)])
+def test_it_goes_on_after_a_kill_whatever_disk_is_gone(toys, tmp_path, gone):
+    options = {"strategy": "fsdp2", "kind": "sharded"}
+    train_ranks(2, *flags(toys, tmp_path / "whole", **options))
+    words = apart(toys, tmp_path, **options)
+    point = "between_steps:rank=0:count=8:do=stop"
+    job = Job(2, *words, failpoint=point, before=elsewhere(tmp_path))
+    frozen(job)
+    wait_for(manifest(tmp_path / "mirror", 2 * INTERVAL).is_file)
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "0", kept)
+    lose_machine(job, tmp_path / "0")
+    kept.rename(tmp_path / "0")
+    for machine in gone:
+        shutil.rmtree(tmp_path / str(machine))
+    ended(Job(2, *words, before=elsewhere(tmp_path)))
+    assert_same_end(run_of(tmp_path, 0), tmp_path / "whole" / RUN)
+    assert names(run_of(tmp_path, 1)) == {"STATUS.json", "events.jsonl"}
+
+
+def test_rank_0_may_be_on_another_machine_next_time(toys, tmp_path):
+    options = {"strategy": "fsdp2", "kind": "full"}
+    train_ranks(2, *flags(toys, tmp_path / "whole", **options))
+    words = apart(toys, tmp_path, **options)
+    stopping = "between_steps:rank=1:count=5:do=term"
+    codes = Job(2, *words, failpoint=stopping, before=elsewhere(tmp_path)).wait(120)
+    assert codes == [STOPPED, STOPPED]
+    for machine in (0, 1):
+        assert status(run_of(tmp_path, machine))["code"] == STOPPED
+    ended(Job(2, *words, before=elsewhere(tmp_path, moved=1)))
+    assert metrics(run_of(tmp_path, 1), "loss") == metrics(tmp_path / "whole" / RUN, "loss")
+
+
+def test_four_ranks_on_two_machines_then_two_on_one(toys, tmp_path):
+    options = {"strategy": "fsdp2", "kind": "sharded", "model": "gpt2-no-dropout"}
+    more = ("--precision", "32-true", "--micro_batch_size", 1)
+    words = apart(toys, tmp_path, *more, **options)
+    point = "between_steps:rank=2:count=5:do=kill"
+    job = Job(4, *words, failpoint=point, before=elsewhere(tmp_path, 2))
+    codes = job.wait(120)
+    assert codes[0] == codes[1] == PEER_LOST, job.output
+    wait_for(manifest(tmp_path / "mirror", INTERVAL).is_file)
+    shutil.rmtree(tmp_path / "0")
+    ended(Job(2, *words, before=elsewhere(tmp_path, 2, moved=1)))
+    assert status(run_of(tmp_path, 1))["code"] == DONE
+    assert metrics(run_of(tmp_path, 1), "step")[-1] == STEPS
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_is_killed_in_a_save(toys, tmp_path, rank):
+    options = {"strategy": "fsdp2", "kind": "sharded"}
+    train_ranks(2, *flags(toys, tmp_path / "whole", **options))
+    words = apart(toys, tmp_path, **options)
+    point = f"save.parts:rank={rank}:count=3:do=kill"
+    job = Job(2, *words, failpoint=point, before=elsewhere(tmp_path))
+    codes = job.wait(120)
+    assert codes[rank] == -9 and codes[1 - rank] == PEER_LOST, job.output
+    assert status(run_of(tmp_path, 1 - rank))["code"] == PEER_LOST
+    ended(Job(2, *words, before=elsewhere(tmp_path)))
+    assert_same_end(run_of(tmp_path, 0), tmp_path / "whole" / RUN)
+
+
+def test_a_disk_of_rank_0_that_is_full_ends_all(toys, tmp_path):
+    words = apart(toys, tmp_path, strategy="fsdp2", kind="sharded")
+    point = "save.parts:rank=0:count=3:do=enospc"
+    job = Job(2, *words, failpoint=point, before=elsewhere(tmp_path))
+    assert job.wait(120) == [SAVE_FAILED, SAVE_FAILED], job.output
+    assert status(run_of(tmp_path, 0))["code"] == SAVE_FAILED
+    assert status(run_of(tmp_path, 1))["code"] == SAVE_FAILED
+    assert not list(Path(tmp_path / "1").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_rewind_reads_a_copy(toys, tmp_path, asynchronous):
+    options = {"strategy": "fsdp2", "kind": "sharded"}
+    more = ("--spike_action", "rewind", "--spike_threshold", 8, "--spike_window", 3)
+    more += ("--async_save", asynchronous)
+    spike, moves = spiked({4 * 7}), elsewhere(tmp_path)
+
+    def both():
+        spike()
+        moves()
+
+    ended(Job(2, *flags(toys, tmp_path / "whole", *more, **options), before=spike))
+    ended(Job(2, *apart(toys, tmp_path, *more, **options), before=both))
+    log = (run_of(tmp_path, 0) / "metrics.jsonl").read_text().splitlines()
+    assert any(json.loads(line).get("verdict") == "rewind" for line in log)
+    assert_same_end(run_of(tmp_path, 0), tmp_path / "whole" / RUN)
