@@ -127,7 +127,8 @@ def begin(
     model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed
     run must have in common with this one. origin: hashes of what the run was made from. probe: see
     `record_probe`. copy: to host memory, where there is room, so that training can go on before
-    `commit`. ranks_apart: those that don't see rank 0's disk. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
+    `commit`. ranks_apart: those that don't see rank 0's disk. Raises Fault (74) on all ranks where
+    `target` exists, has no room, or isn't writable.
     """
     # The forward pass of the probe has left the outermost unit whole. Its shards are saved.
     reshard(model)

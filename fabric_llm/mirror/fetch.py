@@ -52,6 +52,11 @@ def checkpoints(store: Store, run: str) -> list[str]:
     )
 
 
+def pins(store: Store, run: str) -> set[str]:
+    """Names of the files that pin checkpoints, see `keep.is_pinned`. Raises what the store does."""
+    return {name for name in store.files(run) if re.fullmatch(rf"{STEP_NAME}\.pinned", name)}
+
+
 def documents(store: Store, run: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """progress.json of checkpoints by name, {} of one that is damaged. Raises Fault (74, 2)."""
     found: dict[str, dict[str, Any]] = {}
@@ -70,7 +75,6 @@ def restore(
     store: Store,
     run: str,
     directory: Path,
-    wanted: Optional[Callable[[str], bool]] = None,
     say: Callable[[str], Any] = print,
     only_logs: bool = False,
     replaces_logs: bool = False,
@@ -78,9 +82,8 @@ def restore(
     """Fetch the newest whole checkpoint of `run` into the run directory `directory`, and the logs
     that it doesn't have. Returns the checkpoint there, None without one.
 
-    wanted(name): whether this machine needs a file of the checkpoint. only_logs: no checkpoint;
-    returns None. replaces_logs: also those that are there, which are older. A checkpoint that is
-    damaged is named with `say`, and the one before it is taken. Raises
+    only_logs: no checkpoint; returns None. replaces_logs: also those that are there, which are
+    older. A checkpoint that is damaged is named with `say`, and the one before it is taken. Raises
     Fault: without room (74) or an answer (74, 2), or for what is refused for security (77).
     """
     if only_logs:
@@ -94,7 +97,7 @@ def restore(
         try:
             place = f"{run}/{name}"
             logs = partial(_logs, store, run, directory, replaces_logs)
-            _folder(store, place, target, MANIFEST, wanted, logs)
+            _folder(store, place, target, MANIFEST, before=logs)
             return target
         except Fault as fault:
             # Somebody may have tampered with it, so no other one is taken silently.
@@ -120,13 +123,17 @@ def local(given: str, only_logs: bool = False) -> str:
 
 
 def folder_of(
-    address: str, cache: Path, only_logs: bool = False, say: Callable[[str], Any] = print
+    address: str,
+    cache: Path,
+    only_logs: bool = False,
+    say: Callable[[str], Any] = print,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> Path:
     """A local folder with the checkpoint, the dataset or the run (its newest checkpoint and its
     logs) at `address`, fetched once for all processes of this machine.
 
-    only_logs: of a run. Raises Fault: for a bad address (2), where there is nothing (66), and as
-    `restore` does.
+    only_logs: of a run. wanted(name): whether a file of the checkpoint is needed. Raises Fault: for
+    a bad address (2), where there is nothing (66), and as `restore` does.
     """
     from filelock import FileLock
 
@@ -146,7 +153,7 @@ def folder_of(
     with FileLock(cache / f"{key}.lock"):
         # A folder gets its name once it is whole.
         if manifests and not target.is_dir():
-            _folder(store, name, target, next(iter(manifests)))
+            _folder(store, name, target, next(iter(manifests)), wanted)
         if not manifests:
             target.mkdir(exist_ok=True)
             for file in LOGS:
@@ -162,7 +169,7 @@ def _folder(
     place: str,
     target: Path,
     manifest: str,
-    wanted: Optional[Callable[[str], bool]] = None,
+    wanted: Callable[[str], bool] = lambda name: True,
     before: Callable[[], None] = lambda: None,
 ) -> None:
     """Fetch what a manifest names. before: called when all files are there, before the rename.
@@ -173,8 +180,7 @@ def _folder(
     temporary.mkdir(parents=True)
     try:
         entries = _entries(store, place, temporary, manifest)
-        if wanted is not None:
-            entries = {name: entry for name, entry in entries.items() if wanted(name)}
+        entries = {name: entry for name, entry in entries.items() if wanted(name)}
         needed = sum(max(entry["bytes"], 0) for entry in entries.values())
         files.room(temporary, needed, place, "make room, or take another disk")
         for name, entry in entries.items():
@@ -270,8 +276,10 @@ class _Disk(Exception):
 
 
 def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> None:
-    """Fetch the logs of a run that aren't in `directory`, or all of them."""
+    """Fetch the logs of a run that aren't in `directory`, or all of them, and what is pinned."""
     directory.mkdir(parents=True, exist_ok=True)
+    for name in _patiently(store, lambda: pins(store, run)):
+        (directory / name).touch()
     for name in LOGS:
         if (directory / name).exists() and not replaces:
             continue

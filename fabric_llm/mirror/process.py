@@ -42,9 +42,6 @@ def main(argv: Optional[list[str]] = None, lease_seconds: float = LEASE_SECONDS)
         default=TIMEOUT_SECONDS,
         help="seconds for what is left if stdin ends early (default: %(default)g)",
     )
-    parser.add_argument(
-        "--part", action="store_true", help="of another machine: upload the files that are here"
-    )
     with in_one_sentence("fabric_llm.mirror"):
         given = parser.parse_args(argv)
         address.require(given.address, "The address")
@@ -56,9 +53,7 @@ def main(argv: Optional[list[str]] = None, lease_seconds: float = LEASE_SECONDS)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        uploader = Uploader(
-            given.address, given.directory, report, given.timeout, given.part, lease_seconds
-        )
+        uploader = Uploader(given.address, given.directory, report, given.timeout, lease_seconds)
         threading.Thread(target=uploader.listen, args=(sys.stdin,), daemon=True).start()
         uploader.run()
     except Exception as error:

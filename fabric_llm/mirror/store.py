@@ -187,6 +187,11 @@ class Store:
         listed = self._count().list_with_delimiter(self.raw, name)["common_prefixes"]
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listed)
 
+    def files(self, name: str) -> list[str]:
+        """Names of the objects in a folder, sorted, without those in folders there."""
+        listed = self._count().list_with_delimiter(self.raw, name)["objects"]
+        return sorted(found["path"].rpartition("/")[2] for found in listed)
+
     def below(self, name: str) -> list[str]:
         """Names of all objects below a folder, sorted."""
         names = []

@@ -17,9 +17,6 @@ Reports go as lines of JSON to stdout; the trainer alone writes logs:
     {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
     {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}
     {"ended": true, "behind": [names]}       what was to be uploaded, and isn't there
-
-With `part`, on other machines, only the files that this one has are uploaded: never manifests, logs
-or a lease, and nothing is removed.
 """
 
 import errno
@@ -42,7 +39,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.base.files import MANIFEST, STEP_NAME, write_atomically
 from fabric_llm.mirror import lease, leftovers
-from fabric_llm.mirror.fetch import LOGS, is_whole, steps
+from fabric_llm.mirror.fetch import LOGS, is_whole, pins, steps
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import Damaged, Store, errors, pauses, probe, reason
 
@@ -71,14 +68,13 @@ class Uploader:
         directory: Path,
         report: Callable[[dict[str, Any]], None],
         timeout_seconds: float,
-        part: bool = False,
         lease_seconds: float = lease.LEASE_SECONDS,
     ) -> None:
         """report: called with each report, from several threads. timeout_seconds: for what is left
         once stdin ends without {"end"}. Raises Fault (2) without obstore."""
         self.store, self.directory, self.run_name = Store(address), directory, directory.name
-        self.report, self.timeout_seconds, self.part = report, timeout_seconds, part
-        self.lease: Optional[Lease] = None
+        self.report, self.timeout_seconds = report, timeout_seconds
+        self.lease: Lease  # once `run` has begun
         self.lease_seconds = lease_seconds
         self.changed = threading.Condition()  # of the three below
         self.queue: deque[tuple[str, Any]] = deque()  # (command, what it names)
@@ -154,20 +150,16 @@ class Uploader:
     def run(self) -> None:
         """Obey until the end. Raises Fault, before anything was changed, where it is refused."""
         with suppress(Over):
-            # Of a part, rank 0's process asks for all.
-            if not self.part:
-                probe(self.store)
+            probe(self.store)
             lock = self._lock()
-            if not self.part:
-                self._own()
+            self._own()
             self._ready()
             with suppress(Lost):
                 while self._obey_next():
                     pass
                 # Logs go on after the last checkpoint.
                 self._logs()
-                if self.lease is not None:
-                    self._again(self.lease.end)
+                self._again(self.lease.end)
             # Whoever has lost the prefix waits to be told to end.
             with self.changed:
                 self.changed.wait_for(lambda: self.deadline is not None)
@@ -176,8 +168,7 @@ class Uploader:
 
     def _lock(self) -> FileLock:
         """Wait for the uploader of the run's former process, which finishes what it had to do."""
-        name = f"{LOCK}-part" if self.part else LOCK
-        lock = FileLock(self.directory / name)
+        lock = FileLock(self.directory / LOCK)
         waits = False
         while True:
             try:
@@ -214,11 +205,8 @@ class Uploader:
                 self.lease.store.open()  # the error itself is heard of where something is uploaded
 
     def _ready(self) -> None:
-        names: list[str] = []
-        if not self.part:
-            names = self._again(self._sweep)
-        own = self.lease is None or self.lease.was_own
-        self.report({"ready": True, "checkpoints": names, "own": own})
+        names = self._again(self._sweep)
+        self.report({"ready": True, "checkpoints": names, "own": self.lease.was_own})
 
     def _sweep(self) -> list[str]:
         """Remove what a kill has left of this run. Returns the checkpoints that are whole."""
@@ -230,7 +218,7 @@ class Uploader:
             if is_whole(self.store, self.run_name, name):
                 names.append(name)
             # What is here will be uploaded, and its files there needn't be sent again.
-            elif not self._is_here(name, MANIFEST):
+            elif not self._is_here(name):
                 self._discard(name)
         return names
 
@@ -266,18 +254,14 @@ class Uploader:
         began, requests = time.monotonic(), self.store.requests
         entries = self._entries(name)
         place, sent = self._place(name), 0
-        while not self.part and not self._again(lambda: self._is_whole(name)):
-            # Those of other machines come meanwhile.
-            for file in sorted(entries, key=lambda file: not self._is_here(name, file)):
-                sent += self._bring(name, file, entries[file])
+        while not self._again(lambda: self._is_whole(name)):
+            for file, entry in entries.items():
+                sent += self._bring(name, file, entry)
                 failpoint("mirror.file")
             self._again(lambda: self._remove_strays(place, entries))
             self._logs()
             failpoint("mirror.before_manifest")
             self._again(lambda: self._publish(name))
-        if self.part:
-            for file, entry in entries.items():
-                sent += self._bring(name, file, entry)
         failpoint("mirror.after_manifest")
         self.report(
             {
@@ -290,21 +274,14 @@ class Uploader:
 
     def _entries(self, name: str) -> dict[str, files.Entry]:
         """Of the files to upload. Raises GivenUp."""
-        folder = self.directory / name
         try:
-            if self.part and not self._is_here(name, MANIFEST):
-                # Rank 0 writes the manifest, maybe on another machine.
-                return files.describe(folder, files.files_in(folder))
-            entries = files.read(folder)["files"]
+            return files.read(self.directory / name)["files"]
         except (Fault, OSError) as error:
             raise self._gone(name, one_line(error).rstrip(".")) from error
-        if self.part:
-            entries = {file: entries[file] for file in entries if self._is_here(name, file)}
-        return entries
 
     def _gone(self, name: str, why: str) -> GivenUp:
         """The trainer has removed the checkpoint, or else `why`."""
-        if self._is_here(name, MANIFEST):
+        if self._is_here(name):
             return GivenUp(f"The mirror can't take {name}: {why}")
         return GivenUp()
 
@@ -316,7 +293,7 @@ class Uploader:
             raise self._gone(name, str(error.strerror)) from error
         there = self.store.content(f"{self._place(name)}/{MANIFEST}")
         if there is not None and there != own:
-            # Its files are replaced where they differ: other machines may have begun with theirs.
+            # Its files are replaced where they differ.
             self._require_lease()
             self.store.remove([f"{self._place(name)}/{MANIFEST}"])
         return there == own
@@ -324,22 +301,16 @@ class Uploader:
     def _bring(self, name: str, file: str, entry: files.Entry) -> int:
         """Have one file there, as it should be. Returns the bytes that were sent."""
         path, place = self.directory / name / file, f"{self._place(name)}/{file}"
-        for pause in pauses():
-            if self._again(lambda: self._is_there(place, entry)):
-                break
-            if self._is_here(name, file):
-                self._again(lambda: self._send(name, place, path, entry))
-                return entry["bytes"]
-            if not self._is_here(name, MANIFEST):
-                raise GivenUp
-            self._sleep(pause)  # another machine has it
-        return 0
+        if self._again(lambda: self._is_there(place, entry)):
+            return 0
+        self._again(lambda: self._send(name, place, path, entry))
+        return entry["bytes"]
 
-    def _is_here(self, name: str, file: str) -> bool:
-        return (self.directory / name / file).is_file()
+    def _is_here(self, name: str) -> bool:
+        return (self.directory / name / MANIFEST).is_file()
 
     def _is_there(self, place: str, entry: files.Entry) -> bool:
-        """As it is stored, whoever has sent it."""
+        """As it is stored. A process before this one may have sent it."""
         size = self.store.size(place)
         return (
             size == entry["bytes"]
@@ -372,9 +343,9 @@ class Uploader:
         self.store.remove([found for found in self.store.below(place) if found not in known])
 
     def _logs(self) -> None:
-        """Copy the logs as they are now: a file may grow meanwhile."""
-        if self.part:
-            return
+        """Copy the logs as they are now, as a file may grow meanwhile, and which checkpoints are
+        pinned."""
+        self._again(self._pins)
         for name in LOGS:
             path = self.directory / name
             # A log that can't be read now follows with the next checkpoint.
@@ -383,9 +354,13 @@ class Uploader:
                 place = f"{self.run_name}/{name}"
                 self._again(lambda: self.store.send(place, path, self._check, size))
 
+    def _pins(self) -> None:
+        here = {path.name for path in self.directory.glob("step-*.pinned")}
+        # Those that aren't here stay: another disk may have held them.
+        for name in here - pins(self.store, self.run_name):
+            self.store.put(self._place(name), b"")
+
     def _remove(self, names: list[str], newest: bool) -> None:
-        if self.part:
-            return
         for name in names:
             if self._again(lambda: self._may_remove(name, newest)):
                 self._again(lambda: self._discard(name))
@@ -399,7 +374,7 @@ class Uploader:
         return True
 
     def _discard(self, name: str, unless_whole: bool = False) -> None:
-        if self.part or unless_whole and is_whole(self.store, self.run_name, name):
+        if unless_whole and is_whole(self.store, self.run_name, name):
             return
         self._require_lease()
         self.store.remove_folder(self._place(name))
@@ -423,8 +398,7 @@ class Uploader:
             self._sleep(pause)
             # Of both: credentials that have expired may be new ones now.
             self.store.open()
-            if self.lease is not None:
-                self.lease.store.open()
+            self.lease.store.open()
         raise AssertionError
 
     def _trouble(self, why: str) -> None:
@@ -451,12 +425,11 @@ class Uploader:
             raise Over
 
     def _require_lease(self) -> None:
-        if self.lease is not None:
-            try:
-                self.lease.check()
-            except Lost as lost:
-                self.lost = str(lost)
-            self._check()
+        try:
+            self.lease.check()
+        except Lost as lost:
+            self.lost = str(lost)
+        self._check()
 
     def _sleep(self, seconds: float) -> None:
         """Shorter where time is up, or the prefix is lost."""

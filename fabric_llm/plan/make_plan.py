@@ -55,8 +55,11 @@ def make_plan(
     place: where this rank reads the checkpoint, None: where it is.
     """
     place = place or resume_from
-    # Each rank checks that it sees the checkpoint, also where rank 0's document counts.
-    read = {} if place is None else keep.verified(place)
+    # Each rank checks that it sees the checkpoint, also where rank 0's document counts. A copy
+    # elsewhere was checked as it was made, and has no weights.
+    read = {}
+    if place is not None:
+        read = keep.verified(place) if place == resume_from else keep.read_progress(place)
     resumed = read if resumed is None else resumed
     # Before the data is opened, since it needs nothing but flags.
     batches = batch_sizes(flags, placement.devices, placement.num_nodes)

@@ -94,11 +94,17 @@ def readable(
     try:
         if ranks_apart.is_here:
             there = f"{address}/{checkpoint.parent.name}/{checkpoint.name}"
-            place = fetch.folder_of(there, checkpoint.parent / COPIES)
+            copies = checkpoint.parent / COPIES
+            place = fetch.folder_of(there, copies, wanted=_is_read_by_all)
     except Fault as fault:
         problem = fault
     first_fault(problem)
     return place
+
+
+def _is_read_by_all(name: str) -> bool:
+    """Whether more ranks than rank 0 read a file of a checkpoint: not where it holds weights."""
+    return name.startswith("trainer/") or not name.endswith(".safetensors")
 
 
 def _wait_for(mirror: "Mirror", checkpoint: Path) -> Optional[Fault]:
@@ -164,8 +170,8 @@ def close(mirror: "Mirror", step: int) -> Optional[str]:
     if not mirror.waiting:
         return None
     missing = (
-        f"{mirror.waiting[-1]} isn't at {mirror.address} yet: it is in {str(mirror.directory)!r}, and the "
-        "same command with --resume auto copies it."
+        f"{mirror.waiting[-1]} isn't at {mirror.address} yet: it is in {str(mirror.directory)!r}, "
+        "and the same command with --resume auto copies it."
     )
     say(f"Warning: --mirror: {missing}")
     return missing
