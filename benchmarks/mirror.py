@@ -8,7 +8,8 @@ mirror, or both with the run directory, as where a machine is lost, or the serve
 after some seconds. The same command with --resume auto goes on until the run is done, which must
 then have the weights, the optimizer and the log of an undisturbed run, bit for bit, and the bucket
 must hold nothing but what is in a manifest, logs and the lease. Then the next run begins. Seconds
-of a step with and without a mirror are measured first, in turns.
+of a step with and without a mirror are measured first, in turns, and with --restore a model of 1.06
+GiB in float32 is brought back to an empty disk, on one rank and on two.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> int:
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="of chaos; the last run goes to its end")
     add("--seed", type=int, default=0, help="of the moments")
+    add("--restore", action="store_true", help="measure also how a model of 1 GiB comes back")
     add("--server", default="seaweedfs", choices=("seaweedfs", "moto"), help="moto: it is frozen")
     options = page.parse(parser)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -71,6 +73,7 @@ def main() -> int:
             os.environ.update(servers.keys(server.url))
             bucket = servers.Bucket(server.url).make()
             seconds, checkpoint = timed(folder, server, options.rounds)
+            restores = [restored(folder, ranks) for ranks in KINDS if options.restore]
             chaos = Chaos(folder, server, bucket, options.server == "moto", options.seed)
             chaos.run(60 * options.minutes)
     counts = chaos.counts
@@ -105,6 +108,10 @@ def main() -> int:
             ],
         ),
     ]
+    if restores:
+        titles = ["a restore on", "seconds to fetch", "GiB fetched", "peak while fetching, GiB"]
+        titles += ["peak of all ranks, GiB"]
+        body.append(page.table(titles, restores))
     notes = [
         f"{STEPS} steps, a checkpoint every {INTERVAL}, --keep_last 2, a server of {options.server}",
         f"A dead owner's lease is taken over after {tests.LEASE_SECONDS} s instead of 60",
@@ -159,6 +166,52 @@ def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]
                 page.progress(f"{name}, {contender}: {page.milliseconds(found[-1])} ms a step")
     medians = [statistics.median(r[key] for r in reports) for key in ("bytes", "requests")]
     return seconds, [*medians, f"{statistics.median(r['seconds'] for r in reports):.2f}"]
+
+
+def restored(folder: Path, ranks: int) -> list[Any]:
+    """A row: what it takes to go on with a model of 1.06 GiB on an empty disk."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks import memory
+
+    model, out, name = folder / "large", folder / "out", f"restore-{ranks}"
+    if not model.is_dir():
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
+        sizes |= dict(num_attention_heads=8, num_key_value_heads=8, vocab_size=8192)
+        LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128)).save_pretrained(model)
+    strategy, kind = KINDS[ranks]
+    words = [sys.executable, str(ROOT / "train.py"), "--model_name", str(model), "--lr", "1e-5"]
+    words += ["--train_data_dir", str(folder / "data"), "--precision", "32-true"]
+    words += ["--strategy", strategy, "--state_dict_type", kind, "--devices", str(ranks)]
+    words += ["--global_batch_size", "2", "--micro_batch_size", "1", "--eval_iters", "0"]
+    words += ["--output_dir", str(out), "--run_name", name, "--save_step_interval", "1"]
+    words += ["--mirror", f"s3://models/{name}", "--mirror_timeout", "300", "--resume", "auto"]
+    log = folder / f"{name}.txt"
+    peaks = {"fetching": 0, "all": 0}
+    began, fetched = 0.0, 0.0
+
+    def seen(held: Any) -> None:
+        nonlocal fetched
+        peaks["all"] = max(peaks["all"], held.pss)
+        if not fetched:
+            peaks["fetching"] = max(peaks["fetching"], held.pss)
+            if "Fetched step-" in log.read_text():
+                fetched = time.monotonic() - began
+
+    for steps in (1, 2):
+        began = time.monotonic()
+        with log.open("w") as file:
+            more = ["--max_step", str(steps), "--resume_override", "max_step"]
+            code = memory.watched([*words, *more], 0.05, seen, stdout=file, stderr=file)
+        assert code == 0, log.read_text()
+        if steps == 1:
+            size = sum(path.stat().st_size for path in out.glob(f"{name}/step-*/**/*.*"))
+            shutil.rmtree(out / name)
+            peaks = dict.fromkeys(peaks, 0)
+    gib = [f"{number / page.GIB:.2f}" for number in (size, *peaks.values())]
+    return [f"{ranks} rank{'s' * (ranks > 1)}, {kind}", f"{fetched:.1f}", *gib]
 
 
 class Chaos:
@@ -239,9 +292,10 @@ class Chaos:
         if "Fetched step-" in said:
             self.counts["restored", before] += 1
         self.counts.update(("code", code) for code in codes if code != -9)
-        # 71: the other rank was killed. Without its server a start ends with 74; an end may be 80.
+        # 71: the other rank was killed. Without server or uploader a start ends with 74, an end
+        # with 80.
         allowed = {0} if victim == "nobody" else {0, -9, 71}
-        allowed |= {"server": {74, 80}, "uploader": {80}}.get(victim, set())
+        allowed |= {"server": {74, 80}, "uploader": {74, 80}}.get(victim, set())
         if not allowed.issuperset(codes):
             page.progress(f"UNEXPECTED: {run.name} {codes} {victim}\n{said}")
             self.counts["unexpected"] += 1
