@@ -15,7 +15,7 @@ RUN python3 -m venv --without-pip --system-site-packages /opt/venv \
 ENV PATH=/opt/venv/bin:$PATH
 COPY pyproject.toml README.md LICENSE ./
 COPY fabric_llm ./fabric_llm
-RUN python -m pip install --no-cache-dir -e .
+RUN python -m pip install --no-cache-dir -e '.[mirror]'
 COPY . .
 # Whoever `docker run --user` names isn't known here, and may write into the mounts and into these two.
 RUN mkdir -m 1777 /home/anyone /hub
