@@ -81,7 +81,8 @@ class DataArguments:
         how=False,
         aliases="data_dir data_path dataset dataset_name train_file datasets dataset_path",
     )
-    """dataset folder that prepare_data.py wrote; any with input_ids will do"""
+    """dataset folder that prepare_data.py wrote; any with input_ids will do; or the address of one
+    in object storage (docs/mirror.md)"""
     data_mix: Optional[str] = basic(
         None,
         path=True,

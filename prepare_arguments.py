@@ -18,9 +18,10 @@ class PrepareArguments:
 
     input: Optional[list[str]] = option(None, path=True)
     """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz,
-    .zst, .bz2, .xz; dataset folders; names of datasets on the hub"""
+    .zst, .bz2, .xz; dataset folders; names of datasets on the hub; addresses of object storage,
+    such as s3://bucket/corpus/ (docs/mirror.md)"""
     output: str = option(None, path=True)
-    """dataset folder to write, such as data/mine"""
+    """dataset folder to write, such as data/mine or s3://bucket/data/mine"""
     tasks: Optional[str] = option(
         None,
         path=True,

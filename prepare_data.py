@@ -2,7 +2,6 @@
 """Raw text -> a packed dataset folder: `python prepare_data.py --input corpus/ --tokenizer NAME
 --output data/mine`."""
 
-from pathlib import Path
 from typing import Optional
 
 from fabric_llm.base.ending import in_one_sentence
@@ -25,13 +24,17 @@ def main(argv: Optional[list[str]] = None) -> None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
             made = prepare_tasks(
-                arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output
+                arguments.tasks,
+                arguments.tokenizer,
+                arguments.context_length,
+                arguments.output,
+                arguments.overwrite,
             )
             following = command("python", "train.py", "...", eval_data=f"tasks={arguments.output}")
             print(f"{made}\nNext: {following}", flush=True)
             return
         from fabric_llm.prepare import prepare
-        from fabric_llm.prepare.inputs import work_folder_of
+        from fabric_llm.prepare.inputs import place_of, work_folder_of
 
         # A flag that wasn't given is None, and `Options` has its default.
         given = {name: value for name, value in vars(arguments).items() if value is not None}
@@ -40,7 +43,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             manifest = prepare.prepare(inputs=inputs, **given)
         except BaseException:
             # Only complete pieces are taken up by the next start.
-            if prepare.has_work(work_folder_of(Path(arguments.output).resolve())):
+            if prepare.has_work(work_folder_of(place_of(arguments.output))):
                 ending.left += "; the same command goes on from there"
             raise
         print(prepare.summary(manifest), flush=True)

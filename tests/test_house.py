@@ -16,9 +16,9 @@ FLOORS = (
     {"base"},
     {"data", "processes"},
     {"model"},
-    {"training", "checkpoint", "prepare"},
+    {"training", "checkpoint"},
     {"mirror"},
-    {"plan"},
+    {"plan", "prepare"},
     {"run"},
     {"weights", "report"},
     {"verify", "forecast"},
@@ -133,6 +133,7 @@ def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
 
 OFF = {
     "data": ("probes",),
+    "mirror": ("fetch", "store"),
     "model": ("context_parallel", "float8", "offload", "tiles"),
     "training": ("adamw_triton", "ema"),
 }

@@ -52,6 +52,12 @@ class TokenDataset:
     max_token_id: int
     manifest: dict[str, Any]  # what prepare_data.py wrote, {} for a dataset made elsewhere
     unread: tuple[str, ...] = ()  # names of its other columns
+    address: str = ""  # from which it was fetched
+
+    @property
+    def given(self) -> str:
+        """What names it on any machine."""
+        return self.address or str(self.folder)
 
     @property
     def document_end(self) -> Optional[int]:

@@ -31,7 +31,7 @@ from fabric_llm.model import (
 )
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.plan import checks
+from fabric_llm.plan import checks, fetched
 from fabric_llm.plan.make_plan import model_plan, require_shares
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.schedule import lay_out
@@ -322,8 +322,9 @@ def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     elif flags.data.train_data_dir is not None:
         folders = [flags.data.train_data_dir]
     datasets: list[Optional[tuple[int, int]]] = []
-    for folder in map(Path, folders):
-        # A source of --code has to be opened. Others say their size in a file.
+    for given in folders:
+        # A source of --code has to be opened. Others say their size in their manifest.
+        folder = fetched.folder(given, whole=False)
         if source_of(folder) in register.SOURCES:
             opened = open_source(folder, "size", flags)
             datasets.append((len(opened.train), opened.context_length))

@@ -9,5 +9,5 @@ leftovers    `remove`: parts of uploads that were killed
 client       `Mirror`: the process of `upload`, as rank 0 sees it
 process      `main`: the process beside the trainer
 upload       `Uploader`: what it does
-fetch        `checkpoints`, `restore`, `folder_of`: from there into a folder
+fetch        `checkpoints`, `restore`, `folder_of`, `dataset`: from there into a folder
 """

@@ -25,8 +25,9 @@ def is_address(text: object) -> bool:
     return re.match(r"(?!https?:)[a-zA-Z][a-zA-Z0-9+.-]*://", str(text)) is not None
 
 
-def require(address: str, flag: str) -> None:
-    """Raises Fault (2) unless `address`, which `flag` gives, is one that `open_store` takes."""
+def require(address: str, flag: str, is_folder: bool = False) -> None:
+    """Raises Fault (2) unless `address`, which `flag` gives, is one that `open_store` takes.
+    is_folder: it must name one in a bucket."""
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     url = urlsplit(address)
     # What may hold a password isn't repeated.
@@ -43,6 +44,8 @@ def require(address: str, flag: str) -> None:
         raise Fault(
             f"{flag} {shown(address)!r} must name a bucket, such as {url.scheme}://bucket/prefix."
         )
+    if is_folder and url.path in ("", "/"):
+        raise Fault(f"{flag} {address!r} must name a folder, such as {address}/data/mine.")
     parts = url.path.strip("/").split("/")
     if any(part in (".", "..") for part in parts) or "//" in url.path or not address.isprintable():
         raise Fault(f"{flag} {shown(address)!r} must be plain: no '.', '..' or empty part in it.")

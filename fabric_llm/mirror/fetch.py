@@ -20,7 +20,7 @@ from typing import Any, Optional, TypeVar
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
+from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
 from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
@@ -47,7 +47,7 @@ def is_whole(store: Store, run: str, name: str) -> bool:
 
 def checkpoints(store: Store, run: str) -> list[str]:
     """Names of the checkpoints of a run that are whole, oldest first. Raises Fault (74, 2)."""
-    return _patiently(
+    return patiently(
         store, lambda: [name for name in steps(store, run) if is_whole(store, run, name)]
     )
 
@@ -62,7 +62,7 @@ def documents(store: Store, run: str, names: Iterable[str]) -> dict[str, dict[st
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         place = f"{run}/{name}/trainer/progress.json"
-        content = _patiently(store, lambda: store.content(place))
+        content = patiently(store, lambda: store.content(place))
         # Read as a local one is, with the same checks.
         with TemporaryDirectory() as folder:
             (Path(folder) / "trainer").mkdir()
@@ -118,8 +118,60 @@ def local(given: str, only_logs: bool = False) -> str:
     cache, where it stays."""
     if not is_address(given):
         return given
+    return str(folder_of(given, cache(), only_logs))
+
+
+def cache() -> Path:
+    """The user's folder in which what is fetched stays. Raises Fault (73)."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return str(folder_of(given, home / "fabric_llm", only_logs))
+    folder = home / "fabric_llm"
+    # As in a container whose user has no home.
+    files.writable(folder / "x", f"{str(home)!r} can't be written: set XDG_CACHE_HOME to another")
+    return folder
+
+
+def say_at_once(text: str) -> None:
+    """On stdout, also where that is a file: what follows may take long."""
+    print(text, flush=True)
+
+
+def dataset(address: str, whole: bool = True) -> Path:
+    """A folder in the cache with the dataset at `address`, of which `require` approves, fetched
+    once for all processes of this machine. Other data under the same address is another folder.
+
+    whole: with all files, rather than the manifest alone. Raises Fault: where there is none, or a
+    file is damaged (2), without room or an answer (74), for what is refused for security (77).
+    """
+    from filelock import FileLock
+
+    place, name = split(address)
+    store = Store(place)
+    content = patiently(store, lambda: store.content(f"{name}/{OF_DATA}"))
+    if content is None:
+        # Of a bucket that isn't there, only a list says so.
+        patiently(store, lambda: store.folders(name))
+        raise Fault(
+            f"{address} holds no dataset that prepare_data.py wrote, with a {OF_DATA}: prepare it, "
+            "or copy another one to a disk."
+        )
+    key = hashlib.sha256(address.rstrip("/").encode() + content).hexdigest()[:16]
+    target = cache() / key / name
+    if not whole and not target.is_dir():
+        target = cache() / key / "manifest" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache() / f"{key}.lock"):
+        if not target.is_dir():
+            for left in target.parent.glob(".tmp-*"):  # of a process that was killed
+                remove(left)
+            try:
+                _folder(
+                    store, name, target, OF_DATA, lambda _: whole, content=content, say=say_at_once
+                )
+            # Of a dataset, that is a mistake in the data.
+            except Fault as fault:
+                code = BAD_INPUT if fault.code == NO_CHECKPOINT else fault.code
+                raise Fault(str(fault), code, fault.retryable) from fault
+    return target
 
 
 def folder_of(
@@ -143,7 +195,7 @@ def folder_of(
     store = Store(place)
     manifests = {}
     for file in (MANIFEST, OF_DATA):
-        content = _patiently(store, lambda: store.content(f"{name}/{file}"))
+        content = patiently(store, lambda: store.content(f"{name}/{file}"))
         if content is not None:
             manifests[file] = content
     # What is made anew under the same name is another folder, so that nobody's files change.
@@ -171,18 +223,23 @@ def _folder(
     manifest: str,
     wanted: Callable[[str], bool] = lambda name: True,
     before: Callable[[], None] = lambda: None,
+    content: Optional[bytes] = None,
+    say: Callable[[str], Any] = lambda text: None,
 ) -> None:
     """Fetch what a manifest names. before: called when all files are there, before the rename.
+    content: of the manifest, if it was read before. say: called before the files are fetched.
 
     Raises Fault (66) for what is missing or damaged, (77), (74).
     """
     temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
-        entries = _entries(store, place, temporary, manifest)
+        entries = _entries(store, place, temporary, manifest, content)
         entries = {name: entry for name, entry in entries.items() if wanted(name)}
         needed = sum(max(entry["bytes"], 0) for entry in entries.values())
         files.room(temporary, needed, place, "make room, or take another disk")
+        if needed:
+            say(f"Fetching {store.address}/{place} ({needed / 2**20:,.1f} MiB) to {str(target)!r}.")
         for name, entry in entries.items():
             _file(store, f"{place}/{name}", temporary / name, entry)
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
@@ -197,18 +254,21 @@ def _folder(
         raise
 
 
-def _entries(store: Store, place: str, folder: Path, manifest: str) -> dict[str, files.Entry]:
+def _entries(
+    store: Store, place: str, folder: Path, manifest: str, content: Optional[bytes]
+) -> dict[str, files.Entry]:
     """The entries of a manifest, which is put into `folder`. Raises Fault (66, 77)."""
-    damaged = Fault(
-        f"{place} in the mirror is damaged: {manifest} isn't what was written.", NO_CHECKPOINT
-    )
-    content = _patiently(store, lambda: store.content(f"{place}/{manifest}"))
+    where = f"{store.address}/{place}"
+    damaged = Fault(f"{where} is damaged: {manifest} isn't what was written.", NO_CHECKPOINT)
+    if content is None:
+        content = patiently(store, lambda: store.content(f"{place}/{manifest}"))
     try:
         document = json.loads(content or b"")
         document.pop("sha256", None)
         # Byte by byte, as `files.read` will do it.
         sealed = content == files.encode(document)
-        entries = document.get("files", document.get("written"))
+        # Where a dataset's manifest has `files`, these are what it was made of.
+        entries = document.get("files" if manifest == MANIFEST else "written")
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise damaged from None
     if not sealed:
@@ -217,14 +277,13 @@ def _entries(store: Store, place: str, folder: Path, manifest: str) -> dict[str,
     for name in entries:
         if name.lower().endswith(CODE_SUFFIXES):
             raise Fault(
-                f"{place} in the mirror names {shown(name)!r}, which could run code when opened: "
-                "refused.",
+                f"{where} names {shown(name)!r}, which could run code when opened: refused.",
                 REFUSED,
             )
         # Its own name would replace it by another content.
         if name.partition("/")[0] in (MANIFEST, manifest):
             raise damaged
-    (folder / manifest).write_bytes(content)
+    (folder / manifest).write_bytes(content or b"")
     fsync(folder / manifest)
     return entries
 
@@ -233,9 +292,9 @@ def _file(store: Store, place: str, path: Path, entry: files.Entry) -> None:
     """Fetch one object, durably. Raises Fault (66) unless it is what its entry says."""
 
     def wrong(how: str) -> Fault:
-        return Fault(f"{shown(place)} in the mirror is damaged: {how}.", NO_CHECKPOINT)
+        return Fault(f"{store.address}/{shown(place)} is damaged: {how}.", NO_CHECKPOINT)
 
-    size = _patiently(store, lambda: store.size(place))
+    size = patiently(store, lambda: store.size(place))
     if size is None:
         raise wrong("it is missing")
     if size != entry["bytes"]:
@@ -246,11 +305,11 @@ def _file(store: Store, place: str, path: Path, entry: files.Entry) -> None:
     # Names of which one is a folder for the other.
     except (FileExistsError, NotADirectoryError):
         raise wrong("its name is another's folder") from None
-    if _patiently(store, lambda: _download(store, place, path, size)) != entry["sha256"]:
+    if patiently(store, lambda: download(store, place, path, size)) != entry["sha256"]:
         raise wrong("its content has changed")
 
 
-def _download(store: Store, place: str, path: Path, size: int) -> str:
+def download(store: Store, place: str, path: Path, size: int) -> str:
     """Write an object of `size` bytes into a file, durably. Returns the sha256."""
     hashed = hashlib.sha256()
     with path.open("wb") as file:
@@ -278,26 +337,26 @@ class _Disk(Exception):
 def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> None:
     """Fetch the logs of a run that aren't in `directory`, or all of them, and what is pinned."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in _patiently(store, lambda: pins(store, run)):
+    for name in patiently(store, lambda: pins(store, run)):
         (directory / name).touch()
     for name in LOGS:
         if (directory / name).exists() and not replaces:
             continue
         place = f"{run}/{name}"
-        size = _patiently(store, lambda: store.size(place))
+        size = patiently(store, lambda: store.size(place))
         if size is None:
             continue
         files.room(directory, size, place, "make room, or take another disk")
         # A name that is swept where a kill leaves it.
         temporary = directory / f".tmp-step-{secrets.token_hex(4)}"
         try:
-            _patiently(store, lambda: _download(store, place, temporary, size))
+            patiently(store, lambda: download(store, place, temporary, size))
             temporary.rename(directory / name)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _patiently(store: Store, action: Callable[[], T]) -> T:
+def patiently(store: Store, action: Callable[[], T]) -> T:
     """What `action` returns, tried again for a while. Raises Fault (74, 2) then, and OSError of the
     local disk."""
     end = time.monotonic() + PATIENCE_SECONDS

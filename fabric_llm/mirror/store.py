@@ -86,9 +86,13 @@ class Store:
 
     def size(self, name: str) -> Optional[int]:
         """Bytes of an object, None where there is none."""
+        return next((one["size"] for one in self.described(name)), None)
+
+    def described(self, name: str) -> list[dict[str, Any]]:
+        """[path, size in bytes and e_tag of an object], [] where there is none."""
         with suppress(FileNotFoundError):
-            return self._count().head(self.raw, name)["size"]
-        return None
+            return [self._count().head(self.raw, name)]
+        return []
 
     def content(self, name: str, most_bytes: int = LARGEST_MANIFEST_BYTES) -> Optional[bytes]:
         """Of a small object. None where there is none, b"" for one with more than `most_bytes`."""
@@ -192,12 +196,16 @@ class Store:
         listed = self._count().list_with_delimiter(self.raw, name)["objects"]
         return sorted(found["path"].rpartition("/")[2] for found in listed)
 
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        """All objects below a folder, sorted: their path, size in bytes and e_tag."""
+        found: list[dict[str, Any]] = []
+        for listed in self._count().list(self.raw, name):
+            found += listed
+        return sorted(found, key=lambda one: one["path"])
+
     def below(self, name: str) -> list[str]:
         """Names of all objects below a folder, sorted."""
-        names = []
-        for listed in self._count().list(self.raw, name):
-            names += [found["path"] for found in listed]
-        return sorted(names)
+        return [found["path"] for found in self.objects(name)]
 
     def remove(self, names: list[str]) -> None:
         """Remove objects, whether they are there or not."""
@@ -258,11 +266,11 @@ def as_fault(error: BaseException, address: str) -> Fault:
         why, code = f"it lies in another region: set AWS_REGION to {name}", BAD_INPUT
     elif says(NO_RIGHT):
         why = (
-            f"no right to list, read, write and remove objects there ({reason(error)}): the "
-            "mirror needs all four"
+            f"no right to do that there ({reason(error)}): a mirror lists, reads, writes and "
+            "removes objects, and data is listed and read"
         )
         code = BAD_INPUT
-    return Fault(f"The mirror {address}: {why}.", code)
+    return Fault(f"{address}: {why}.", code)
 
 
 def probe(store: Store) -> None:

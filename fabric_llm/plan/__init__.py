@@ -5,6 +5,7 @@ run_directory  `directory`, `lock`, `choose`: checkpoints/RUN, its name, lock, S
 schedule       `Schedule`: the steps of a run and the rows that they read; a rewind changes it
 start          `place`, `start`: devices, batches over them, and the ranks of this machine
 demo           `prepare_demo`: the dataset of `python train.py` without flags
+fetched        `folder`: of a dataset, also one that an address names
 checks         `check_training`: what is checked without torch
 plan           `Plan`: what the run will do, with which model and data
 same_run       `require_same_run`: what a resumed run must have in common with its checkpoint, and

@@ -7,7 +7,7 @@ ValueError in one sentence with the offending value.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
@@ -27,7 +27,7 @@ from fabric_llm.mirror import address
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import fetched, run_directory
 from fabric_llm.processes.launch import started_by_other
 from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
@@ -55,7 +55,10 @@ def check_training(flags: Flags) -> None:
         )
     # Parsed for its errors; the names of its sources are validation sets as well.
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
-    _check_addresses(needed, flags.save.mirror)
+    folders = [data.train_data_dir] if mix is None else [source.path for source in mix.sources]
+    evaluated = parse_eval_data(flags.evaluation.eval_data).values()
+    flag = "--train_data_dir" if mix is None else "--data_mix or --replay"
+    addresses = _addresses(flags, {flag: folders, "--eval_data": evaluated})
     # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     # --compile auto switches compiling off instead.
@@ -94,20 +97,27 @@ def check_training(flags: Flags) -> None:
     # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():
         read_prompts(flags.logging.sample_prompts)
-    # What follows reads folders, which another machine may not see yet.
-    if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
-        return
+    # Folders are read now, unless another machine may not see them yet.
+    if not flags.checkpoint.resume or not (started_by_other() or flags.devices.num_nodes > 1):
+        read = [] if flags.demo else folders  # the demo's dataset may have to be made first
+        here = [folder for folder in (*evaluated, *read) if folder not in addresses]
+        _check_folders(flags, here)
+    # Last, since it may take long, and before ranks wait for each other.
+    for given in addresses:
+        check_tokenizer_file(fetched.folder(given) / "tokenizer" / "tokenizer.json")
 
-    folders = [data.train_data_dir] if mix is None else [source.path for source in mix.sources]
-    read = [] if flags.demo else folders  # the demo's dataset may have to be made first
-    for folder in (*parse_eval_data(flags.evaluation.eval_data).values(), *read):
-        check_dataset_folder(folder, model_name)
+
+def _check_folders(flags: Flags, datasets: Sequence[str]) -> None:
+    """The dataset folders, the model's, and that of the run."""
+    model_name = flags.model.model_name
+    for name in datasets:
+        check_dataset_folder(name, model_name)
     # A name that leads elsewhere is refused here, before any time is spent.
     directory = run_directory.directory(flags)
     if flags.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
         check_model_folder(model_name)
         # A tokenizer's file comes from outside, so it is checked before a library opens it.
-        for folder in (Path(model_name), *(Path(name, "tokenizer") for name in folders)):
+        for folder in (Path(model_name), *(Path(name, "tokenizer") for name in datasets)):
             check_tokenizer_file(folder / "tokenizer.json")
     run_directory.require_writable(directory)
 
@@ -174,12 +184,18 @@ def overrides(flags: Flags) -> tuple[str, ...]:
     return names
 
 
-def _check_addresses(folders: dict[str, Optional[str]], mirror: Optional[str]) -> None:
-    if mirror is not None:
-        address.require(mirror, "--mirror")
-    for name, given in folders.items():
-        if address.is_address(given):
-            raise ValueError(f"--{name} {given} is read from a disk: copy it there first.")
+def _addresses(flags: Flags, datasets: Mapping[str, Collection[str]]) -> list[str]:
+    """Those among the datasets of flags. Raises ValueError for one that can't be read."""
+    if flags.save.mirror is not None:
+        address.require(flags.save.mirror, "--mirror")
+    model_name, found = flags.model.model_name, []
+    if address.is_address(model_name):
+        raise ValueError(f"--model_name {model_name} is read from a disk: copy it there first.")
+    for flag, folders in datasets.items():
+        for given in filter(address.is_address, folders):
+            address.require(given, flag, is_folder=True)
+            found.append(given)
+    return found
 
 
 def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:

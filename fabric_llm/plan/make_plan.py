@@ -26,10 +26,11 @@ from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
 from fabric_llm.data.tasks import open_tasks
+from fabric_llm.mirror.address import is_address
 from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
-from fabric_llm.plan import checks, same_run
+from fabric_llm.plan import checks, fetched, same_run
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES
 from fabric_llm.plan.schedule import Cursor, Schedule, last_step, lay_out
@@ -106,7 +107,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         # Where one of them has no tokenizer, there is nothing to compare.
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
-                f"{str(dataset.folder)!r} was made with a different tokenizer from that of "
+                f"{dataset.given!r} was made with a different tokenizer from that of "
                 f"{source!r}{differing}; "
                 f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
@@ -183,13 +184,13 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
         # On a GPU such a token would end in an assertion that names nothing.
         if dataset.max_token_id >= text_config.vocab_size:
             raise ValueError(
-                f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the "
+                f"{dataset.given!r} holds token id {dataset.max_token_id}, but the "
                 f"vocabulary of {source!r} has {text_config.vocab_size} tokens: the dataset was "
                 "made with another tokenizer; make it with "
                 f"{command('prepare_data.py', tokenizer=source)}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
-            rows = f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
+            rows = f"Rows of {dataset.given!r} hold {dataset.context_length} tokens"
             raise ValueError(f"{rows}, but {source!r} has positions for {longest}.")
 
 
@@ -249,7 +250,7 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
     heads."""
     sharing = plan.placement.context_parallel
     for dataset in plan.data.opened:
-        folder = repr(str(dataset.folder))
+        folder = repr(dataset.given)
         require_shares(sharing, plan.model, attention, f"rows of {folder}", dataset.context_length)
         if sharing > 1 and "attention_mask" in dataset.train[0]:
             raise ValueError(
@@ -345,13 +346,13 @@ def _plan_schedule(
     if not is_named and batch > rows[0]:
         [dataset] = sources.values()
         raise ValueError(
-            f"A step takes {batch} sequences, but the training split of {str(dataset.folder)!r} "
+            f"A step takes {batch} sequences, but the training split of {dataset.given!r} "
             f"has {rows[0]}."
         )
     # A stream isn't mixed, so it is the first and only source.
     if training.max_step is None and rows[0] == ENDLESS:
         [dataset] = sources.values()
-        raise ValueError(f"{str(dataset.folder)!r} is a stream, which has no end: give --max_step.")
+        raise ValueError(f"{dataset.given!r} is a stream, which has no end: give --max_step.")
     mixture_text.require_one_length(mix, contexts)
     # A new run starts at step 0.
     start = Progress(**resumed["progress"]) if resumed else Progress()
@@ -397,12 +398,13 @@ def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
 
 
 def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
-    """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
+    """The dataset in `folder`, or at that address. Raises ValueError. Only one rank of each machine
+    compares hashes."""
     # The others still compare sizes, which takes no time.
     verify = flags.data.verify_data if is_first_of_machine() else "size"
-    if is_text:
-        return open_source(Path(folder), verify, flags)
-    return open_tasks(Path(folder), verify)
+    there = fetched.folder(folder)
+    dataset = open_source(there, verify, flags) if is_text else open_tasks(there, verify)
+    return replace(dataset, address=folder) if is_address(folder) else dataset
 
 
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
@@ -410,7 +412,7 @@ def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     folders = parse_eval_data(flags.evaluation.eval_data)
     datasets = {}
     for name, folder in folders.items():
-        is_text = not Path(folder, TASKS).is_file()
+        is_text = not (fetched.folder(folder) / TASKS).is_file()
         datasets[name] = open_here(folder, flags, is_text)
     return datasets
 
@@ -421,7 +423,7 @@ def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
     asked, length = flags.data.context_length, dataset.context_length
     if asked not in (None, length):
         raise ValueError(
-            f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens; "
+            f"--context_length {asked}: the rows of {dataset.given!r} hold {length} tokens; "
             f"run prepare_data.py again with --context_length {asked}."
         )
 
@@ -433,7 +435,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
         _require_row_length(source, flags)
         if is_stream(source.train) and flags.data.data_mix:
             raise ValueError(
-                f"--data_mix: {str(source.folder)!r} is a stream, which isn't mixed: give it by "
+                f"--data_mix: {source.given!r} is a stream, which isn't mixed: give it by "
                 "--train_data_dir."
             )
     # Each is compared with the first, which makes all alike.
@@ -446,7 +448,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
 
 def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
     """Raises ValueError unless one run can read rows of both."""
-    both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
+    both = f"--data_mix: {first.given!r} and {other.given!r}"
     columns, others = _columns(first), _columns(other)
     if columns != others:
         words = f"{', '.join(columns)}, and {', '.join(others)}"
@@ -527,7 +529,7 @@ def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, sourc
     # The end is known, or there is nothing to compare it with.
     if end is None or end in of_config or of_tokenizer is None and not of_config:
         return
-    sentence = f"Documents of {str(dataset.folder)!r} end with token {end}"
+    sentence = f"Documents of {dataset.given!r} end with token {end}"
     if of_tokenizer is not None and end != of_tokenizer:
         raise ValueError(
             f"{sentence}, and texts of {source!r} with {of_tokenizer}: make the data with "

@@ -107,7 +107,7 @@ class DataPlan:
     def shifted_labels(self) -> list[str]:
         """The folders of datasets whose labels stand one place before their tokens."""
         return [
-            repr(str(one.folder))
+            repr(one.given)
             for one in self.opened
             if shifts_labels(one.train) or shifts_labels(one.validation)
         ]

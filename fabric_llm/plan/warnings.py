@@ -110,7 +110,7 @@ def _of_columns(data: DataPlan) -> Iterator[str]:
     for dataset in data.opened:
         if unread := getattr(dataset, "unread", ()):
             yield (
-                f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What "
+                f"columns of {dataset.given!r} that aren't read: {', '.join(unread)}. What "
                 "isn't a target has -100 in labels, or 0 in attention_mask (data/README.md)."
             )
 

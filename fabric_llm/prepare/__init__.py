@@ -3,6 +3,7 @@
 checks            `check`: the flags of prepare_data.py
 inputs            `find_sources`: what is read, by names and first bytes; checks of all arguments,
                   before anything slow is imported
+storage           `corpus`: inputs at an address, fetched; `send`: a dataset, put at an address
 documents         `read_part`: the documents of a file, a range of it, or a dataset, and the records
                   that can't be read
 corpus            `plan`: what is read, in pieces that processes share; `read`: in memory, a part of

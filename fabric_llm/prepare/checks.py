@@ -7,10 +7,12 @@ from pathlib import Path
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.names import hub_name
+from fabric_llm.mirror.address import is_address, require
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.prepare.inputs import (
     DEFAULT_PATTERNS,
     find_sources,
+    place_of,
     preparation,
     prepared_output,
     separator,
@@ -19,7 +21,7 @@ from fabric_llm.prepare.inputs import (
 
 def check(flags: Flags) -> None:
     """The flags of prepare_data.py, and what they name. Raises ValueError."""
-    pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
+    pattern, output = flags.pattern or DEFAULT_PATTERNS, place_of(flags.output)
     # --tasks takes none of the flags that say how text is read.
     if flags.tasks is None:
         preparation(flags, flags.input)
@@ -38,14 +40,21 @@ def check(flags: Flags) -> None:
             raise ValueError(
                 f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}."
             )
+    for given in filter(is_address, flags.input or ()):
+        require(given, "--input")
     # A run of hours must not find only at its end that its result has no place.
+    if is_address(flags.output):
+        from fabric_llm.prepare import storage
+
+        storage.require_free(flags.output, flags.overwrite)
     prepared_output(output, flags.overwrite)
     files.writable(output)
-    # Only lists files and reads first bytes, so that a mistyped --input fails at once.
-    if flags.tasks is None:
-        find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
     # A name on the hub is checked by its form alone: the hub is asked later.
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         check_tokenizer_file(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
+    # Only lists files and reads first bytes, so that a mistyped --input fails at once. Those at an
+    # address are fetched first.
+    if flags.tasks is None:
+        find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)

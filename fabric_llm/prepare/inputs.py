@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
+from fabric_llm.mirror.address import is_address
 
 PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that may follow each of KINDS
 KINDS = {
@@ -111,6 +112,16 @@ def separator(given: Optional[str]) -> Optional[str]:
     return r"\r?\n".join(map(re.escape, text.split("\n")))
 
 
+def place_of(output: str | Path) -> Path:
+    """Where the dataset `output` is made complete, a resolved path."""
+    if is_address(output):
+        # A feature that is off isn't imported.
+        from fabric_llm.prepare import storage
+
+        return storage.place_of(str(output))
+    return Path(output).resolve()  # a link to a larger disk stays a link
+
+
 def work_folder_of(output: Path) -> Path:
     """The folder beside `output`, a resolved path, in which it is made: on the same file system."""
     return output.with_name(f".{output.name}.preparing")
@@ -135,6 +146,14 @@ class InputFiles:
     # {dataset [split]: rows, None: not known}
     splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
+    fetched: dict[str, str] = field(default_factory=dict)  # path -> the address that it comes from
+
+    def given(self, path: str) -> str:
+        """A file of these as it is named on any machine."""
+        for folder, address in self.fetched.items():
+            if path == folder or path.startswith(f"{folder}/"):
+                return address.rstrip("/") + path.removeprefix(folder)
+        return path
 
     def by_name(self) -> dict[str, Source]:
         return {source.name: source for source in self.sources}
@@ -158,7 +177,7 @@ def find_sources(
     input_files = InputFiles()
     origin: dict[str, str] = {}  # path -> the input that names it
     read = set()
-    for given in _expanded(inputs):
+    for given in _expanded(inputs, input_files):
         for source in _sources_of(given, pattern, exclude, output, input_files):
             # The same path in two inputs is a mistake. Another name of a file or folder is none.
             path, identity = os.path.abspath(source.name), identity_of(source.name)
@@ -190,13 +209,18 @@ def identity_of(path: str) -> Any:
     return status.st_dev, status.st_ino
 
 
-def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
-    """The inputs, with what globs among them match, which the shell doesn't expand in quotes or in
-    a file of flags."""
+def _expanded(inputs: Sequence[str | Path], input_files: InputFiles) -> Iterator[str]:
+    """The inputs, those at an address fetched, with what globs among them match, which the shell
+    doesn't expand in quotes or in a file of flags."""
     for given in map(str, inputs):
         matches: list[str] = []
+        if is_address(given):
+            from fabric_llm.prepare import storage
+
+            matches = [storage.corpus(given)]
+            input_files.fetched[matches[0]] = given
         # A file may have a bracket in its own name.
-        if has_magic(given) and not os.path.lexists(given):
+        elif has_magic(given) and not os.path.lexists(given):
             matches = sorted(glob(given, recursive=True))
         yield from matches or [given]
 

@@ -42,6 +42,7 @@ from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, pr
 from fabric_llm.base.names import command, shown
 from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
+from fabric_llm.mirror.address import is_address
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, plan
 from fabric_llm.prepare.documents import DRAWN, texts
@@ -118,7 +119,7 @@ def prepare(**arguments: Any) -> dict:
     options = Options(**arguments)
     # The cheap checks come first: planning reads files and may ask the hub.
     inputs.preparation(options, options.inputs)
-    target = Path(options.output).resolve()  # a link to a larger disk stays a link
+    target = inputs.place_of(options.output)
     inputs.prepared_output(target, options.overwrite)
     input_files = inputs.find_sources(
         options.inputs, pattern=options.pattern, exclude=options.exclude, output=target
@@ -152,7 +153,7 @@ def prepare(**arguments: Any) -> dict:
             # The manifest is the last file: it has the hashes of all others.
             content = files.encode(manifest)
             files.write_atomically(folder / "dataset" / "manifest.json", content, durable=True)
-            publish(folder, target)
+            publish(folder, target, options.output, options.overwrite)
         except ValueError as error:
             # All pieces are done. The next start goes on with them after a full disk, which is a
             # Fault of another code, but not after a mistake in the flags or the text.
@@ -167,8 +168,15 @@ def _has_own_validation(pieces: Sequence[Piece]) -> bool:
     return any(part.goes != DRAWN for piece in pieces for part in piece.parts)
 
 
-def publish(folder: Path, target: Path) -> None:
-    """Rename the complete dataset of the work folder, and remove the folder."""
+def publish(folder: Path, target: Path, output: str | Path, overwrite: bool) -> None:
+    """Rename the complete dataset of the work folder, or send it to the address `output`, and
+    remove the folder."""
+    if is_address(output):
+        from fabric_llm.prepare import storage
+
+        storage.send(folder / "dataset", str(output), overwrite)
+        remove(folder)
+        return
     with uninterrupted():
         # A former dataset is removed with the folder, when the new one is in its place.
         if target.exists():
@@ -470,7 +478,7 @@ def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
             "from_hub": [one.name for one in input_files.sources if one.kind == "hub"],
         },
         "files": [
-            {"path": source.name, "bytes": source.bytes}
+            {"path": input_files.given(source.name), "bytes": source.bytes}
             # Not all: a corpus may have millions, and train.py reads this at each start.
             for source in input_files.sources[:MAX_LISTED_FILES]
         ],

@@ -26,6 +26,7 @@ from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import nearest, reach_hub
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
+from fabric_llm.prepare.inputs import place_of
 from fabric_llm.prepare.prepare import publish, remove, work_folder
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
@@ -34,7 +35,9 @@ MULTIPLE = 64  # of which row lengths are, so that ranks can share rows
 SEED = 1234  # as in lm_eval.simple_evaluate
 
 
-def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) -> str:
+def prepare_tasks(
+    tasks: str, tokenizer: str, context_length: int, output: str, overwrite: bool = False
+) -> str:
     """Write the requests of tasks into the folder `output`. Returns what it made, in words. The
     arguments are flags of prepare_data.py.
 
@@ -42,7 +45,7 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
     requests the last ones. Documents of all tasks are mixed evenly, so that a fraction of the rows
     is that fraction of each task. Raises ValueError for what a user can correct.
     """
-    target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
+    target, encoder = place_of(output), packing_tokenizer(tokenizer)
     # Sorted by their place in their task, so that any first rows hold the same fraction of each.
     documents = sorted(_documents(_loaded(tasks), encoder), key=itemgetter(0))
     rows = []
@@ -72,7 +75,7 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
             manifest["written"] = files.describe(made, files.files_in(made))
             content = files.encode(manifest)
             files.write_atomically(made / "manifest.json", content, durable=True)
-            publish(folder, target)
+            publish(folder, target, output, overwrite)
         finally:
             remove(folder)
     words = ", ".join(f"{count:,} of {name}" for name, count in counts.items())

@@ -179,7 +179,7 @@ def origin(plan: Plan) -> dict[str, Any]:
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
         "data": plan.of_each_source(
-            lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}
+            lambda one: {"folder": one.given, **one.manifest.get("made_by", {})}
         ),
         "data_sha256": plan.of_each_source(
             lambda dataset: sha256(dataset.folder / "manifest.json")

@@ -20,7 +20,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import mirrored, run_directory
+from fabric_llm.plan import fetched, mirrored, run_directory
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import ThisRank, place
 from fabric_llm.plan.warnings import warnings_of
@@ -135,7 +135,8 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
-        _require_one_command(ranks.gather({**flags.flat(), "code": register.fact()}))
+        beside = {"code": register.fact(), "train_data_dir as fetched": fetched.versions()}
+        _require_one_command(ranks.gather({**flags.flat(), **beside}))
     except ValueError as error:
         raise as_mistake(error) from None
     # PyTorch raises it for all that goes wrong between ranks: the text tells the cause.

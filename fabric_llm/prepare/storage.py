@@ -1,0 +1,187 @@
+"""Object storage instead of folders: what prepare_data.py reads from there, and puts there. Imported
+when an address is given."""
+
+import hashlib
+import json
+import secrets
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fabric_llm.base import files
+from fabric_llm.base.faults import BAD_INPUT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault, one_line
+from fabric_llm.checkpoint.keep import remove
+from fabric_llm.mirror import fetch
+from fabric_llm.mirror.address import require, split
+from fabric_llm.mirror.fetch import OF_DATA, download, patiently, say_at_once
+from fabric_llm.mirror.store import FOLDER, Damaged, Store, probe
+
+AT_ONCE = 4  # objects, of which each may have as many parts in flight
+MARK = ".preparing"  # in a dataset that isn't complete: what is beside it may be replaced
+
+
+# ------------------------------------------------------------------------------------- inputs
+
+
+@cache  # a start lists them once, and reads one version
+def corpus(address: str) -> str:
+    """A folder in the cache with the objects below `address`, under their names there, or the one
+    file that it names. Other objects under the same address are another folder.
+
+    Raises Fault: for a bad address or nothing there (2), without room or an answer (74), for names
+    that lead out of the folder (77).
+    """
+    from filelock import FileLock
+
+    require(address, "--input")
+    place, name = split(address)
+    if place.endswith(":/"):  # all of a bucket
+        place, name = address.rstrip("/"), ""
+    store = Store(place)
+    found = _listed(store, name)
+    if not found:
+        raise Fault(f"--input {address} names no objects: give a file, or what files lie below.")
+    made_of = [(one["path"], one["size"], one["e_tag"]) for one in found]
+    key = hashlib.sha256(json.dumps([place, made_of]).encode()).hexdigest()[:16]
+    target = fetch.cache() / key / (name or split(address)[1])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(fetch.cache() / f"{key}.lock"):
+        if not target.exists():
+            for left in target.parent.glob(".tmp-*"):  # of a process that was killed
+                remove(left)
+            temporary = target.with_name(f".tmp-{secrets.token_hex(4)}")
+            temporary.mkdir()
+            try:
+                _copy(store, found, temporary, address)
+                now = {one["path"]: one for one in _listed(store, name)}
+                if any(now.get(one["path"]) != one for one in found):
+                    raise _changed(address)
+                # It gets its name once it is whole.
+                (temporary / name).rename(target)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    return str(target)
+
+
+def _listed(store: Store, name: str) -> list[dict[str, Any]]:
+    """The objects below a folder that are files, or the one of this name, sorted. Raises Fault (2,
+    74, 77)."""
+    from obstore.exceptions import InvalidPathError
+
+    def listed() -> list[dict[str, Any]]:
+        try:
+            return store.objects(name)
+        except InvalidPathError as error:
+            which = one_line(str(error).partition("\n")[0])
+            raise Fault(f"{store.address}: {which}: refused.", REFUSED) from error
+
+    found = patiently(store, listed)
+    # Consoles make empty objects that stand for folders.
+    folders = {str(folder) for one in found for folder in PurePosixPath(one["path"]).parents}
+    found = [one for one in found if one["size"] or one["path"] not in folders | {"", name}]
+    for one in found:
+        files.check_name(one["path"], Path(store.address) / "its list")
+        if one["path"] in folders:
+            raise Fault(f"{store.address}/{one['path']} is an object, and a folder of others.")
+    return found or patiently(store, lambda: store.described(name))
+
+
+def _changed(address: str) -> Fault:
+    return Fault(f"{address} has changed while it was fetched: start again.", SAVE_FAILED)
+
+
+def _copy(store: Store, found: list[dict[str, Any]], folder: Path, address: str) -> None:
+    size = sum(one["size"] for one in found)
+    files.room(folder, size, address, "make room, or set XDG_CACHE_HOME to another disk")
+    mib = f"{size / 2**20:,.1f} MiB"
+    say_at_once(f"Fetching {address} ({len(found):,} files, {mib}) to {str(folder.parent)!r}.")
+
+    def bring(one: dict[str, Any]) -> None:
+        path = folder / one["path"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        patiently(store, lambda: download(store, one["path"], path, one["size"]))
+        if path.stat().st_size != one["size"]:
+            raise _changed(address)
+
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        for _ in pool.map(bring, found):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ------------------------------------------------------------------------------------- output
+
+
+def place_of(address: str) -> Path:
+    """The folder in the cache, always the same one, beside which a dataset for `address` is
+    made."""
+    key = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
+    return fetch.cache() / key / split(address)[1]
+
+
+def require_free(address: str, overwrite: bool) -> None:
+    """Raises Fault: where a dataset or anything else is at `address`, for a bad address, bucket or
+    key (2); where it can't be reached (74)."""
+    require(address, "--output", is_folder=True)
+    store = Store(address.rstrip("/"))
+    probe(store)
+    there = patiently(store, lambda: store.below(""))
+    there = [name for name in there if not name.startswith(FOLDER)]
+    if not there or MARK in there and OF_DATA not in there:
+        return
+    if not {OF_DATA, "dataset_dict.json"} <= {*there}:
+        raise Fault(f"output {address} holds {there[0]!r}, no prepared dataset: name another.")
+    if not overwrite:
+        raise Fault(
+            f"output {address} exists: pass --overwrite true to replace it, or name another."
+        )
+
+
+def send(folder: Path, address: str, overwrite: bool) -> None:
+    """Put the dataset in `folder` at `address`. Its manifest is removed first and put last, when
+    all else was read back: what a kill leaves is no dataset, and the next start replaces it.
+
+    Raises Fault (74), or (73) where somebody else writes there.
+    """
+    store = Store(address.rstrip("/"))
+    again, own = partial(patiently, store), (folder / OF_DATA).read_bytes()
+    entries, mark = json.loads(own)["written"], secrets.token_hex(8).encode()
+    size = sum(entry["bytes"] for entry in entries.values())
+    say_at_once(f"Sending {size / 2**20:,.1f} MiB to {address}.")
+    try:
+        require_free(address, overwrite)  # it may be hours since the start
+        again(lambda: store.put(MARK, mark))
+        again(lambda: store.remove([OF_DATA]))
+        for name, entry in entries.items():
+            again(partial(_bring, store, name, folder / name, entry))
+        known = {*entries, MARK}
+        again(lambda: store.remove([name for name in store.below("") if name not in known]))
+        is_own = again(lambda: store.content(MARK)) == mark
+        if not is_own or not again(lambda: store.create(OF_DATA, own)):
+            raise Fault(f"output {address} is written by another process.", UNWRITABLE)
+        again(lambda: store.remove([MARK]))
+    # After a mistake (2), what was made would be thrown away.
+    except Fault as fault:
+        code = SAVE_FAILED if fault.code == BAD_INPUT else fault.code
+        raise Fault(f"{fault} The same command goes on from there.", code) from fault
+
+
+def _bring(store: Store, name: str, path: Path, entry: files.Entry) -> None:
+    """Have one file there, as it should be."""
+
+    def is_there() -> bool:
+        size = store.size(name)
+        return size == entry["bytes"] and store.sha256(name, size, lambda: None) == entry["sha256"]
+
+    if is_there():  # since a former start
+        return
+    try:
+        sent = store.send(name, path, lambda: None, entry["bytes"])
+    except Damaged as error:
+        raise Fault(f"{error}.", SAVE_FAILED) from error
+    if sent != entry["sha256"] or not is_there():
+        raise Fault(f"{store.address}/{name} isn't what was sent.", SAVE_FAILED)
