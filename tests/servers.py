@@ -108,7 +108,7 @@ def seaweed(folder: Path) -> Server:
             path, "server", "-ip=127.0.0.1", f"-dir={folder / 'data'}", "-s3", f"-s3.port={port}",
             f"-master.port={ports[0]}", f"-master.port.grpc={ports[1]}",
             f"-volume.port={ports[2]}", f"-volume.port.grpc={ports[3]}",
-            f"-filer.port={ports[4]}", f"-filer.port.grpc={ports[5]}", "-volume.max=100",
+            f"-filer.port={ports[4]}", f"-filer.port.grpc={ports[5]}", "-volume.max=300",
             f"-s3.port.grpc={ports[6]}", "-master.volumeSizeLimitMB=64",
             "-s3.port.iceberg=0", "-s3.port.lance=0",
         ],
