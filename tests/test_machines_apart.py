@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -19,6 +20,7 @@ from test_mirrored_runs import (
     RUN,
     STEPS,
     assert_same_end,
+    checkpoint,
     ended,
     flags,
     frozen,
@@ -40,7 +42,7 @@ def elsewhere(tmp_path, ranks_a_machine=1, moved=0):
     """Each machine has a disk of its own. moved: by so many places are machines other ones."""
 
     def change():
-        own = tmp_path / str((int(os.environ["RANK"]) // ranks_a_machine + moved) % 2)
+        own = tmp_path / str((int(os.environ.get("RANK", "0")) // ranks_a_machine + moved) % 2)
         own.mkdir(exist_ok=True)
         os.chdir(own)
 
@@ -159,6 +161,44 @@ def test_a_disk_of_rank_0_that_is_full_ends_all(toys, tmp_path):
     assert status(run_of(tmp_path, 0))["code"] == SAVE_FAILED
     assert status(run_of(tmp_path, 1))["code"] == SAVE_FAILED
     assert not list(Path(tmp_path / "1").rglob("*.safetensors"))
+
+
+def test_what_the_run_has_gone_back_from_stays_so_on_another_disk(toys, tmp_path):
+    """Machine 1 holds later steps, which were given up while machine 0 was rank 0's."""
+    words = apart(toys, tmp_path)
+    ended(Job(1, *words, before=elsewhere(tmp_path)))
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    (run_of(tmp_path, 1) / ".mirror-owner").unlink()
+    back = ("--resume", "true", "--checkpoint", f"out/{RUN}/{checkpoint(2 * INTERVAL)}")
+    stopping = "between_steps:count=2:do=term"
+    job = Job(1, *words, *back, failpoint=stopping, before=elsewhere(tmp_path))
+    assert job.wait(120) == [STOPPED], job.output
+    [last] = [path.name for path in files.checkpoints(run_of(tmp_path, 0))][-1:]
+    assert last in (checkpoint(7), checkpoint(8))
+    said = ended(Job(1, *words, before=elsewhere(tmp_path, moved=1)))
+    assert f"Fetched {last} from" in said and f"Kept as aside-{checkpoint(9)}" in said
+    norms = metrics(run_of(tmp_path, 1), "grad_norm")
+    assert len(norms) == STEPS
+    there = [path.name for path in files.checkpoints(tmp_path / "mirror" / RUN)]
+    assert last in there and there[-1] == checkpoint(STEPS)
+
+
+def test_a_machine_that_does_not_see_the_mirror_is_told_at_the_start(toys, tmp_path):
+    """As where the address is a folder that only rank 0's machine has."""
+    moves = elsewhere(tmp_path)
+
+    def blind():
+        from fabric_llm.mirror import store
+
+        moves()
+        opened, other = store.open_store, f"file://{os.getcwd()}/another"
+        if os.environ["RANK"] == "1":
+            store.open_store = lambda address: opened(other)
+
+    job = Job(2, *apart(toys, tmp_path), before=blind)
+    assert job.wait(120) == [2, 2], job.output
+    assert f"on {gethostname()}: file://{tmp_path}/mirror isn't what rank 0 sees" in job.output[0]
+    assert status(run_of(tmp_path, 1))["code"] == 2
 
 
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from typing import NamedTuple, Optional
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fabric_llm.base import ranks
+from fabric_llm.base.faults import Fault, as_fault
+from fabric_llm.base.files import writable
 from fabric_llm.base.program import wait_until
 
 # A file of a new name is seen at once on a disk that machines share: nothing of it was cached.
@@ -50,7 +53,7 @@ def find(directory: Path) -> Optional[Apart]:
     ranks.from_rank_zero(path.unlink)
     if all(seen):
         return None
-    directory.mkdir(parents=True, exist_ok=True)  # for STATUS.json and copies
+    ranks.first_fault(_problem_here(directory))
     blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
     rank, group = torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo")
     if rank == 0:
@@ -59,6 +62,16 @@ def find(directory: Path) -> Optional[Apart]:
             f"{str(directory)!r} isn't seen by ranks {numbers}, which send rank 0 what they save."
         )
     return Apart(blind, rank, group)
+
+
+def _problem_here(directory: Path) -> Optional[Fault]:
+    """Why there can't be a STATUS.json, or a copy, in the directory on this machine."""
+    try:
+        writable(directory / "x", f"on {gethostname()}: {str(directory)!r} can't be written")
+        directory.mkdir(parents=True, exist_ok=True)
+    except (Fault, OSError) as error:
+        return as_fault(error)
+    return None
 
 
 def send(apart: Apart, files: Sequence[File]) -> None:

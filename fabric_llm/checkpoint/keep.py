@@ -171,17 +171,20 @@ def checkpoint_at(path: str | Path) -> Path:
 def move_aside(run_directory: Path, after_step: int) -> list[str]:
     """Rename the checkpoints of later steps, whole or not, which a run that resumes at `after_step`
     will write anew."""
-    names = []
-    for path in step_directories(run_directory):
-        if step_of(path) > after_step:
-            # The random suffix lets one step be moved aside more than once.
-            names.append(
-                path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name
-            )
-    # After a crash of the machine, the run mustn't resume from these.
-    if names:
-        fsync(run_directory)
+    later = [path for path in step_directories(run_directory) if step_of(path) > after_step]
+    names = put_aside(later)
     failpoint("resume.moved_aside")
+    return names
+
+
+def put_aside(paths: Iterable[Path]) -> list[str]:
+    """Rename checkpoints of a run so that it doesn't resume from them. Returns their new names."""
+    names = []
+    for path in paths:
+        # The random suffix lets one step be moved aside more than once.
+        names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
+        # Also after a crash of the machine.
+        fsync(path.parent)
     return names
 
 

@@ -2,18 +2,22 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.faults import NO_CHECKPOINT, SAVE_FAILED, Fault
+from fabric_llm.base.faults import NO_CHECKPOINT, SAVE_FAILED, Fault, as_fault
+from fabric_llm.base.files import MANIFEST
+from fabric_llm.checkpoint import keep
 from fabric_llm.plan import run_directory
 
 if TYPE_CHECKING:
     from fabric_llm.checkpoint.apart import Apart
     from fabric_llm.mirror.client import Mirror, Report
+    from fabric_llm.mirror.store import Store
 
 COPIES = ".tmp-step-copies"  # in the run directory of a machine that doesn't see rank 0's disk
 
@@ -39,14 +43,19 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
             "--resume true, or take another --run_name."
         )
     here = files.step_directories(directory)
-    # A disk that was mirrored last knows of rewinds of which the mirror may not have heard.
-    is_older = not mirror.is_own and max(mirror.names, default="") > (here or [directory])[-1].name
-    if mirror.names and (not here or is_older):
-        found = fetch.restore(store, directory.name, directory, say=say, replaces_logs=is_older)
+    # A disk that was mirrored last knows of rewinds of which the mirror may not have heard. Where
+    # another disk was, what only this one holds was given up by the run.
+    is_left = bool(mirror.names and here and not mirror.is_own)
+    if is_left and run_directory.given_checkpoint(flags) is None:
+        _put_aside_what_differs(store, here)
+    if mirror.names and (is_left or not here):
+        before = files.latest(directory)
+        found = fetch.restore(store, directory.name, directory, say=say, replaces_logs=is_left)
         if found is None:
             sentence = f"No checkpoint at {address}/{directory.name} is whole, see above."
             raise Fault(sentence, NO_CHECKPOINT)
-        say(f"Fetched {found.name} from {address}/{directory.name}.")
+        if found != before:
+            say(f"Fetched {found.name} from {address}/{directory.name}.")
     run_directory.require_any(flags, directory)
     # What a run that was killed has left here without a copy.
     for path in files.checkpoints(directory)[-2:]:
@@ -54,6 +63,21 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
             mirror.upload(path.name)
     mirror.documents = fetch.documents(store, directory.name, mirror.names)
     return mirror
+
+
+def _put_aside_what_differs(store: "Store", here: Iterable[Path]) -> None:
+    """Give the checkpoints that the mirror doesn't hold, or holds with another content, another
+    name."""
+    from fabric_llm.mirror.fetch import patiently
+
+    differing = []
+    for path in here:
+        place = f"{path.parent.name}/{path.name}/{MANIFEST}"
+        own = path / MANIFEST
+        if not own.is_file() or patiently(store, lambda: store.content(place)) != own.read_bytes():
+            differing.append(path)
+    for name in keep.put_aside(differing):
+        say(f"Kept as {name}: the run went on without it on another machine.")
 
 
 def newest(
@@ -91,15 +115,39 @@ def readable(
     if mirror is not None:
         problem = _wait_for(mirror, checkpoint)
     first_fault(problem)
-    try:
-        if ranks_apart.is_here:
-            there = f"{address}/{checkpoint.parent.name}/{checkpoint.name}"
-            copies = checkpoint.parent / COPIES
+    if ranks_apart.is_here:
+        there = f"{address}/{checkpoint.parent.name}/{checkpoint.name}"
+        copies = checkpoint.parent / COPIES
+        try:
             place = fetch.folder_of(there, copies, wanted=_is_read_by_all)
-    except Fault as fault:
-        problem = fault
+        except Exception as error:
+            problem = _on_this_machine(error)
     first_fault(problem)
     return place
+
+
+def require_seen(address: str, ranks_apart: "Apart") -> None:
+    """Raises Fault on all ranks where a machine that doesn't see rank 0's disk doesn't see the
+    mirror, either: it would be found only where it is read. All ranks call it."""
+    from fabric_llm.base.ranks import first_fault
+    from fabric_llm.mirror.fetch import patiently
+    from fabric_llm.mirror.store import FOLDER, Store
+
+    problem = None
+    if ranks_apart.is_here:
+        try:
+            store = Store(address)
+            # Rank 0's lease is there.
+            if not patiently(store, lambda: store.below(FOLDER)):
+                raise Fault(f"{address} isn't what rank 0 sees there.")
+        except Exception as error:
+            problem = _on_this_machine(error)
+    first_fault(problem)
+
+
+def _on_this_machine(error: Exception) -> Fault:
+    fault = as_fault(error)
+    return Fault(f"on {gethostname()}: {fault}", fault.code, fault.retryable)
 
 
 def _is_read_by_all(name: str) -> bool:
@@ -110,7 +158,10 @@ def _is_read_by_all(name: str) -> bool:
 def _wait_for(mirror: "Mirror", checkpoint: Path) -> Optional[Fault]:
     """Wait until a checkpoint is at the mirror. Returns why it won't be, None if it is."""
     if checkpoint.parent.resolve() != mirror.directory.resolve():
-        return Fault(f"Machines that don't see {str(checkpoint)!r} can't begin a branch there.")
+        return Fault(
+            f"Machines that don't see {str(checkpoint)!r} can't begin a branch there: that needs a "
+            "disk that they share."
+        )
     say(f"Machines that don't see {checkpoint} read it from {mirror.address}.")
     end = time.monotonic() + mirror.seconds
     while checkpoint.name not in mirror.names:
@@ -134,7 +185,12 @@ def forget_copies(ranks_apart: "Apart", directory: Path) -> None:
     from fabric_llm.base.ranks import gather
 
     gather(None)
-    if ranks_apart.is_here:
+    remove_copies(ranks_apart, directory)
+
+
+def remove_copies(ranks_apart: Optional["Apart"], directory: Path) -> None:
+    """As `forget_copies`, where this process ends."""
+    if ranks_apart is not None and ranks_apart.is_here:
         shutil.rmtree(directory / COPIES, ignore_errors=True)
 
 

@@ -223,10 +223,15 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             continue
         if fault.code == DONE:  # there will be no later start, which would sweep
             sweep(folder)
-        # How a run ended stays in STATUS.json if a later command is a mistake.
-        if fault.retryable or read_status(folder).get("code") not in ENDED:
-            write_status(folder, fault.code, str(fault), None, fault.retryable)
+        record_fault(folder, fault)
         unlock(folder)
+
+
+def record_fault(folder: Path, fault: Fault) -> None:
+    """Write into STATUS.json why a run didn't begin. How a run ended stays there if a later command
+    is a mistake."""
+    if fault.retryable or read_status(folder).get("code") not in ENDED:
+        write_status(folder, fault.code, str(fault), None, fault.retryable)
 
 
 def sweep(folder: Path) -> None:

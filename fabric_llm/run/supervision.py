@@ -92,6 +92,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         if _writes_status(this):
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
+    mirrored.remove_copies(this.ranks_apart, this.directory)
     # After any other end the mirror's process goes on by itself, for as long as the flag says.
     if this.mirror is not None and code in (faults.DONE, faults.STOPPED):
         code = _close_mirror(this, code)
@@ -135,6 +136,8 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
+        if this.ranks_apart is not None:
+            mirrored.require_seen(flags.save.mirror, this.ranks_apart)
         beside = {"code": register.fact(), "train_data_dir as fetched": fetched.versions()}
         _require_one_command(ranks.gather({**flags.flat(), **beside}))
     except ValueError as error:
@@ -298,6 +301,8 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
     if this.rank == 0 and this.plan is None:
         # Nothing was done in the run directory. A plan can only be wrong after joining.
         run_directory.leave(first, has_plan=watch.is_joining)
+    elif this.plan is None and _writes_status(this):
+        run_directory.record_fault(this.directory, first)
     elif _writes_status(this):
         run_directory.write_status(
             this.directory, first.code, str(first), watch.step, first.retryable

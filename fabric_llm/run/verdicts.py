@@ -43,7 +43,7 @@ def require_budget(run: Run) -> None:
     only warns."""
     if run.forgetting.verdict in ("stop", "rewind"):
         advice = "--forgetting_budget: more replay or a larger budget may help"
-        raise _fault(run, f"{run.forgetting.forgotten} ({advice})", forgot=True)
+        raise _fault_of_all(run, f"{run.forgetting.forgotten} ({advice})", forgot=True)
 
 
 def rewind(run: Run) -> None:
@@ -72,7 +72,8 @@ def rewind(run: Run) -> None:
         try:
             run.schedule = run.schedule.with_more_replay(run.forgetting.over, there)
         except ValueError as error:
-            raise _fault(run, f"{reason} (--forgetting_budget: {error})", forgot) from error
+            reason = f"{reason} (--forgetting_budget: {error})"
+            raise _fault_of_all(run, reason, forgot) from error
         record["shares"] = run.schedule.mixture.shares_at(position)
         words += f"; from here on {lines.shares(record['shares'])}"
     else:
@@ -177,7 +178,12 @@ def _too_many(run: Run, many: str, reason: str, forgot: bool = False) -> Fault:
     """Fault (76): steps were left out, or the run went back, too often, the last time for
     `reason`."""
     most = f"--max_skipped_steps {run.guard.max_skipped_steps}"
-    return _fault(run, f"{many} ({most}), the last because of {reason}", forgot)
+    return _fault_of_all(run, f"{many} ({most}), the last because of {reason}", forgot)
+
+
+def _fault_of_all(run: Run, reason: str, forgot: bool = False) -> Fault:
+    """`_fault` as rank 0 says it, which sees the checkpoints. All ranks call it."""
+    return ranks.from_rank_zero(lambda: _fault(run, reason, forgot))
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
