@@ -12,6 +12,7 @@ profile        `Profile`: the trace of --profile
 samples        `Samples`: what the model in training makes of --sample_prompts
 save           `due_after`, `save`, `publish`: what follows a step; when a checkpoint is written,
                and when it is published
+copies         `readable`: where ranks that don't see rank 0's disk read a checkpoint
 verdicts       `report`, `rewind`: what follows a step that wasn't taken, or too much forgotten
 fallback       `without_fast_path`: a fast path that fails before the first step is done
 supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code,

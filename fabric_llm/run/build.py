@@ -32,12 +32,12 @@ from fabric_llm.model import (
     strategy,
     weights,
 )
-from fabric_llm.plan import mirrored, run_directory, same_run
+from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.plan.start import ThisRank
 from fabric_llm.processes.stop import StopSignal
-from fabric_llm.run import reference, save
+from fabric_llm.run import copies, reference, save
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
@@ -199,7 +199,7 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
     # The optimizer takes the parameters that the strategy has made, not the skeleton's.
     make_optimizer(run, None if plan.resume_from is None else Path(plan.model.source))
     if run.ranks_apart is not None:
-        mirrored.forget_copies(run.ranks_apart, plan.run_directory)
+        copies.forget(run.ranks_apart, plan.run_directory)
     # Last: it compares the model that will train, in the form that the strategy gave it.
     if run.flags.model.verify_start:
         reference.verify_start(fabric, plan, run.model, loaded.expected)
@@ -278,8 +278,8 @@ def make_batches(run: Run) -> Prefetch:
         **run.plan.placement.rows_of(fabric.global_rank),
     )
     # A copy from pinned memory runs while the device computes.
-    copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
-    return Prefetch(batches, threads, copies)
+    pinned = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
+    return Prefetch(batches, threads, pinned)
 
 
 def make_evaluation(run: Run) -> Evaluation:

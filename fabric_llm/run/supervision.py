@@ -27,6 +27,7 @@ from fabric_llm.plan.warnings import warnings_of
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal, at_start, interrupt
 from fabric_llm.processes.watch import Watch
+from fabric_llm.run import copies
 from fabric_llm.run.fallback import without_fast_path
 from fabric_llm.run.speed import peak_memory_gib
 
@@ -92,7 +93,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         if _writes_status(this):
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
-    mirrored.remove_copies(this.ranks_apart, this.directory)
+    copies.remove(this.ranks_apart, this.directory)
     # After any other end the mirror's process goes on by itself, for as long as the flag says.
     if this.mirror is not None and code in (faults.DONE, faults.STOPPED):
         code = _close_mirror(this, code)
@@ -137,7 +138,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         if problem is not None:
             raise problem
         if this.ranks_apart is not None:
-            mirrored.require_seen(flags.save.mirror, this.ranks_apart)
+            copies.require_seen(flags.save.mirror, this.ranks_apart)
         beside = {"code": register.fact(), "train_data_dir as fetched": fetched.versions()}
         _require_one_command(ranks.gather({**flags.flat(), **beside}))
     except ValueError as error:
@@ -178,7 +179,7 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
     place = resume_from
     if this.ranks_apart is not None and resume_from is not None:
-        place = mirrored.readable(flags.save.mirror, this.mirror, this.ranks_apart, resume_from)
+        place = copies.readable(flags.save.mirror, this.mirror, this.ranks_apart, resume_from)
     # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:

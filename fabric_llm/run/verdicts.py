@@ -13,7 +13,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading
 from fabric_llm.plan import mirrored, run_directory
-from fabric_llm.run import lines, save
+from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.metrics import Record
 from fabric_llm.run.run import Run
@@ -83,10 +83,10 @@ def rewind(run: Run) -> None:
     run.progress, run.losses = there, document.get("eval_losses")
     place = last
     if run.ranks_apart is not None and last is not None:
-        place = mirrored.readable(run.flags.save.mirror, run.mirror, run.ranks_apart, last)
+        place = copies.readable(run.flags.save.mirror, run.mirror, run.ranks_apart, last)
     load_again(run, place)
     if run.ranks_apart is not None:
-        mirrored.forget_copies(run.ranks_apart, run.plan.run_directory)
+        copies.forget(run.ranks_apart, run.plan.run_directory)
     restore(run, document)
     # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
     guard.rewinds, run.forgetting.over = rewinds, ()

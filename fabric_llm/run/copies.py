@@ -1,0 +1,109 @@
+"""Machines that don't see rank 0's disk, with --mirror: their ranks read checkpoints in copies that
+they fetch. What they save is in checkpoint/apart.py."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Optional
+
+from fabric_llm.base.faults import SAVE_FAILED, Fault, as_fault
+from fabric_llm.base.ranks import first_fault, gather
+from fabric_llm.checkpoint.apart import Apart
+from fabric_llm.plan import mirrored
+
+if TYPE_CHECKING:
+    from fabric_llm.mirror.client import Mirror
+
+COPIES = ".tmp-step-copies"  # in the run directory of such a machine
+
+
+def readable(address: str, mirror: Optional[Mirror], ranks_apart: Apart, checkpoint: Path) -> Path:
+    """Where this rank reads a checkpoint of rank 0's disk: on a machine that doesn't see that, in a
+    copy from the mirror, see `forget`. All ranks call it, which raises Fault on all of them.
+
+    mirror: on rank 0.
+    """
+    # A feature that is off isn't imported.
+    from fabric_llm.mirror import fetch
+
+    problem, place = None, checkpoint
+    if mirror is not None:
+        problem = _wait_for(mirror, checkpoint)
+    first_fault(problem)
+    if ranks_apart.is_here:
+        there = f"{address}/{checkpoint.parent.name}/{checkpoint.name}"
+        copies = checkpoint.parent / COPIES
+        try:
+            place = fetch.folder_of(there, copies, wanted=_is_read_by_all)
+        except Exception as error:
+            problem = _on_this_machine(error)
+    first_fault(problem)
+    return place
+
+
+def require_seen(address: str, ranks_apart: Apart) -> None:
+    """Raises Fault on all ranks where a machine that doesn't see rank 0's disk doesn't see the
+    mirror, either: it would be found only where it is read. All ranks call it."""
+    from fabric_llm.mirror.fetch import patiently
+    from fabric_llm.mirror.store import FOLDER, Store
+
+    problem = None
+    if ranks_apart.is_here:
+        try:
+            store = Store(address)
+            # Rank 0's lease is there.
+            if not patiently(store, lambda: store.below(FOLDER)):
+                raise Fault(f"{address} isn't what rank 0 sees there.")
+        except Exception as error:
+            problem = _on_this_machine(error)
+    first_fault(problem)
+
+
+def _on_this_machine(error: Exception) -> Fault:
+    fault = as_fault(error)
+    return Fault(f"on {gethostname()}: {fault}", fault.code, fault.retryable)
+
+
+def _is_read_by_all(name: str) -> bool:
+    """Whether more ranks than rank 0 read a file of a checkpoint: not where it holds weights."""
+    return name.startswith("trainer/") or not name.endswith(".safetensors")
+
+
+def _wait_for(mirror: Mirror, checkpoint: Path) -> Optional[Fault]:
+    """Wait until a checkpoint is at the mirror. Returns why it won't be, None if it is."""
+    if checkpoint.parent.resolve() != mirror.directory.resolve():
+        return Fault(
+            f"Machines that don't see {str(checkpoint)!r} can't begin a branch there: that needs a "
+            "disk that they share."
+        )
+    mirrored.say(f"Machines that don't see {checkpoint} read it from {mirror.address}.")
+    end = time.monotonic() + mirror.seconds
+    while checkpoint.name not in mirror.names:
+        for report in mirror.reports():
+            mirrored.tell(report, mirror.directory, None, mirrored.say)
+        if checkpoint.name not in mirror.waiting and checkpoint.name not in mirror.names:
+            mirror.upload(checkpoint.name)  # it was passed over, or is older
+        if time.monotonic() > end:
+            return Fault(
+                f"{checkpoint.name} isn't at {mirror.address}, where machines that don't see "
+                f"{str(checkpoint.parent)!r} would read it, after {mirror.seconds:.0f} s "
+                "(--mirror_timeout).",
+                SAVE_FAILED,
+            )
+        time.sleep(0.1)
+    return None
+
+
+def forget(ranks_apart: Apart, directory: Path) -> None:
+    """Remove the copies of `readable` once all ranks have read them. All ranks call it."""
+    gather(None)
+    remove(ranks_apart, directory)
+
+
+def remove(ranks_apart: Optional[Apart], directory: Path) -> None:
+    """As `forget`, where this process ends."""
+    if ranks_apart is not None and ranks_apart.is_here:
+        shutil.rmtree(directory / COPIES, ignore_errors=True)
