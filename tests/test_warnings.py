@@ -42,7 +42,7 @@ def warned(flags, **facts):
         data=Has(
             dataset=Has(context_length=known.context_length),
             shifted_labels=lambda: known.shifted,
-            opened=[Has(folder="d", unread=known.unread)],
+            opened=[Has(given="d", unread=known.unread)],
             budgets={},
         ),
         model=Has(source="m", config=Has(get_text_config=lambda: config)),
