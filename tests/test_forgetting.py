@@ -454,6 +454,18 @@ def test_a_run_killed_after_its_last_evaluation_ends_as_it_would_have(
     assert action in ("stop", *metrics(tmp_path / "cut", "verdict")), "it went back"
 
 
+@pytest.mark.longer
+def test_a_run_killed_after_its_first_evaluation_goes_on(base, tmp_path):
+    """A stop has cut that evaluation off, so step 0 has a checkpoint without losses."""
+    run = (*replayed(base, tmp_path, "--forgetting_budget", "replay:9"), "--resume", "auto")
+    assert Job(1, *run, failpoint="evaluate:do=term").wait() == [75]
+    assert Job(1, *run, before=_killed_once_it_has_evaluated).wait() == [-9]
+    last = Job(1, *run)
+    assert last.wait() == [0], last.output
+    forgotten = evaluated(tmp_path / "run", "replay", "forgotten")
+    assert forgotten[0] == 0 and forgotten[-1] > 0
+
+
 def _killed_once_it_has_evaluated():
     from fabric_llm.run.log import Log
 

@@ -161,6 +161,9 @@ def _require_known_base(plan: Plan) -> None:
     if not plan.is_base_known:  # it will be measured
         return
     base, measured_on = plan.resumed["guard"]["before"], plan.data.measured_on()
+    # A stop had cut off the first evaluation, and a process that was killed has made it since.
+    if plan.start.step == 0 and not base:
+        base = plan.resumed["eval_losses"]
     # A budget limits how far a loss may rise above its value before step 1, on the same rows.
     for name in plan.data.budgets:
         before = plan.resumed["measured_on"].get(name, measured_on[name])
