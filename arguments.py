@@ -430,7 +430,10 @@ class EvaluationArguments:
     forgetting_action: Literal[ACTIONS] = what("warn")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the
     last checkpoint that has used at most half of it, and on with twice the share of that source, up
-    to a half, then stop"""
+    to a half, then stop; steer: at each evaluation, more or less of that source, so that the run
+    ends within the budget"""
+    steer_bounds: str = what("0:0.9")
+    """least share of each source that is steered, and most of all of them together"""
 
 
 @dataclass

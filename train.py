@@ -116,7 +116,7 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         if "rewind" in (guard.verdict, forgetting.verdict):
             verdicts.rewind(run)
             continue
-        stops = bool(stop) or forgetting.verdict == "stop"
+        stops = bool(stop) or verdicts.stops(run)
         if saves or save_now or stops:
             save.save(run, stops=stops)
 
@@ -133,7 +133,7 @@ def before_first_step(run: Run) -> bool:
     stops = save.evaluates_first(run.plan, run.flags) and not evaluate(run)
     if run.forgetting.verdict == "rewind":
         verdicts.rewind(run)
-    stops = stops or run.forgetting.verdict == "stop"
+    stops = stops or verdicts.stops(run)
     # A run that began at its own checkpoint can resume from that one.
     if stops and not run.plan.has_checkpoint:
         save.save(run, stops=True)
@@ -143,6 +143,8 @@ def before_first_step(run: Run) -> bool:
 def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came
     first. All ranks call it."""
+    from fabric_llm.run import verdicts
+
     with run.log.untimed:
         result = run.evaluation.of(run.model, run.average)
     run.watch.mark(run.progress.step, "in the next step")
@@ -150,6 +152,7 @@ def evaluate(run: Run) -> bool:
         run.losses = result.losses
         run.forgetting.accept_evaluation(run.progress.step, result.losses)
         run.log.evaluation(result, run.forgetting)
+        verdicts.steer(run)
     return result is not None
 
 

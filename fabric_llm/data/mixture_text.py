@@ -289,9 +289,11 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
 # ------------------------------------------------------------------------------- what is made of it
 
 
-def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[int]) -> DataMix:
-    """The same with at least such a share of some sources in each stage, which the others give up
-    in proportion.
+def at_least(
+    mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[int], exactly: bool = False
+) -> DataMix:
+    """The same with at least, or exactly, such a share of some sources in each stage, which the
+    others give up, or get, in proportion.
 
     contexts: tokens in a row of each source; a stage with rows of another length than a source's
     reads none of it.
@@ -304,13 +306,15 @@ def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[in
         # One length, as all rows of a stage have, and the sources that fit to it.
         length = {context for context, weight in zip(contexts, stage.weights) if weight}
         fitting = {name for name, context in zip(mix.names, contexts) if context in length}
-        # A stage that gives a source more already keeps that.
+        # A stage that gives a source more already keeps that, unless it has to be exact.
         raised = {
-            name: share for name, share in shares.items() if share > now[name] and name in fitting
+            name: share
+            for name, share in shares.items()
+            if name in fitting and (exactly or share > now[name])
         }
-        if raised:
-            # The others keep their proportions in what is left.
-            of_others = 1 - sum((now[name] for name in raised), Fraction(0))
+        # The others keep their proportions in what is left, if this stage reads any.
+        of_others = 1 - sum((now[name] for name in raised), Fraction(0))
+        if raised and of_others:
             scale = (1 - sum(raised.values())) / of_others
             shared = {name: raised.get(name, share * scale) for name, share in now.items()}
             stage = stage._replace(

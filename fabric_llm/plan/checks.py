@@ -29,8 +29,10 @@ from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.plan import fetched, run_directory
 from fabric_llm.processes.launch import started_by_other
-from fabric_llm.training.forgetting import parse_budgets
+from fabric_llm.training.forgetting import parse_bounds, parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
+
+MIN_EVALUATIONS = 10  # to steer by
 
 
 def check_training(flags: Flags) -> None:
@@ -129,6 +131,13 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
     steps, training = profiled_steps(flags.logging.profile), flags.training
     if max_step is None:
         return
+    interval, action = flags.evaluation.eval_step_interval, flags.evaluation.forgetting_action
+    if action == "steer" and interval is not None and max_step // interval < MIN_EVALUATIONS:
+        raise ValueError(
+            f"--forgetting_action steer changes shares when the run evaluates, {max_step // interval} "
+            f"times in {max_step} steps: take --eval_step_interval "
+            f"{max(1, max_step // MIN_EVALUATIONS)} or less, for at least {MIN_EVALUATIONS}."
+        )
     if steps is not None and steps[0] > max_step:
         raise ValueError(f"--profile {flags.logging.profile}: the run ends at step {max_step}.")
     # The phases follow each other, so their sum must fit.
@@ -232,13 +241,21 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
         raise ValueError(
             f"--forgetting_action {action} acts when the run evaluates: give --eval_step_interval."
         )
-    # A rewind raises the share of a source, so the set must be one in the mixture.
-    if action == "rewind" and (
+    # Both change the share of a source, so the set must be one in the mixture.
+    if action in ("rewind", "steer") and (
         others := [name for name in budgets if not is_mixture or name not in of_training]
     ):
         raise ValueError(
-            f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of "
+            f"--forgetting_action {action} reads more of a source: {others[0]!r} is no source of "
             "--data_mix."
+        )
+    parse_bounds(evaluation.steer_bounds)
+    if action == "steer" and not budgets:
+        raise ValueError("--forgetting_action steer keeps a budget: give --forgetting_budget.")
+    if action == "steer" and not set(of_training) - budgets.keys():
+        raise ValueError(
+            "--forgetting_action steer: all sources have a budget, so none is left whose share "
+            "could fall."
         )
 
 

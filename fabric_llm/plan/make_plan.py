@@ -360,6 +360,7 @@ def _plan_schedule(
     # None also for a run without --data_mix: then the one source is laid out anew.
     before = resumed.get("mixture") if is_named else None
     raised: dict[str, Fraction] = {}
+    steers = flags.evaluation.forgetting_action == "steer"
     if before is None:
         stages, end, _ = lay_out(mix, rows, batch, *length)
     else:
@@ -369,7 +370,7 @@ def _plan_schedule(
         if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
             # Changed on purpose: the stages before this step stay.
             here = Cursor(start.step, start.position, stages)
-            more = mixture_text.at_least(mix, raised, contexts)
+            more = mixture_text.at_least(mix, raised, contexts, exactly=steers)
             stages, end, _ = lay_out(more, rows, batch, *length, here)
     # Rewinds have skipped data, so the steps that are left are counted from here.
     last = [] if end is None else [last_step(start.step, start.position, end, batch)]
@@ -377,7 +378,7 @@ def _plan_schedule(
         last.append(training.max_step)
     mixture = Mixture(mix.names, rows, contexts, stages, training.seed, is_named)
     # The run ends at the data's end or after --max_step, whichever comes first.
-    return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised)
+    return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised, steers)
 
 
 def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping[str, Any]) -> bool:

@@ -192,7 +192,7 @@ def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
     if flags.evaluation.eval_iters > 0 and not is_evaluated(plan.resumed):
         return
     # Or the run was killed before it went back, or ended, as that evaluation asks for.
-    if forgetting_at_start(plan, flags).verdict in ("stop", "rewind"):
+    if forgetting_at_start(plan, flags).verdict in ("stop", "rewind", "steer"):
         return
     sentence = (
         f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of "

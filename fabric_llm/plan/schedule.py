@@ -15,6 +15,7 @@ from fabric_llm.data.periods import Stage, position_of, read_before
 
 # The largest share of a source after rewinds. For strong shifts, up to a half is advised.
 MAX_REPLAY = Fraction(1, 2)
+FINEST = 200  # steered shares are whole numbers of rows in so many, so that periods are short
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Schedule:
     max_step: int
     # The position that the run may not pass. None with --max_step, unless a source has max_epochs.
     end: Optional[int]
-    raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares that rewinds have raised
+    # Shares that rewinds have raised, or, if it `steers`, that evaluations have set.
+    raised: Mapping[str, Fraction] = field(default_factory=dict)
+    steers: bool = False  # --forgetting_action steer
 
     def is_over(self, progress: Progress) -> bool:
         """True once the last step is done."""
@@ -118,6 +121,22 @@ class Schedule:
         scaled = {name: share * scale for name, share in doubled.items()}
         return self._laid_out(there, {**kept, **scaled})
 
+    def steered(
+        self, shares: Mapping[str, float], bounds: tuple[Fraction, Fraction], there: Progress
+    ) -> Schedule:
+        """The schedule from `there` on with these shares of some sources.
+
+        bounds: the least of each of them, and the most of all together.
+        """
+        least, most = bounds
+        within = {
+            name: max(least, min(most, Fraction(round(share * FINEST), FINEST)))
+            for name, share in shares.items()
+        }
+        scale = min(Fraction(1), most / max(sum(within.values()), Fraction(1, FINEST)))
+        within = {name: share * scale for name, share in within.items()}
+        return self._laid_out(there, within, shortens=True)
+
     def _laid_out(
         self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False
     ) -> Schedule:
@@ -125,7 +144,7 @@ class Schedule:
         `lay_out`."""
         mixture = self.mixture
         stages, end, max_step = lay_out(
-            at_least(self.mix, raised, mixture.contexts),
+            at_least(self.mix, raised, mixture.contexts, exactly=self.steers),
             mixture.rows,
             self.global_batch_size,
             self.asked_steps,

@@ -68,10 +68,18 @@ class Log:
         if not self.schedule.is_over(progress):
             # `mixture.shares_at` is about the next row, `schedule.shares_at` about the last one.
             shares = self.schedule.mixture.shares_at(progress.position)
-            if shares != self.schedule.shares_at(progress.position):  # another stage begins
-                folder, place = self.plan.run_directory, {"position": progress.position}
-                run_directory.record_event(folder, "stage", progress.step, **place, shares=shares)
-                self.say(f"from here on {lines.shares(shares)}")
+            if shares != self.schedule.shares_at(progress.position):
+                self.stage_begins(shares)
+
+    def stage_begins(self, shares: Mapping[str, float]) -> None:
+        """Record and print the shares from here on."""
+        if self.console is None:
+            return
+        folder, progress = self.plan.run_directory, self.progress
+        run_directory.record_event(
+            folder, "stage", progress.step, position=progress.position, shares=shares
+        )
+        self.say(f"from here on {lines.shares(shares)}")
 
     def step(
         self,

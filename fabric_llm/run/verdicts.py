@@ -17,6 +17,7 @@ from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.metrics import Record
 from fabric_llm.run.run import Run
+from fabric_llm.training.forgetting import parse_bounds
 from fabric_llm.training.guard import Guard
 
 
@@ -38,10 +39,40 @@ def report(run: Run, before: Progress) -> None:
         raise _too_many(run, many, f"{guard.reason}{where}")
 
 
+def steer(run: Run) -> None:
+    """After an evaluation, give the sources of sets that have a budget the share that keeps it, by
+    a stage of the mixture that begins here. All ranks call it."""
+    forgetting, schedule, there = run.forgetting, run.schedule, run.progress
+    # Before step 1 nothing is forgotten, and after the last step nothing is read.
+    if forgetting.action != "steer" or there.step == 0 or schedule.is_over(there):
+        return
+    before = schedule.mixture.shares_at(there.position)
+    shares = forgetting.steered(run.losses, before)
+    bounds = parse_bounds(run.flags.evaluation.steer_bounds)
+    run.schedule = schedule.steered(shares, bounds, there)
+    run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
+    after = run.schedule.mixture.shares_at(there.position)
+    run.log.schedule = run.schedule
+    if after != before:
+        run.log.stage_begins(after)
+
+
+def stops(run: Run) -> bool:
+    """Whether too much was forgotten to go on: with `stop`, and with `steer` where there is no room
+    left, which is judged in the last third. A rate that is young forgets more than is kept."""
+    forgetting, there, schedule = run.forgetting, run.progress, run.schedule
+    if forgetting.verdict != "steer":
+        return forgetting.verdict == "stop"
+    shares = schedule.mixture.shares_at(there.position)
+    most = float(parse_bounds(run.flags.evaluation.steer_bounds)[1])
+    has_room = sum(shares.get(name, 0.0) for name in forgetting.budgets) < most - 1e-6
+    return not has_room and 3 * there.step > 2 * schedule.max_step
+
+
 def require_budget(run: Run) -> None:
     """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that
     only warns."""
-    if run.forgetting.verdict in ("stop", "rewind"):
+    if run.forgetting.verdict in ("stop", "rewind", "steer"):
         advice = "--forgetting_budget: more replay or a larger budget may help"
         raise _fault_of_all(run, f"{run.forgetting.forgotten} ({advice})", forgot=True)
 

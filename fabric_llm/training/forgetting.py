@@ -1,16 +1,21 @@
 """--forgetting_budget: how far the losses of validation sets may rise, and what follows if they
 rise further, by numbers that all ranks share."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
-ACTIONS = ("warn", "stop", "rewind")
+ACTIONS = ("warn", "stop", "rewind", "steer")
 # A checkpoint to rewind to may have used at most this fraction of a budget, since it takes time
 # until more replay has an effect.
 ROOM = 0.5
+# Of --forgetting_action steer: the largest change of a share after one evaluation, and the fraction
+# of a budget that is left free, since losses are measured on some rows only.
+MAX_CHANGE, MARGIN = 0.2, 0.05
 
 
 @dataclass
@@ -54,6 +59,21 @@ class Forgetting:
         known = self.before.keys() - self.changed
         return {name: loss - self.before[name] for name, loss in losses.items() if name in known}
 
+    def steered(self, losses: Mapping[str, float], shares: Mapping[str, float]) -> dict[str, float]:
+        """{source: its share from here on}, of the sources whose sets have a budget.
+
+        A share moves in proportion to what is left of the budget: with nothing forgotten by
+        MAX_CHANGE down, and with twice the budget or more by as much up. shares: those so far.
+        """
+        rises, steered = self.rises(losses), {}
+        for name, budget in self.budgets.items():
+            aim = (1 - MARGIN) * budget
+            left = (aim - rises.get(name, 0.0)) / aim
+            # A loss that is NaN has forgotten all.
+            change = MAX_CHANGE * (max(-1.0, min(1.0, left)) if math.isfinite(left) else -1.0)
+            steered[name] = shares.get(name, 0.0) - change
+        return steered
+
     def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
         """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it
         wasn't evaluated."""
@@ -61,6 +81,19 @@ class Forgetting:
             return False
         rises = self.rises(losses)
         return all(rises.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
+
+
+def parse_bounds(given: str) -> tuple[Fraction, Fraction]:
+    """--steer_bounds: the least share of each steered source, and the most of all together. Raises
+    ValueError."""
+    least, colon, most = given.partition(":")
+    if colon and re.fullmatch(NUMBER, least) and re.fullmatch(NUMBER, most):
+        if 0 <= Fraction(least) < Fraction(most) < 1:
+            return Fraction(least), Fraction(most)
+    raise ValueError(
+        "--steer_bounds takes the least and the most share, from 0 to below 1, such as 0.05:0.5, "
+        f"not {given!r}."
+    )
 
 
 def parse_budgets(given: Optional[str]) -> dict[str, float]:

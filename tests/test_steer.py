@@ -1,0 +1,153 @@
+"""--forgetting_action steer: a run that changes the shares of its sources at each evaluation, so that
+it ends within its budgets. Its mixture stays exact, elastic and verified by row."""
+
+import random
+import shutil
+from fractions import Fraction
+
+import pytest
+from ranks import Job, metrics, train_ranks
+from test_forgetting import base, evaluated, flags, lines, replayed  # noqa: F401
+
+from fabric_llm.checkpoint.keep import Progress, read_progress
+from fabric_llm.data.mixture import Mixture
+from fabric_llm.data.mixture_text import parse
+from fabric_llm.plan.schedule import FINEST, Schedule, lay_out
+from fabric_llm.training.forgetting import MARGIN, MAX_CHANGE, Forgetting, parse_bounds
+from fabric_llm.verify import __main__ as verify
+
+BUDGET = 0.3
+STEER = ("--forgetting_action", "steer", "--forgetting_budget", f"replay:{BUDGET}")
+
+
+# ------------------------------------------------------------------------------------ its arithmetic
+
+
+def test_a_share_moves_by_what_is_left_of_the_budget():
+    forgetting = Forgetting({"old": 0.2}, "steer")
+    forgetting.accept_evaluation(0, {"old": 2.0, "new": 5.0})
+    aim = (1 - MARGIN) * 0.2
+
+    def moved(rise):
+        return forgetting.steered({"old": 2.0 + rise, "new": 4.0}, {"old": 0.5, "new": 0.5})["old"]
+
+    assert moved(0.0) == pytest.approx(0.5 - MAX_CHANGE)
+    assert moved(-1.0) == pytest.approx(0.5 - MAX_CHANGE), "what was learned gives no more room"
+    assert moved(aim) == pytest.approx(0.5)
+    assert moved(2 * aim) == moved(9.0) == pytest.approx(0.5 + MAX_CHANGE)
+    assert moved(float("nan")) == pytest.approx(0.5 + MAX_CHANGE)
+    assert moved(aim / 2) == pytest.approx(0.5 - MAX_CHANGE / 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_steered_mixture_is_exact_in_each_of_its_stages(seed):
+    """Counted row by row: each source has its share of a stage within one row, and is read in its
+    own order over all stages, nothing twice before all of it once."""
+    draw = random.Random(seed)
+    names = ["new", "old", "code"][: draw.choice([2, 3])]
+    rows = tuple(draw.randint(200, 900) for _ in names)
+    weights = [draw.randint(1, 9) for _ in names]
+    mix = parse(",".join(f"{n}=/d/{n}:{w}" for n, w in zip(names, weights)))
+    stages, end, last = lay_out(mix, rows, 8, 300, 1)
+    contexts = (32,) * len(names)
+    mixture = Mixture(tuple(names), rows, contexts, stages, seed)
+    now = Schedule(Progress(), 8, 1, 8, 300, 1, mix, mixture, last, end, {}, True)
+    there, steered = Progress(), names[1:]
+    low, high = parse_bounds(draw.choice(["0:0.9", "0.05:0.5", "0.1:0.3"]))
+    for _ in range(12):
+        for _ in range(draw.randint(1, 9)):
+            there = now.after(there)
+        shares = {name: draw.uniform(-0.3, 1.2) for name in steered}
+        now = now.steered(shares, (low, high), there)
+        found = now.mixture.shares_at(there.position)
+        assert sum(found.get(name, 0) for name in steered) <= high + 1e-9
+        if len(steered) * low <= high and len(steered) == 1:
+            assert found.get(steered[0], 0) >= float(low) - 1 / FINEST
+        # What was read so far stays what it was.
+        assert now.mixture.read_before(there.position).keys() == set(names)
+    total = now.end_of_run()
+    begins = [stage.begins for stage in now.mixture.stages] + [total]
+    read: dict[int, list[int]] = {source: [] for source in range(len(names))}
+    import numpy as np
+
+    sources, numbers = now.mixture.places_at(np.arange(total))
+    for stage, first, after in zip(now.mixture.stages, begins, begins[1:]):
+        share = [Fraction(weight, sum(stage.weights)) for weight in stage.weights]
+        for position in range(first, after):
+            counted = np.bincount(sources[first : position + 1], minlength=len(names))
+            for source, count in enumerate(counted):
+                assert abs(count - share[source] * (position + 1 - first)) < 1
+    for source, number in zip(sources, numbers):
+        read[int(source)].append(int(number))
+    assert all(of_source == [*range(len(of_source))] for of_source in read.values())
+
+
+@pytest.mark.parametrize(
+    "given", ["", "0.5", "0.5:0.1", "0:1", "-1:0.5", "a:b", "0.1:0.1", "nan:1"]
+)
+def test_bounds_are_checked(given):
+    with pytest.raises(ValueError, match="--steer_bounds"):
+        parse_bounds(given)
+
+
+# ------------------------------------------------------------------------------------------ its runs
+
+
+def steered(base, output, *more, steps=60):  # noqa: F811
+    return replayed(
+        base, output, *STEER, "--max_step", steps, "--eval_step_interval", 3,
+        "--save_step_interval", 10, "--lr_schedule", "cosine", *more, share=0.3,
+    )  # fmt: skip
+
+
+@pytest.mark.longer
+def test_a_steered_run_ends_within_its_budget_and_its_rows_are_verified(base, tmp_path):  # noqa: F811
+    train_ranks(1, *steered(base, tmp_path))
+    run = tmp_path / "run"
+    forgotten = evaluated(run, "replay", "forgotten")
+    assert 0.5 * BUDGET < forgotten[-1] <= BUDGET
+    shares = [line["shares"].get("replay", 0.0) for line in lines(run) if "eval" in line]
+    assert len(set(shares)) > 5, "the share follows the rise"
+    events = [event for event in map(str, (run / "events.jsonl").read_text().splitlines())]
+    assert sum('"stage"' in event for event in events) > 5
+    assert verify.main([str(run)]) == 0
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_steered_run_that_is_killed_goes_on_to_the_same_end(base, tmp_path, ranks):  # noqa: F811
+    more = ("--strategy", "fsdp2") if ranks > 1 else ()
+    train_ranks(ranks, *steered(base, tmp_path / "whole", *more))
+    words, draw = steered(base, tmp_path / "cut", *more, "--resume", "auto"), random.Random(ranks)
+    for _ in range(6):
+        name, most = draw.choice([("between_steps", 30), ("evaluate", 20), ("publish.done", 3)])
+        point = f"{name}:count={draw.randint(1, most)}:do={draw.choice(['kill', 'term'])}"
+        Job(ranks, *words, failpoint=point).wait(120)
+    last = Job(ranks, *words)
+    assert last.wait(120) == [0] * ranks, last.output
+    cut, whole = tmp_path / "cut" / "run", tmp_path / "whole" / "run"
+    for key in ("step", "loss", "sources", "eval", "shares"):
+        assert metrics(cut, key) == metrics(whole, key), key
+    assert verify.main([str(cut)]) == 0
+
+
+@pytest.mark.longer
+def test_a_steered_run_goes_on_with_another_number_of_ranks(base, tmp_path):  # noqa: F811
+    train_ranks(1, *steered(base, tmp_path))
+    shutil.copytree(tmp_path / "run", tmp_path / "again" / "run")
+    at = tmp_path / "again" / "run" / "step-00000030"
+    words = steered(base, tmp_path / "again", "--strategy", "fsdp2", "--resume", "true")
+    train_ranks(2, *words, "--checkpoint", at)
+    one, two = tmp_path / "run", tmp_path / "again" / "run"
+    assert metrics(one, "loss") == pytest.approx(metrics(two, "loss"), rel=1e-4)
+    segments = [read_progress(run / "step-00000040")["mixture"]["segments"] for run in (one, two)]
+    assert segments[0] == segments[1]
+
+
+@pytest.mark.longer
+def test_without_room_it_ends_in_the_last_third(base, tmp_path):  # noqa: F811
+    more = ("--steer_bounds", "0:0.1", "--lr", 1e-2, "--lr_schedule", "constant")
+    [code] = Job(1, *steered(base, tmp_path, *more)).wait(120)
+    assert code == 76
+    last = metrics(tmp_path / "run", "step")[-1]
+    assert 40 < last < 60
