@@ -4,6 +4,7 @@ so that a checkpoint is whole in one place, and has one commit point."""
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
 from typing import NamedTuple, Optional
@@ -44,8 +45,12 @@ class File(NamedTuple):
     metadata: dict[str, str]
 
 
-def find(directory: Path) -> Optional[Apart]:
-    """The ranks that don't see rank 0's run directory, None where all do. All ranks call it."""
+def find(directory: Path, timeout_seconds: float) -> Optional[Apart]:
+    """The ranks that don't see rank 0's run directory, None where all do. All ranks call it.
+
+    timeout_seconds: for what is sent in a save. Raises Fault (73) where one can't write on its
+    machine.
+    """
     # A name that is swept, should a kill leave it.
     path = directory / ranks.from_first(f".tmp-step-{secrets.token_hex(8)}")
     ranks.from_rank_zero(path.touch)
@@ -55,7 +60,8 @@ def find(directory: Path) -> Optional[Apart]:
         return None
     ranks.first_fault(_problem_here(directory))
     blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
-    rank, group = torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo")
+    rank, timeout = torch.distributed.get_rank(), timedelta(seconds=timeout_seconds)
+    group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     if rank == 0:
         numbers = ", ".join(map(str, blind))
         print(

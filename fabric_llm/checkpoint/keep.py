@@ -182,7 +182,10 @@ def put_aside(paths: Iterable[Path]) -> list[str]:
     names = []
     for path in paths:
         # The random suffix lets one step be moved aside more than once.
-        names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
+        aside = path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")
+        if is_pinned(path):
+            path.with_name(f"{path.name}.pinned").rename(aside.with_name(f"{aside.name}.pinned"))
+        names.append(path.rename(aside).name)
         # Also after a crash of the machine.
         fsync(path.parent)
     return names

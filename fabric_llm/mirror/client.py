@@ -15,6 +15,8 @@ from typing import Any, Optional
 from fabric_llm.base.faults import SAVE_FAILED, Fault
 from fabric_llm.base.files import step_of
 
+# In a run directory that wasn't the last to be mirrored, until it holds what the mirror does.
+LEFT = ".mirror-left"
 SECONDS_TO_START_AGAIN = 30.0
 SECONDS_TO_END = 10.0  # for removals and logs
 Report = dict[str, Any]  # a line of the process, see upload.py

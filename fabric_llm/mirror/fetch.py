@@ -92,7 +92,7 @@ def restore(
     for name in reversed(checkpoints(store, run)):
         target = directory / name
         if (target / MANIFEST).is_file():
-            _logs(store, run, directory)
+            _logs(store, run, directory, replaces_logs)
             return target
         try:
             place = f"{run}/{name}"
@@ -157,7 +157,7 @@ def dataset(address: str, whole: bool = True) -> Path:
     key = hashlib.sha256(address.rstrip("/").encode() + content).hexdigest()[:16]
     target = cache() / key / name
     if not whole and not target.is_dir():
-        target = cache() / key / "manifest" / name
+        target = cache() / f"{key}-manifest" / name
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(cache() / f"{key}.lock"):
         if not target.is_dir():

@@ -40,11 +40,15 @@ class Lease:
         self.was_own = True  # whether nobody else had it before
 
     def acquire(
-        self, sleep: Callable[[float], Any] = time.sleep, say: Callable[[str], Any] = print
+        self,
+        sleep: Callable[[float], Any] = time.sleep,
+        say: Callable[[str], Any] = print,
+        before: Callable[[], Any] = lambda: None,
     ) -> None:
         """Become the owner. Waits where the former one may be gone, with `sleep`, and says so.
 
-        Raises Fault (73) where it is alive.
+        before: called where somebody else had it, before it is taken. Raises Fault (73) where the
+        former owner is alive.
         """
         while True:
             number, content = self._newest()
@@ -55,6 +59,8 @@ class Lease:
                     f"for {self.seconds:g} s."
                 )
                 self._watch(number, content, sleep)
+            if not self.was_own:
+                before()
             self.number = number + 1
             if self.store.create(_name(self.number), self._document()):
                 break

@@ -39,6 +39,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.base.files import MANIFEST, STEP_NAME, write_atomically
 from fabric_llm.mirror import lease, leftovers
+from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.fetch import LOGS, is_whole, pins, steps
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import Damaged, Store, errors, pauses, probe, reason
@@ -187,7 +188,9 @@ class Uploader:
             write_atomically(path, secrets.token_hex(16), durable=True)
         # A store of its own, since it is used by another thread.
         self.lease = Lease(Store(self.store.address), path.read_text(), self.lease_seconds)
-        self._again(lambda: self.lease.acquire(self._sleep, self._say))
+        # What is here may be of before, which a second start must know as well (plan/mirrored.py).
+        left = self.directory / LEFT
+        self._again(lambda: self.lease.acquire(self._sleep, self._say, before=left.touch))
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _say(self, sentence: str) -> None:
@@ -206,7 +209,8 @@ class Uploader:
 
     def _ready(self) -> None:
         names = self._again(self._sweep)
-        self.report({"ready": True, "checkpoints": names, "own": self.lease.was_own})
+        own = not (self.directory / LEFT).exists()
+        self.report({"ready": True, "checkpoints": names, "own": own})
 
     def _sweep(self) -> list[str]:
         """Remove what a kill has left of this run. Returns the checkpoints that are whole."""

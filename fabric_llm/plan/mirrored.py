@@ -1,6 +1,6 @@
 """What --mirror means for a run: what it brings back before it begins, and what it says of it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -25,7 +25,7 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
     """
     # A feature that is off isn't imported.
     from fabric_llm.mirror import fetch
-    from fabric_llm.mirror.client import Mirror
+    from fabric_llm.mirror.client import LEFT, Mirror
     from fabric_llm.mirror.store import Store
 
     address = flags.save.mirror
@@ -38,40 +38,48 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
         )
     here = files.step_directories(directory)
     # A disk that was mirrored last knows of rewinds of which the mirror may not have heard. Where
-    # another disk was, what only this one holds was given up by the run.
-    is_left = bool(mirror.names and here and not mirror.is_own)
-    if is_left and run_directory.given_checkpoint(flags) is None:
-        _put_aside_what_differs(store, here)
-    if mirror.names and (is_left or not here):
-        before = files.latest(directory)
-        found = fetch.restore(store, directory.name, directory, say=say, replaces_logs=is_left)
+    # another one was, the run may have gone on there.
+    went_on = bool(here) and not mirror.is_own and _put_aside_what_was_left(store, mirror, here)
+    if mirror.names and (went_on or not here):
+        before = files.checkpoints(directory)
+        found = fetch.restore(
+            store, directory.name, directory, say=say, replaces_logs=not mirror.is_own
+        )
         if found is None:
             sentence = f"No checkpoint at {address}/{directory.name} is whole, see above."
             raise Fault(sentence, NO_CHECKPOINT)
-        if found != before:
+        if found not in before:
             say(f"Fetched {found.name} from {address}/{directory.name}.")
+    (directory / LEFT).unlink(missing_ok=True)
     run_directory.require_any(flags, directory)
-    # What a run that was killed has left here without a copy.
+    # What a run that was killed has left here without a copy, or with another one of its name.
     for path in files.checkpoints(directory)[-2:]:
-        if path.name not in mirror.names:
+        if path.name not in mirror.names or not _is_same(store, path):
             mirror.upload(path.name)
     mirror.documents = fetch.documents(store, directory.name, mirror.names)
     return mirror
 
 
-def _put_aside_what_differs(store: "Store", here: Iterable[Path]) -> None:
-    """Give the checkpoints that the mirror doesn't hold, or holds with another content, another
-    name."""
+def _put_aside_what_was_left(store: "Store", mirror: "Mirror", here: Sequence[Path]) -> bool:
+    """Give other names to checkpoints that the run has left for those of another disk: what came
+    after the last one that both hold. Returns whether it has gone on there."""
+    same = {path.name for path in here if path.name in mirror.names and _is_same(store, path)}
+    last = max(same, default="")
+    if all(name <= last for name in mirror.names) and mirror.names & {p.name for p in here} == same:
+        return False
+    left = [path for path in here if path.name not in same]
+    left = [path for path in left if path.name > last or path.name in mirror.names]
+    for name in keep.put_aside(left):
+        say(f"Kept as {name}: the run went on without it on another machine.")
+    return True
+
+
+def _is_same(store: "Store", path: Path) -> bool:
+    """Whether the mirror holds the checkpoint at `path`, rather than another one of its name."""
     from fabric_llm.mirror.fetch import patiently
 
-    differing = []
-    for path in here:
-        place = f"{path.parent.name}/{path.name}/{MANIFEST}"
-        own = path / MANIFEST
-        if not own.is_file() or patiently(store, lambda: store.content(place)) != own.read_bytes():
-            differing.append(path)
-    for name in keep.put_aside(differing):
-        say(f"Kept as {name}: the run went on without it on another machine.")
+    place, own = f"{path.parent.name}/{path.name}/{MANIFEST}", path / MANIFEST
+    return own.is_file() and patiently(store, lambda: store.content(place)) == own.read_bytes()
 
 
 def newest(

@@ -131,6 +131,10 @@ def require_free(address: str, overwrite: bool) -> None:
     probe(store)
     there = patiently(store, lambda: store.below(""))
     there = [name for name in there if not name.startswith(FOLDER)]
+    # Other datasets may lie below what a start that was killed has left.
+    nested = [name for name in there if name.endswith(f"/{OF_DATA}")]
+    if nested:
+        raise Fault(f"output {address} holds {nested[0]!r}, of another dataset: name another.")
     if not there or MARK in there and OF_DATA not in there:
         return
     if not {OF_DATA, "dataset_dict.json"} <= {*there}:

@@ -17,7 +17,7 @@ from fabric_llm.plan import mirrored
 if TYPE_CHECKING:
     from fabric_llm.mirror.client import Mirror
 
-COPIES = ".tmp-step-copies"  # in the run directory of such a machine
+COPIES = f".copies-{gethostname()}"  # in the run directory of such a machine
 
 
 def readable(address: str, mirror: Optional[Mirror], ranks_apart: Apart, checkpoint: Path) -> Path:
@@ -30,11 +30,12 @@ def readable(address: str, mirror: Optional[Mirror], ranks_apart: Apart, checkpo
     from fabric_llm.mirror import fetch
 
     problem, place = None, checkpoint
+    remove(ranks_apart, checkpoint.parent)  # what a kill left would take room
     if mirror is not None:
         problem = _wait_for(mirror, checkpoint)
     first_fault(problem)
     if ranks_apart.is_here:
-        there = f"{address}/{checkpoint.parent.name}/{checkpoint.name}"
+        there = f"{address.rstrip('/')}/{checkpoint.parent.name}/{checkpoint.name}"
         copies = checkpoint.parent / COPIES
         try:
             place = fetch.folder_of(there, copies, wanted=_is_read_by_all)
@@ -81,20 +82,23 @@ def _wait_for(mirror: Mirror, checkpoint: Path) -> Optional[Fault]:
         )
     mirrored.say(f"Machines that don't see {checkpoint} read it from {mirror.address}.")
     end = time.monotonic() + mirror.seconds
-    while checkpoint.name not in mirror.names:
+    # Another one of its name may be there, which the process of the mirror then replaces.
+    mirror.names.discard(checkpoint.name)
+    if checkpoint.name not in mirror.waiting:
+        mirror.upload(checkpoint.name)
+    while time.monotonic() < end:
         for report in mirror.reports():
             mirrored.tell(report, mirror.directory, None, mirrored.say)
-        if checkpoint.name not in mirror.waiting and checkpoint.name not in mirror.names:
-            mirror.upload(checkpoint.name)  # it was passed over, or is older
-        if time.monotonic() > end:
-            return Fault(
-                f"{checkpoint.name} isn't at {mirror.address}, where machines that don't see "
-                f"{str(checkpoint.parent)!r} would read it, after {mirror.seconds:.0f} s "
-                "(--mirror_timeout).",
-                SAVE_FAILED,
-            )
+        if checkpoint.name in mirror.names:
+            return None
+        if checkpoint.name not in mirror.waiting:  # it is given up, as was said
+            break
         time.sleep(0.1)
-    return None
+    return Fault(
+        f"{checkpoint.name} isn't at {mirror.address}, where machines that don't see "
+        f"{str(checkpoint.parent)!r} would read it (--mirror_timeout {mirror.seconds:g}).",
+        SAVE_FAILED,
+    )
 
 
 def forget(ranks_apart: Apart, directory: Path) -> None:

@@ -133,7 +133,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         this.rank = fabric.global_rank
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
         if flags.save.mirror is not None and this.directory is not None:
-            this.ranks_apart = apart.find(this.directory)
+            this.ranks_apart = apart.find(this.directory, flags.devices.hang_timeout)
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
