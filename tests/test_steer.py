@@ -145,6 +145,17 @@ def test_a_steered_run_goes_on_with_another_number_of_ranks(base, tmp_path):  # 
 
 
 @pytest.mark.longer
+def test_a_request_to_stop_above_the_budget_is_a_stop(base, tmp_path):  # noqa: F811
+    words = [
+        word if word != f"replay:{BUDGET}" else "replay:0.001" for word in steered(base, tmp_path)
+    ]
+    stopped = Job(1, *words, failpoint="between_steps:count=8:do=term")
+    assert stopped.wait(120) == [75], stopped.output
+    assert evaluated(tmp_path / "run", "replay", "forgotten")[-1] > 0.001
+    assert Job(1, *words, "--resume", "true").wait(120) == [76]
+
+
+@pytest.mark.longer
 def test_without_room_it_ends_in_the_last_third(base, tmp_path):  # noqa: F811
     more = ("--steer_bounds", "0:0.1", "--lr", 1e-2, "--lr_schedule", "constant")
     [code] = Job(1, *steered(base, tmp_path, *more)).wait(120)

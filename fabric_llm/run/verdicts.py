@@ -49,7 +49,11 @@ def steer(run: Run) -> None:
     before = schedule.mixture.shares_at(there.position)
     shares = forgetting.steered(run.losses, before)
     bounds = parse_bounds(run.flags.evaluation.steer_bounds)
-    run.schedule = schedule.steered(shares, bounds, there)
+    try:
+        run.schedule = schedule.steered(shares, bounds, there)
+    except ValueError as error:  # such as a source that would have less than a row in 10,000
+        run.log.say(f"Warning: --forgetting_action steer: shares stay as they are: {error}")
+        return
     run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     after = run.schedule.mixture.shares_at(there.position)
     run.log.schedule = run.schedule
@@ -71,8 +75,9 @@ def stops(run: Run) -> bool:
 
 def require_budget(run: Run) -> None:
     """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that
-    only warns."""
-    if run.forgetting.verdict in ("stop", "rewind", "steer"):
+    only warns, or the run that was asked to stop will steer on."""
+    verdict, is_over = run.forgetting.verdict, run.schedule.is_over(run.progress) or stops(run)
+    if verdict in ("stop", "rewind") or verdict == "steer" and is_over:
         advice = "--forgetting_budget: more replay or a larger budget may help"
         raise _fault_of_all(run, f"{run.forgetting.forgotten} ({advice})", forgot=True)
 
