@@ -34,7 +34,7 @@ from prepare_arguments import PrepareArguments, parse_prepare
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
 MODULES = ("average", "extend_vocab", "generate", "report", "verify")
 # Flags of text that name no file or folder. A new flag is a path, or it is named here.
-NO_PATHS = """auto_wrap_policy run_name resume_override freeze train_only rope logger profile entity project text_field
+NO_PATHS = """auto_wrap_policy steer_bounds run_name resume_override freeze train_only rope logger profile entity project text_field
 document_separator pattern exclude max_shard_size push_to_hub accelerator_name sweep weights forgetting_budget prompt probes
 activation_checkpointing keep_best_of mirror"""
 IN_PARTS = "eval_data"  # name=folder: where it is taken apart
