@@ -145,6 +145,14 @@ def test_a_steered_run_goes_on_with_another_number_of_ranks(base, tmp_path):  # 
 
 
 @pytest.mark.longer
+def test_a_budget_of_nothing_is_refused(base, tmp_path):  # noqa: F811
+    words = steered(base, tmp_path)
+    words[words.index(f"replay:{BUDGET}")] = "replay:0"
+    refused = Job(1, *words)
+    assert refused.wait(60) == [2] and "each above 0" in refused.output[0]
+
+
+@pytest.mark.longer
 def test_a_request_to_stop_above_the_budget_is_a_stop(base, tmp_path):  # noqa: F811
     words = [
         word if word != f"replay:{BUDGET}" else "replay:0.001" for word in steered(base, tmp_path)

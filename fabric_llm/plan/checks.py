@@ -250,8 +250,10 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
             "--data_mix."
         )
     parse_bounds(evaluation.steer_bounds)
-    if action == "steer" and not budgets:
-        raise ValueError("--forgetting_action steer keeps a budget: give --forgetting_budget.")
+    if action == "steer" and (not budgets or 0 in budgets.values()):
+        raise ValueError(
+            "--forgetting_action steer keeps budgets: give --forgetting_budget, each above 0."
+        )
     if action == "steer" and not set(of_training) - budgets.keys():
         raise ValueError(
             "--forgetting_action steer: all sources have a budget, so none is left whose share "

@@ -67,7 +67,7 @@ def stops(run: Run) -> bool:
     forgetting, there, schedule = run.forgetting, run.progress, run.schedule
     if forgetting.verdict != "steer":
         return forgetting.verdict == "stop"
-    shares = schedule.mixture.shares_at(there.position)
+    shares = schedule.shares_at(there.position)  # up to here: what begins now wasn't tried yet
     most = float(parse_bounds(run.flags.evaluation.steer_bounds)[1])
     has_room = sum(shares.get(name, 0.0) for name in forgetting.budgets) < most - 1e-6
     return not has_room and 3 * there.step > 2 * schedule.max_step
