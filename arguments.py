@@ -426,7 +426,8 @@ class EvaluationArguments:
         None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2"
     )
     """nats that validation losses may rise; above their value before step 1 (docs/forgetting.md);
-    name:nats, comma-separated, such as general:0.05; copy and retrieval: of --probes"""
+    name:nats, comma-separated, such as general:0.05; copy and retrieval: of --probes; nats:max:
+    a steered run keeps it at every evaluation"""
     forgetting_action: Literal[ACTIONS] = what("warn")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the
     last checkpoint that has used at most half of it, and on with twice the share of that source, up

@@ -116,16 +116,16 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
         ),
         tmp_path,
     )
-    flags = "--max_step 6 --save_step_interval 3 --eval_step_interval 3 --eval_iters 2"
+    flags = "--save_step_interval 10 --eval_step_interval 1 --eval_iters 1"
     train = train.replace("--devices 4", "--devices 2").replace(name, "model")
-    train = re.sub(r"--(number_epochs 1|eval_step_interval 200|save_step_interval 500)", "", train)
-    run(f"{train} {flags} --max_step 3 --strategy fsdp2", tmp_path)
+    train = re.sub(r"--(number_epochs 1|eval_step_interval 50|save_step_interval 500)", "", train)
+    run(f"{train} {flags} --max_step 10 --strategy fsdp2", tmp_path)
     resume = resume.replace("Meta-Llama-3-8B-mine", "model-mine").replace(
         "--devices 2", "--devices 1"
     )
-    out, _ = run(f"{resume} --max_step 6 --resume_override max_step", tmp_path)
-    assert "resumed from checkpoints/model-mine/step-00000003" in out
-    assert metrics(tmp_path / "checkpoints" / "model-mine", "step")[-1] == 6
+    out, _ = run(f"{resume} --max_step 13 --resume_override max_step", tmp_path)
+    assert "resumed from checkpoints/model-mine/step-00000010" in out
+    assert metrics(tmp_path / "checkpoints" / "model-mine", "step")[-1] == 13
     export = export.replace("Meta-Llama-3-8B-mine", "model-mine").split("--push_to_hub")[0]
     out, _ = run(export, tmp_path)
     assert (
@@ -139,12 +139,12 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     # a checkpoint is a model to start from
     out, _ = run(
         (
-            "python train.py --model_name checkpoints/model-mine/step-00000006 --train_data_dir "
+            "python train.py --model_name checkpoints/model-mine/step-00000013 --train_data_dir "
             "data/mine --max_step 1"
         ),
         tmp_path,
     )
-    assert "weights of checkpoints/model-mine/step-00000006" in out
+    assert "weights of checkpoints/model-mine/step-00000013" in out
     assert (tmp_path / "checkpoints" / "model-mine-2" / "step-00000001").is_dir()
 
 

@@ -39,6 +39,16 @@ def test_a_share_moves_by_what_is_left_of_the_budget():
     assert moved(aim / 2) == pytest.approx(0.5 - MAX_CHANGE / 2)
 
 
+def test_all_sources_answer_for_a_set_that_is_none():
+    forgetting = Forgetting({"old": 0.2, "code": 0.2, "copy": 1.0}, "steer")
+    forgetting.accept_evaluation(0, {"old": 2.0, "code": 2.0, "copy": 3.0})
+    shares = {"new": 0.5, "old": 0.25, "code": 0.25}
+    losses = {"old": 2.0, "code": 9.0, "copy": 3.0 + 1.5 * (1 - MARGIN)}
+    steered = forgetting.steered(losses, shares)
+    half, whole = MAX_CHANGE / 2, MAX_CHANGE
+    assert steered == pytest.approx({"old": 0.25 + half, "code": 0.25 + whole})
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_steered_mixture_is_exact_in_each_of_its_stages(seed):
     """Counted row by row: each source has its share of a stage within one row, and is read in its
@@ -114,12 +124,20 @@ def test_a_steered_run_ends_within_its_budget_and_its_rows_are_verified(base, tm
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_steered_run_that_is_killed_goes_on_to_the_same_end(base, tmp_path, ranks):  # noqa: F811
+@pytest.mark.parametrize(
+    "ranks, kills",
+    [(2, 6), *(pytest.param(ranks, 20, marks=pytest.mark.slow) for ranks in (1, 2, 4))],
+)
+def test_a_steered_run_that_is_killed_goes_on_to_the_same_end(
+    base,  # noqa: F811
+    tmp_path,
+    ranks,
+    kills,
+):
     more = ("--strategy", "fsdp2") if ranks > 1 else ()
     train_ranks(ranks, *steered(base, tmp_path / "whole", *more))
     words, draw = steered(base, tmp_path / "cut", *more, "--resume", "auto"), random.Random(ranks)
-    for _ in range(6):
+    for _ in range(kills):
         name, most = draw.choice([("between_steps", 30), ("evaluate", 20), ("publish.done", 3)])
         point = f"{name}:count={draw.randint(1, most)}:do={draw.choice(['kill', 'term'])}"
         Job(ranks, *words, failpoint=point).wait(120)
@@ -129,6 +147,35 @@ def test_a_steered_run_that_is_killed_goes_on_to_the_same_end(base, tmp_path, ra
     for key in ("step", "loss", "sources", "eval", "shares"):
         assert metrics(cut, key) == metrics(whole, key), key
     assert verify.main([str(cut)]) == 0
+
+
+@pytest.mark.longer
+def test_sources_answer_for_sets_that_are_none(base, tmp_path):  # noqa: F811
+    """The old text under another name, as a set that is evaluated only, steers as it does as a
+    source."""
+    words = steered(base, tmp_path / "one")
+    train_ranks(1, *words)
+    words = steered(base, tmp_path / "two", "--eval_data", f"other={base}/old")
+    words[words.index(f"replay:{BUDGET}")] = f"replay:9,other:{BUDGET}"
+    train_ranks(1, *words)
+    one, two = (metrics(tmp_path / name / "run", "shares") for name in ("one", "two"))
+    assert one == two
+
+
+@pytest.mark.longer
+def test_a_hard_budget_holds_at_every_evaluation_or_the_run_ends(base, tmp_path):  # noqa: F811
+    words, ended = steered(base, tmp_path), []
+    for budget in (0.9, 0.1):
+        words[words.index("--run_name") + 1] = f"run-{budget}"
+        words[words.index("--forgetting_budget") + 1] = f"replay:{budget}:max"
+        [code] = Job(1, *words).wait(120)
+        run = tmp_path / f"run-{budget}"
+        forgotten = evaluated(run, "replay", "forgotten")
+        assert metrics(run, "shares")[0]["replay"] == 0.9, "it begins with as much as is allowed"
+        assert all(rise <= budget for rise in forgotten[:-1])
+        assert (code == 76) == (forgotten[-1] > budget)
+        ended.append(code)
+    assert ended == [0, 76]
 
 
 @pytest.mark.longer

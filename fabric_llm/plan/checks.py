@@ -29,7 +29,7 @@ from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.plan import fetched, run_directory
 from fabric_llm.processes.launch import started_by_other
-from fabric_llm.training.forgetting import parse_bounds, parse_budgets
+from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
 MIN_EVALUATIONS = 10  # to steer by
@@ -241,15 +241,20 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
         raise ValueError(
             f"--forgetting_action {action} acts when the run evaluates: give --eval_step_interval."
         )
-    # Both change the share of a source, so the set must be one in the mixture.
-    if action in ("rewind", "steer") and (
-        others := [name for name in budgets if not is_mixture or name not in of_training]
-    ):
+    # Both change the share of a source. A steered one answers for other sets as well.
+    others = [name for name in budgets if not is_mixture or name not in of_training]
+    has_source = action == "steer" and len(others) < len(budgets)
+    if action in ("rewind", "steer") and others and not has_source:
         raise ValueError(
             f"--forgetting_action {action} reads more of a source: {others[0]!r} is no source of "
             "--data_mix."
         )
     parse_bounds(evaluation.steer_bounds)
+    if action != "steer" and hard_budgets(evaluation.forgetting_budget):
+        raise ValueError(
+            "--forgetting_budget: `:max` belongs to --forgetting_action steer; with the others a "
+            "budget holds at every evaluation."
+        )
     if action == "steer" and (not budgets or 0 in budgets.values()):
         raise ValueError(
             "--forgetting_action steer keeps budgets: give --forgetting_budget, each above 0."

@@ -35,7 +35,7 @@ from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES
 from fabric_llm.plan.schedule import Cursor, Schedule, last_step, lay_out
 from fabric_llm.plan.start import batch_sizes
-from fabric_llm.training.forgetting import parse_budgets
+from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 
 # A text of which tokenizers with other rules make other tokens.
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
@@ -362,7 +362,9 @@ def _plan_schedule(
     raised: dict[str, Fraction] = {}
     steers = flags.evaluation.forgetting_action == "steer"
     if before is None:
-        stages, end, _ = lay_out(mix, rows, batch, *length)
+        raised = _shares_of_hard_budgets(flags, mix)
+        begun = mixture_text.at_least(mix, raised, contexts, exactly=True)
+        stages, end, _ = lay_out(begun, rows, batch, *length)
     else:
         # Fractions are stored as text, because a float would round them.
         raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
@@ -379,6 +381,17 @@ def _plan_schedule(
     mixture = Mixture(mix.names, rows, contexts, stages, training.seed, is_named)
     # The run ends at the data's end or after --max_step, whichever comes first.
     return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised, steers)
+
+
+def _shares_of_hard_budgets(flags: Flags, mix: DataMix) -> dict[str, Fraction]:
+    """The shares that a run begins with whose budgets hold at every evaluation: the largest that
+    steering may reach, which it lowers from there."""
+    given = flags.evaluation.forgetting_budget
+    if not hard_budgets(given):
+        return {}
+    steered = [name for name in parse_budgets(given) if name in mix.names]
+    most = parse_bounds(flags.evaluation.steer_bounds)[1]
+    return {name: most / len(steered) for name in steered}
 
 
 def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping[str, Any]) -> bool:

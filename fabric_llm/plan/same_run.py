@@ -18,7 +18,7 @@ from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
 from fabric_llm.plan.schedule import Schedule
-from fabric_llm.training.forgetting import Forgetting
+from fabric_llm.training.forgetting import Forgetting, hard_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 
 
@@ -209,7 +209,9 @@ def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
 
 def forgetting_at_start(plan: Plan, flags: Flags) -> Forgetting:
     """The budgets, and what the losses at the checkpoint of a resumed run say of them."""
-    forgetting = Forgetting(plan.data.budgets, flags.evaluation.forgetting_action)
+    evaluation = flags.evaluation
+    hard = hard_budgets(evaluation.forgetting_budget)
+    forgetting = Forgetting(plan.data.budgets, evaluation.forgetting_action, hard)
     if plan.resumed:
         forgetting.before = dict(plan.resumed["guard"]["before"])
         forgetting.changed = plan.changed_eval_sets()

@@ -47,7 +47,8 @@ def steer(run: Run) -> None:
     if forgetting.action != "steer" or there.step == 0 or schedule.is_over(there):
         return
     before = schedule.mixture.shares_at(there.position)
-    shares = forgetting.steered(run.losses, before)
+    of_all = {name: before.get(name, 0.0) for name in schedule.mixture.names}
+    shares = forgetting.steered(run.losses, of_all)
     bounds = parse_bounds(run.flags.evaluation.steer_bounds)
     try:
         run.schedule = schedule.steered(shares, bounds, there)
@@ -62,11 +63,14 @@ def steer(run: Run) -> None:
 
 
 def stops(run: Run) -> bool:
-    """Whether too much was forgotten to go on: with `stop`, and with `steer` where there is no room
-    left, which is judged in the last third. A rate that is young forgets more than is kept."""
+    """Whether too much was forgotten to go on: with `stop`, and with `steer` above a hard budget or
+    where there is no room left, which is judged in the last third. A rate that is young forgets
+    more than is kept."""
     forgetting, there, schedule = run.forgetting, run.progress, run.schedule
     if forgetting.verdict != "steer":
         return forgetting.verdict == "stop"
+    if not forgetting.hard.isdisjoint(forgetting.over):
+        return True
     shares = schedule.shares_at(there.position)  # up to here: what begins now wasn't tried yet
     most = float(parse_bounds(run.flags.evaluation.steer_bounds)[1])
     has_room = sum(shares.get(name, 0.0) for name in forgetting.budgets) < most - 1e-6

@@ -16,6 +16,7 @@ ROOM = 0.5
 # Of --forgetting_action steer: the largest change of a share after one evaluation, and the fraction
 # of a budget that is left free, since losses are measured on some rows only.
 MAX_CHANGE, MARGIN = 0.2, 0.05
+HARD = ":max"  # after a budget that holds at every evaluation
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Forgetting:
 
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some validation sets, nats
     action: str = "warn"  # one of ACTIONS, when a set is above its budget
+    hard: frozenset[str] = frozenset()  # sets that a steered run keeps within theirs at all times
     before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats
     changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than before
     over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
@@ -63,16 +65,21 @@ class Forgetting:
         """{source: its share from here on}, of the sources whose sets have a budget.
 
         A share moves in proportion to what is left of the budget: with nothing forgotten by
-        MAX_CHANGE down, and with twice the budget or more by as much up. shares: those so far.
+        MAX_CHANGE down, and with twice the budget or more by as much up. All of them answer for a
+        set with a budget that is no source, such as a probe. shares: those of all sources so far.
         """
-        rises, steered = self.rises(losses), {}
+        rises, left = self.rises(losses), {}
         for name, budget in self.budgets.items():
             aim = (1 - MARGIN) * budget
-            left = (aim - rises.get(name, 0.0)) / aim
+            fraction = (aim - rises.get(name, 0.0)) / aim
             # A loss that is NaN has forgotten all.
-            change = MAX_CHANGE * (max(-1.0, min(1.0, left)) if math.isfinite(left) else -1.0)
-            steered[name] = shares.get(name, 0.0) - change
-        return steered
+            left[name] = max(-1.0, min(1.0, fraction)) if math.isfinite(fraction) else -1.0
+        of_others = [fraction for name, fraction in left.items() if name not in shares]
+        return {
+            name: shares[name] - MAX_CHANGE * min(fraction, *of_others, 1.0)
+            for name, fraction in left.items()
+            if name in shares
+        }
 
     def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
         """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it
@@ -102,7 +109,7 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
     if given is None:
         return budgets
     for part in given.split(","):
-        name, _, number = part.strip().rpartition(":")
+        name, _, number = part.strip().removesuffix(HARD).rpartition(":")
         if not name or not re.fullmatch(NUMBER, number):
             raise ValueError(
                 "--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not "
@@ -112,3 +119,9 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
             raise ValueError(f"--forgetting_budget: {name!r} is there twice.")
         budgets[name] = float(number)
     return budgets
+
+
+def hard_budgets(given: Optional[str]) -> frozenset[str]:
+    """The sets whose --forgetting_budget, which is in order, holds at every evaluation."""
+    parts = (part.strip() for part in (given or "").split(","))
+    return frozenset(part.rsplit(":", 2)[0] for part in parts if part.endswith(HARD))
