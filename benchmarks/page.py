@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 import os
@@ -142,6 +143,12 @@ def table_under(text: str, heading: str) -> list[dict[str, str]]:
             break
         cells.append([cell.strip() for cell in line.split("|")[1:-1]])
     return [dict(zip(cells[0], row)) for row in cells[2:]]
+
+
+def lines_of(file: Path) -> list[dict[str, str]]:
+    """The lines of a CSV file, by the columns' titles."""
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
 
 
 def about(options: argparse.Namespace) -> dict[str, str]:

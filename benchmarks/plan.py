@@ -38,7 +38,8 @@ NOT_COUNTED = {"allocated": (CONTEXT, SLACK), "active": (CONTEXT, SLACK), "reser
 SHAPES = {**gpu.SHAPES, "7B": inputs.llama(4096, 11008, 32, 32, vocab_size=32000)}
 OWN = "[gpu.md](gpu.md)"
 HALF = "keeps every second matrix product"
-FLAGS = "## Flags of plan.py"
+# Flags of plan.py besides --model_name with a folder of that shape's config.json.
+FLAGS = ROOT / "benchmarks/plan_flags.csv"
 TITLES = ["run", "source", "counted", "not the same", "published, GiB", "plan, GiB", "error"]
 
 
@@ -65,8 +66,8 @@ def published() -> list[Published]:
     """The runs of the page."""
     text = PAGE.read_text()
     flags = {}
-    for line in page.table_under(text, FLAGS):
-        flags[line["run"], line["source"]] = line["flags"].strip("`")
+    for line in page.lines_of(FLAGS):
+        flags[line["run"], line["source"]] = line["flags"]
     runs = []
     for line in page.table_under(text, ""):
         run, source, counted, other, gib = (line[title] for title in TITLES[:5])
@@ -147,7 +148,6 @@ def body(rows: list[page.Row]) -> str:
         ["torchtitan's, with this template's choice of what is kept", *sizes(theirs, "plan")],
         ["torchtitan's, with their choice", *sizes(theirs, "as_theirs")],
     ]
-    flags = sorted([row["run"], row["source"], f"`{row['flags']}`"] for row in rows)
     return "\n\n".join(
         [
             page.table(TITLES, lines, words=4),
@@ -155,9 +155,6 @@ def body(rows: list[page.Row]) -> str:
             page.table([*TITLES[:2], *TITLES[4:]], of_theirs, words=2),
             "## Sizes of the errors",
             page.table(["runs", "number", "median", "largest"], groups),
-            FLAGS,
-            "Besides `--model_name` with a folder of that shape's `config.json`.",
-            page.table(["run", "source", "flags"], flags, words=3),
         ]
     )
 

@@ -26,7 +26,8 @@ from parse_arguments import parse_plan
 
 PAGE = ROOT / "docs/results/sweep.md"
 MANY, ONE = "## From few GPUs to many", "## At one number of GPUs"
-FLAGS = "## Flags of plan.py"
+# Flags of plan.py besides --sweep, and --model_name with a folder of that shape's config.json.
+FLAGS = ROOT / "benchmarks/sweep_flags.csv"
 RATE = "published, tokens/s a GPU"
 LLAMAS = {
     "Llama 8B": gpu.SHAPES["8B"],
@@ -72,9 +73,9 @@ def published() -> list[Series]:
     """The runs of the page."""
     text = PAGE.read_text()
     flags = {}
-    for line in page.table_under(text, FLAGS):
+    for line in page.lines_of(FLAGS):
         for devices in line["GPUs"].split(", "):
-            flags[line["run"], line["source"], devices] = line["flags"].strip("`")
+            flags[line["run"], line["source"], devices] = line["flags"]
     series: dict[tuple[str, str, str], Series] = {}
     for line in page.table_under(text, MANY) + page.table_under(text, ONE):
         key = line["run"], line["source"], flags[line["run"], line["source"], line["GPUs"]]
@@ -126,12 +127,6 @@ def body(rows: list[page.Row]) -> str:
     titles = ["run", "source", "not the same", "GPUs", RATE, "plan", "error", "messages"]
     more = ["published efficiency", "all hidden", "none hidden"]
     many = [[*cells(row), *efficiencies(row)] for row in series]
-    flags: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        key = row["run"], row["source"], row["flags"]
-        flags.setdefault(key, []).append(str(row["devices"]))
-    planned = [[run, by, ", ".join(flags[run, by, words]), words] for run, by, words in flags]
-    lines = sorted([*line[:3], f"`{line[3]}`"] for line in planned)
     return "\n\n".join(
         [
             MANY,
@@ -142,9 +137,6 @@ def body(rows: list[page.Row]) -> str:
             "are.",
             ONE,
             page.table(titles, single, words=3),
-            FLAGS,
-            "Besides `--sweep`, and `--model_name` with a folder of that shape's `config.json`.",
-            page.table(["run", "source", "GPUs", "flags"], lines, words=4),
         ]
     )
 

@@ -549,7 +549,7 @@ def test_it_runs_from_the_shell(toys, tmp_path):
 
 
 def test_published_runs_are_those_of_the_page():
-    """docs/results/plan.md has the runs, and flags of each, that benchmarks/plan.py plans."""
+    """docs/results/plan.md has the runs that benchmarks/plan.py plans, with the flags beside it."""
     runs = published.published()
     assert len(runs) >= 16 and {run.counted for run in runs} == set(published.NOT_COUNTED)
     assert all(run.run.partition(",")[0] in published.SHAPES and run.gib > 0 for run in runs)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from ranks import metrics, train_ranks
 from test_plan import said
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_llm.data.mixture_text import parse
 from parse_arguments import parse_train
+from plan import sizes_of_preset
 
 ROOT = Path(__file__).parent.parent
 # In billions, as they are published.
@@ -23,14 +26,27 @@ PARAMETERS = {
     "gpt2": 0.124,
     "llama3.2_1b": 1.24,
     "llama3.2_3b": 3.21,
+    "llama3.1_8b-balanced": 8.03,
+    "llama3.1_8b-new_language": 8.03,
+    "llama3.1_8b-wsd": 8.03,
     "llama3_70b": 70.6,
     "llama3_8b": 8.03,
     "mistral_7b": 7.25,
     "olmo2_7b": 7.30,
     "qwen3_8b": 8.19,
+    "qwen3_8b-many_languages": 8.19,
     "smollm2_1.7b": 1.71,
     "smollm2_135m": 0.135,
 }
+# What docs/recipes.md says of the project that a preset follows: rate, share of the run that warms
+# up, tokens a step, tokens in billions, shares.
+RECIPES = {
+    "llama3.1_8b-balanced": (3e-4, 0.05, 2**22, 165, [0.3, 0.3, 0.3, 0.1]),
+    "llama3.1_8b-new_language": (1e-5, 0.1, 2**21, 3.8, [0.92, 0.08]),
+    "llama3.1_8b-wsd": (1e-5, 0.1, 2**22, 200, [0.55, 0.25, 0.2]),
+    "qwen3_8b-many_languages": (5e-5, 0.001, 2**22, 26, [0.91, 0.04, 0.04, 0.01]),
+}
+PLAIN = sorted(set(PARAMETERS) - set(RECIPES))
 
 
 def file_of(name):
@@ -49,7 +65,7 @@ def test_each_preset_is_listed():
     assert sorted(re.findall(r"^\| \[(\S+)\.yaml\]", page, re.M)) == sorted(PARAMETERS)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_preset_is_the_recipe(name, monkeypatch):
     """As docs/continued_pretraining.md has it."""
     monkeypatch.chdir(ROOT)
@@ -68,6 +84,41 @@ def test_a_preset_is_the_recipe(name, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_preset_is_what_a_project_did(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = parse_train(command(name, "train"))
+    training, context = flags.training, flags.data.context_length
+    batch = training.global_batch_size * context
+    weights = parse(flags.data.data_mix).stages[0].weights
+    shares = [weight / sum(weights) for weight in weights]
+    rate, warmup, tokens_a_step, billions, mix = RECIPES[name]
+    assert (training.lr, batch) == (rate, tokens_a_step) and shares == pytest.approx(mix)
+    assert training.max_step * batch / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert training.warmup_steps == round(warmup * training.max_step)
+    assert flags.save.save_step_interval and flags.save.keep_last
+    assert flags.evaluation.eval_step_interval
+    text = file_of(name).read_text()
+    head, _, _ = text.partition("\nmodel_name")
+    assert flags.model.model_name in head and "# Source: https://" in head
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert f"{name}.yaml" in page
+
+
+@pytest.mark.longer
+@pytest.mark.every_eighth(5)
+@pytest.mark.parametrize("name", [*PLAIN, "demo"])
+def test_a_plain_preset_alone_is_planned(name, monkeypatch):
+    """Rows and steps that it doesn't hold are assumed, and said so, or left out."""
+    monkeypatch.chdir(ROOT)
+    given = yaml.safe_load(file_of(name).read_text())
+    found = said("--config", f"configs/{name}.yaml")
+    assert found["steps"] == given.get("max_step")
+    assert ("rows of" in found["assumed"]) == ("context_length" not in given)
+    if name in PARAMETERS:
+        assert found["parameters"] / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
+
+
 @pytest.mark.quick_cases(r"gpt2")
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_preset_fits_the_machine_that_it_names(name, monkeypatch):
@@ -75,6 +126,10 @@ def test_a_preset_fits_the_machine_that_it_names(name, monkeypatch):
     plan = said(*command(name, "plan"))
     assert plan["parameters"] / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
     assert plan["fits"] and plan["used"] < 0.8, "with room to spare"
+    if name in RECIPES:  # planned as it stands, without its datasets
+        assert command(name, "plan") == ["--config", f"configs/{name}.yaml"]
+        assert plan["assumed"] == "" and plan["steps"] and plan["hours"]
+        assert plan["tokens_a_step"] == RECIPES[name][2]
     [line] = re.findall(
         rf"^\| \[{re.escape(name)}\.yaml\].*", (ROOT / "docs" / "presets.md").read_text(), re.M
     )
@@ -89,13 +144,18 @@ def test_a_preset_fits_the_machine_that_it_names(name, monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("packed") / "data")
+    """A folder with the datasets that presets name, all of the same rows."""
+    folder = tmp_path_factory.mktemp("packed")
+    mine = write_data(folder / "data" / "mine")
+    for name in ("general", "english", "code", "maths", "languages", "translated"):
+        shutil.copytree(mine, mine.parent / name)
+    return folder
 
 
 def write_toy(name, folder):
     """A model with the preset's architecture, but of toy size, and with random weights."""
-    plan = command(name, "plan")
-    given = json.loads((ROOT / plan[plan.index("--model_name") + 1] / "config.json").read_text())
+    sizes = sizes_of_preset(["--config", str(file_of(name))])
+    given = json.loads((sizes / "config.json").read_text())
     family = given.pop("model_type")
     toy = AutoConfig.for_model(family, **{**given, **COMMON, **FAMILIES[family]})
     torch.manual_seed(0)
@@ -105,32 +165,39 @@ def write_toy(name, folder):
     return folder
 
 
-@pytest.mark.quick_cases(r"gemma3|llama3.2_1b")
+def toy_flags(given):
+    """Flags that a preset's run at toy size has instead of its own, besides the model and the
+    batch."""
+    flags = {"max_step": 2, "eval_iters": 1, "num_nodes": 1}
+    if "data_mix" not in given and "replay" not in given:
+        flags["train_data_dir"] = "data/mine"
+    if "context_length" in given:
+        flags["context_length"] = CONTEXT
+    if "decay_steps" in given:
+        flags |= {"warmup_steps": 1, "decay_steps": 1}
+    return flags
+
+
+@pytest.mark.quick_cases(r"gemma3|llama3.2_1b|new_language")
 @pytest.mark.every_eighth(2)
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_preset_trains_at_toy_size(name, tmp_path, packed):
+def test_a_preset_trains_at_toy_size(name, tmp_path, packed, monkeypatch):
+    monkeypatch.chdir(packed)
     given = yaml.safe_load(file_of(name).read_text())
     ranks = 2 if "strategy" in given else 1
-    words = (
-        "--config",
-        file_of(name),
-        "--model_name",
-        write_toy(name, tmp_path / "model"),
-        "--train_data_dir",
-        packed,
-    )
-    words += (
-        "--max_step",
-        2,
-        "--global_batch_size",
-        2 * given["micro_batch_size"] * ranks,
-        "--eval_iters",
-        1,
-    )
+    flags = toy_flags(given)
+    flags["model_name"] = write_toy(name, tmp_path / "model")
+    flags["global_batch_size"] = 2 * given["micro_batch_size"] * ranks
+    words = ["--config", file_of(name)]
+    for flag, value in flags.items():
+        words += [f"--{flag}", value]
     train_ranks(ranks, *words, "--output_dir", tmp_path, "--run_name", "run")
     kept = yaml.safe_load((tmp_path / "run" / "arguments.yaml").read_text())
-    given["lr"] = float(given["lr"])  # YAML reads 2e-5 as a word
+    for flag in ("lr", "min_lr"):  # YAML reads 2e-5 as a word
+        given[flag] = float(given.get(flag, 0))
     changed = {key for key, value in given.items() if kept[key] != value}
-    assert changed == {"model_name", "global_batch_size"}
+    assert {"model_name", "global_batch_size"} <= changed
+    # The sources of --replay are kept as the mixture that they stand for.
+    assert changed <= {*flags, "devices", "train_data_dir", "replay", "replay_fraction"}
     assert len(metrics(tmp_path / "run")) == 2 and kept["context_length"] in (None, CONTEXT)
     assert (tmp_path / "run" / "step-00000002" / "MANIFEST.json").is_file()

@@ -152,7 +152,7 @@ def test_what_is_printed(toys):
 
 
 def test_published_runs_are_those_of_the_page():
-    """docs/results/sweep.md has the runs, and flags of each, that benchmarks/sweep.py plans."""
+    """docs/results/sweep.md has the runs that benchmarks/sweep.py plans, with the flags beside it."""
     runs = published.published()
     assert len({run.source for run in runs}) >= 3 and len(runs) >= 20
     shapes = {**published.LLAMAS, **published.MPTS}
