@@ -1,0 +1,178 @@
+"""Ways to keep what a model knows while it learns something new, at equal tokens: constant shares of
+replay, shares that are steered, a rewind, replay at the end only, and a merge with the base model.
+
+    python benchmarks/keep_the_old.py WORK [--seeds 1 2 3] [--budgets 0.05 0.02]
+
+The old text is Python's library, the new text the C++ headers of torch, the model a Llama of a sixth of a
+million parameters. What is done in WORK isn't done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import inputs, page
+
+VOCABULARY, CONTEXT, STEPS, EVERY = 512, 128, 480, 20
+MODEL = {
+    **inputs.llama(64, 176, 3, 4, tie_word_embeddings=True, vocab_size=VOCABULARY),
+    **{"max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0},
+}
+COMMON = {"global_batch_size": 16, "micro_batch_size": 16, "eval_iters": 4, "eval_batch_size": 64}
+COMMON |= {"precision": "32-true", "resume": "auto", "save_step_interval": 240}
+BASE = {"lr": 3e-3, "warmup_steps": 50, "max_step": 1500, "lr_schedule": "wsd", "decay_steps": 300}
+CONTINUED = {"max_step": STEPS, "warmup_steps": 10, "eval_step_interval": EVERY, "lr": 1e-3}
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
+SCHEDULES = {"constant": {"lr_schedule": "constant"}, "cosine": {"min_lr": 1e-4}}
+LIMITLESS = "old:9"  # a budget that is never reached
+
+
+def main() -> None:
+    parser = page.parser(__doc__)
+    parser.add_argument("work", type=Path, help="the folder of datasets and runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.02], help="nats")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
+    given = page.parse(parser)
+    work = given.work.resolve()
+    prepare(work)
+    rows: list[list[str]] = []
+    for seed in given.seeds:
+        base = train_base(work, seed)
+        for schedule in given.schedules:
+            folder = work / f"seed-{seed}" / schedule
+            common = {
+                "model_name": base,
+                "seed": seed,
+                **COMMON,
+                **CONTINUED,
+                **SCHEDULES[schedule],
+            }
+            grid = [constant(folder, work, common, share) for share in SHARES]
+            results = [*grid, replay_at_the_end(folder, work, common)]
+            for budget in given.budgets:
+                results += kept(folder, work, common, budget)
+                results.append(merged(folder, base, budget, work))
+            for name, new, rise, highest in results:
+                best = new_at(grid, rise)
+                apart = "" if best is None else f"{new - best:+.4f}"
+                cells = [name, f"{new:.4f}", f"{rise:+.4f}", highest, apart]
+                rows.append([str(seed), schedule, *cells])
+                page.progress(" | ".join(rows[-1]))
+    titles = [
+        "seed",
+        "rate",
+        "run",
+        "new, nats",
+        "old, rise at the end",
+        "highest in the last third",
+    ]
+    table = page.table([*titles, "new beside the best constant share"], rows, words=3)
+    page.write("Ways to keep what a model knows", [], given, table, rows)
+
+
+def prepare(work: Path) -> None:
+    """Datasets of both texts, with the tokenizer of both."""
+    import torch
+
+    old, new = sysconfig.get_path("stdlib"), Path(torch.__file__).parent / "include"
+    texts: dict[str, tuple[list[object], list[str]]] = {
+        "both": ([old, new], ["*.py", "*.h"]),
+        "old": ([old], ["*.py"]),
+        "new": ([new], ["*.h"]),
+    }
+    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
+    tokenizer: dict[str, object] = {"train_tokenizer": VOCABULARY}
+    for name, (folders, patterns) in texts.items():
+        output = work / "data" / name
+        if not output.exists():
+            excluded = ["--exclude", "test", "tests", "site-packages", "dist-packages"]
+            words = ["--input", *folders, "--pattern", *patterns, *excluded]
+            inputs.call("prepare_data.py", *words, output=output, **common, **tokenizer)
+        tokenizer = {"tokenizer": work / "data" / "both" / "tokenizer"}
+
+
+def train_base(work: Path, seed: int) -> Path:
+    if not (work / "model").exists():
+        inputs.write_llama(work / "model", **MODEL)
+    run = work / f"seed-{seed}" / "base"
+    words = {"model_name": work / "model", "train_data_dir": work / "data" / "old", "seed": seed}
+    inputs.train(run, **{**COMMON, **BASE, **words})
+    return run / f"step-{BASE['max_step']:08d}"
+
+
+Result = tuple[str, float, float, str]  # name, loss of the new text, rises of the old one, nats
+
+
+def mix(work: Path, share: float) -> dict[str, str]:
+    """The flags of a share of the old text, which is evaluated where nothing of it is read."""
+    new, old = f"new={work}/data/new:{1 - share:g}", f"old={work}/data/old"
+    if share == 0:
+        return {"data_mix": new, "eval_data": old}
+    return {"data_mix": f"{new},{old}:{share:g}"}
+
+
+def trained(run: Path, name: str, **flags: Any) -> Result:
+    with contextlib.suppress(subprocess.CalledProcessError):  # a budget may end it with code 76
+        inputs.train(run, **flags)
+    evaluated = [line["eval"] for line in inputs.log(run, "eval")]
+    rises = [one["old"]["loss"] - evaluated[0]["old"]["loss"] for one in evaluated]
+    highest = max(rises[-len(rises) // 3 :])
+    return name, evaluated[-1]["new"]["loss"], rises[-1], f"{highest:+.4f}"
+
+
+def constant(folder: Path, work: Path, common: dict[str, Any], share: float) -> Result:
+    flags = {**mix(work, share), "forgetting_budget": LIMITLESS}
+    return trained(folder / f"share-{share:g}", f"{share:.0%} replay", **common, **flags)
+
+
+def replay_at_the_end(folder: Path, work: Path, common: dict[str, Any]) -> Result:
+    sources = {"new": {"path": f"{work}/data/new", "weight": 1}}
+    sources["old"] = {"path": f"{work}/data/old"}
+    last = {"from": 0.75, "weights": {"new": 0.5, "old": 0.5}}
+    file = work / "at_the_end.yaml"
+    file.write_text(json.dumps({"sources": sources, "stages": [last]}))
+    flags = {"data_mix": file, "forgetting_budget": LIMITLESS}
+    return trained(folder / "end", "50 % replay in the last quarter", **common, **flags)
+
+
+def kept(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[Result]:
+    results = []
+    for action, share in (("steer", 0.5), ("rewind", 0.1)):
+        flags = {**mix(work, share), "forgetting_budget": f"old:{budget}"}
+        flags |= {"forgetting_action": action, "save_step_interval": EVERY}
+        run, name = folder / f"{action}-{budget:g}", f"{action}, {budget:g} nats"
+        results.append(trained(run, name, **{**common, **flags}))
+    return results
+
+
+def merged(folder: Path, base: Path, budget: float, work: Path) -> Result:
+    """Base and the run without replay, between which the budget is kept."""
+    run, output = folder / "share-0", folder / f"merged-{budget:g}"
+    if not output.exists():
+        flags = {"forgetting_budget": f"old:{budget}", "output": output}
+        inputs.call("fabric_llm.average", base, run, **flags)
+    losses = json.loads((output / "average.json").read_text())["eval_loss"]
+    before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
+    return f"merge with no replay, {budget:g} nats", losses["new"], losses["old"] - before, ""
+
+
+def new_at(grid: list[Result], rise: float) -> float | None:
+    """The new text's loss of the constant share with this rise, between the two runs beside it."""
+    points = sorted((of_old, of_new) for _, of_new, of_old, _ in grid)
+    for (low, first), (high, second) in zip(points, points[1:]):
+        if low <= rise <= high:
+            return first + (second - first) * (rise - low) / (high - low)
+    return None
+
+
+if __name__ == "__main__":
+    main()
