@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ADVISORIES = tomllib.loads((ROOT / ".ci" / "advisories.toml").read_text())["advisory"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-LOCK = (ROOT / "requirements.lock").read_text()
+LOCK = ROOT / "requirements.lock"
+TOOLS = ROOT / ".ci" / "tools.lock"  # of .ci/supply_chain
 # What the lock is for, see its first line.
 PLACE = {
     "python_version": "3.12",
@@ -29,12 +30,13 @@ PLACE = {
 }
 
 
-def locked():
-    """{name: (version, number of hashes)} of the lock; any other line in it is an error."""
+def locked(path=LOCK):
+    """{name: (version, number of hashes)} of a lock; any other line in it is an error."""
     found = {}
-    text = re.sub(r"^ *#.*\n", "", LOCK, flags=re.M).replace("\\\n", " ")
+    text = re.sub(r"^ *#.*\n", "", path.read_text(), flags=re.M).replace("\\\n", " ")
     for line in filter(None, text.splitlines()):
-        pinned, *hashes = line.split()
+        # What stands behind a semicolon says on which platforms.
+        pinned, *hashes = re.sub(r";.*?(?=--hash)", "", line).split()
         name, version = pinned.split("==")
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes), line
         assert name not in found
@@ -64,11 +66,13 @@ def test_the_lock_has_all_that_is_declared_and_a_hash_of_each():
         assert requirement.specifier.contains(version), f"{requirement}, but {version} is locked"
     # They are in the image, and other versions would break its torch.
     assert not [name for name in found if re.match(r"(torch|triton)$|nvidia-|cuda-", name)]
-    assert f"torch {base_image()}," in LOCK.splitlines()[0]
+    assert f"torch {base_image()}," in LOCK.read_text().splitlines()[0]
 
 
-def test_the_lock_names_no_machine_and_no_index():
-    lines = re.sub(r"^ +# .*\n", "", LOCK, flags=re.M)
+@pytest.mark.parametrize("path", [LOCK, TOOLS], ids=lambda path: path.name)
+def test_a_lock_names_no_machine_and_no_index(path):
+    assert all(hashes > 0 for _, hashes in locked(path).values())
+    lines = re.sub(r"^ +# .*\n", "", path.read_text(), flags=re.M)
     assert not re.search(r"https?:|file:|--index|--find-links|/opt/|/tmp/|@ ", lines)
 
 
@@ -138,6 +142,13 @@ def test_the_image_is_built_of_the_lock_alone():
     assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(installs[1].split())
     assert "setuptools" in locked()
     assert re.search(r"^ARG DIGEST=sha256:[0-9a-f]{64}\nFROM \S+@\$\{DIGEST\}$", DOCKERFILE, re.M)
+
+
+def test_a_release_runs_tools_of_a_lock():
+    assert {"cyclonedx-bom", "pip-audit"} <= locked(TOOLS).keys()
+    script = (ROOT / ".ci" / "supply_chain").read_text()
+    [install] = re.findall(r"pip install (.*)", script)
+    assert install == "--quiet --require-hashes --only-binary :all: -r .ci/tools.lock"
 
 
 def test_workflows_name_actions_by_commit_and_may_write_nothing_unasked():
