@@ -465,6 +465,19 @@ def test_without_mlflow_one_warning_says_how_it_is_installed(monkeypatch, tmp_pa
 
 
 @pytest.mark.longer
+@mock.patch.dict(os.environ, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+@mock.patch.dict(os.environ, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MLflow imports
+def test_a_server_of_mlflow_that_is_away_is_one_warning(tmp_path):
+    pytest.importorskip("mlflow", exc_type=ImportError)
+    with pytest.warns(UserWarning, match="--logger mlflow failed, the run .* go on") as caught:
+        tracker = Trackers("mlflow", tmp_path, {}, None, None)
+        tracker.log(1, {"loss": 1.0})
+        tracker.close(60)
+    assert len(caught) == 1 and not tracker.thread.is_alive()
+
+
+@pytest.mark.longer
 def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(toys, tmp_path):
     pytest.importorskip("mlflow", exc_type=ImportError)
     base = flags(toys, tmp_path, "--save_step_interval", 2, "--log_step_interval", 1)
