@@ -78,6 +78,7 @@ def test_the_image_s_own_python_may_be_the_distribution_s(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "fabric_llm", tmp_path / "fabric_llm")
+    (tmp_path / "requirements.lock").touch()  # what it holds would be fetched
     # 0 means true there
     offline = {
         "PIP_NO_DEPS": "1",
@@ -132,7 +133,14 @@ def test_a_user_whom_nobody_knows(toys, tmp_path):
     # Its Python may lie in root's own folder, where only root may read; a container's doesn't.
     reads = "--inh-caps +dac_read_search --ambient-caps +dac_read_search".split()
     words = [
-        "setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", *reads, sys.executable,
+        "setpriv",
+        "--reuid",
+        "12345",
+        "--regid",
+        "12345",
+        "--clear-groups",
+        *reads,
+        sys.executable,
     ]
     words += [
         str(ROOT / "train.py"),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -448,6 +449,55 @@ def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
     for name in ("step-00000001", "step-00000002"):
         assert name.encode() in written.read_bytes(), "an alias of a version"
     assert {step for step, key in read_csv(folder) if key == "loss"} == {1, 2}
+
+
+# ------------------------------------------------------------------------------------------- MLflow
+
+
+@mock.patch.dict(os.environ)
+def test_without_mlflow_one_warning_says_how_it_is_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match=r"--logger mlflow failed, .*'\.\[mlflow\]'") as caught:
+        tracker = Trackers("mlflow", tmp_path, {}, None, None)
+        tracker.log(1, {"loss": 1.0})
+        tracker.close(30)
+    assert len(caught) == 1 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.longer
+@mock.patch.dict(os.environ, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+@mock.patch.dict(os.environ, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MLflow imports
+def test_a_server_of_mlflow_that_is_away_is_one_warning(tmp_path):
+    pytest.importorskip("mlflow", exc_type=ImportError)
+    with pytest.warns(UserWarning, match="--logger mlflow failed, the run .* go on") as caught:
+        tracker = Trackers("mlflow", tmp_path, {}, None, None)
+        tracker.log(1, {"loss": 1.0})
+        tracker.close(60)
+    assert len(caught) == 1 and not tracker.thread.is_alive()
+
+
+@pytest.mark.longer
+def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(toys, tmp_path):
+    pytest.importorskip("mlflow", exc_type=ImportError)
+    base = flags(toys, tmp_path, "--save_step_interval", 2, "--log_step_interval", 1)
+    base += ("--logger", "mlflow,csv", "--devices", 1, "--resume_override", "max_step")
+    for more in (("--max_step", 2), ("--max_step", 4, "--resume", "true")):
+        words = [sys.executable, Path(__file__).parent.parent / "train.py", *base, *more]
+        done = subprocess.run(
+            [str(word) for word in words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert "arning" not in done.stderr and "mlflow" not in done.stderr
+    folder = tmp_path / "run"
+    assert list(tmp_path.glob("ml*")) == [], "nothing in the working directory"
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        [(run, name, status)] = database.execute("select run_uuid, name, status from runs")
+        rows = database.execute("select step, key, value from metrics where is_nan = 0")
+        found = {(step, key): value for step, key, value in rows}
+        [(steps,)] = database.execute("select value from params where key = 'max_step'")
+    assert (name, status, steps) == ("run", "FINISHED", "2")
+    assert found == pytest.approx(read_csv(folder))
 
 
 # --------------------------------------------------------------------------- clock, memory, console

@@ -128,7 +128,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--logger wandb,tensorbord",
         2,
-        "--logger takes none, csv, tensorboard, wandb, or several of them with commas, not",
+        "--logger takes none, csv, tensorboard, wandb, mlflow, or several of them with commas, not",
     ),
     ("--logger wandb,tensorbord", 2, "'tensorbord': take tensorboard."),
     ("--logger WandB", 2, "not 'WandB': take wandb."),

@@ -7,9 +7,12 @@ import inspect
 import json
 import math
 import os
+import re
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -315,8 +318,7 @@ def _wandb(
         "entity": entity,
         "name": folder.name,
         "dir": str(folder),
-        # From the folder, so that a resumed run goes on with the same run there.
-        "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+        "id": _name_there(folder),
         "resume": "allow",
         "config": config,
     }
@@ -357,6 +359,12 @@ def _wandb(
     return (lambda step, record: run.log({"step": step, **record})), close
 
 
+def _name_there(folder: Path) -> str:
+    """The name of this run for a tracker: from the folder, so that a resumed run goes on with the
+    same run there."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+
+
 def upload_to_wandb(checkpoint: Path) -> None:
     """The checkpoint as an artifact of the current Weights & Biases run: a version of the model,
     with its name as an alias."""
@@ -369,10 +377,69 @@ def upload_to_wandb(checkpoint: Path) -> None:
     wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
 
+def _mlflow(folder: Path, config: Record, *more: Any) -> tuple[Log, Close]:
+    """An MLflow run, which the first number opens, in the thread of the trackers: the import and a
+    server may take their time. Raises ModuleNotFoundError without MLflow."""
+    if find_spec("mlflow") is None:
+        raise ModuleNotFoundError("it needs MLflow: pip install -e '.[mlflow]'")
+    opened = cache(partial(_open_mlflow, folder, config))
+
+    def log(step: int, record: Record) -> None:
+        client, run_id = opened()
+        from mlflow.entities import Metric
+
+        milliseconds, numbers = int(time.time() * 1000), []
+        for key, value in record.items():
+            # Names of data sets may hold other characters than MLflow takes.
+            name = re.sub(r"[^\w./: -]", "_", key)
+            numbers.append(Metric(name, float(value), milliseconds, step))
+        client.log_batch(run_id, metrics=numbers)
+
+    def close() -> None:
+        # A run that couldn't be opened, or logged nothing, isn't opened only to be closed.
+        if opened.cache_info().currsize == 1:
+            client, run_id = opened()
+            client.set_terminated(run_id)
+
+    return log, close
+
+
+def _open_mlflow(folder: Path, config: Record) -> tuple[Any, str]:
+    """The client, and the id of this run on the server that MLFLOW_TRACKING_URI names, or in a
+    database in the run directory."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    # By its default, 7, it would wait for four minutes where no server answers.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    from mlflow.entities import Param
+    from mlflow.tracking import MlflowClient
+
+    # MLflow itself would take the working directory.
+    local = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+    client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", local))
+    name, tag = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fabric_llm"), _name_there(folder)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        place = client.create_experiment(name)
+    else:
+        place = experiment.experiment_id
+    for run in client.search_runs([place], f"tags.fabric_llm_run = '{tag}'"):
+        client.update_run(run.info.run_id, status="RUNNING")
+        return client, run.info.run_id
+    run = client.create_run(place, run_name=folder.name, tags={"fabric_llm_run": tag})
+    # The flags of the first start, because MLflow lets no parameter change.
+    parameters = [Param(flag, str(value)) for flag, value in config.items()]
+    # A hundred at a time are as many as it takes.
+    for first in range(0, len(parameters), 100):
+        client.log_batch(run.info.run_id, params=parameters[first : first + 100])
+    return client, run.info.run_id
+
+
 # --logger NAME -> what opens it: (run directory, flags, entity, project) -> Tracker.
 TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], Tracker]] = {
     "none": lambda *_: ((lambda step, record: None), (lambda: None)),
     "csv": _csv,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
+    "mlflow": _mlflow,
 }
