@@ -21,17 +21,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import inputs, page
 
-VOCABULARY, CONTEXT, STEPS, EVERY = 512, 128, 480, 20
+VOCABULARY, CONTEXT, STEPS, EVERY = 512, 128, 300, 15
 MODEL = {
     **inputs.llama(64, 176, 3, 4, tie_word_embeddings=True, vocab_size=VOCABULARY),
     **{"max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0},
 }
-COMMON = {"global_batch_size": 16, "micro_batch_size": 16, "eval_iters": 4, "eval_batch_size": 64}
-COMMON |= {"precision": "32-true", "resume": "auto", "save_step_interval": 240}
+COMMON = {"global_batch_size": 16, "micro_batch_size": 16, "eval_iters": 2, "eval_batch_size": 64}
+COMMON |= {"precision": "32-true", "resume": "auto", "save_step_interval": 150}
 BASE = {"lr": 3e-3, "warmup_steps": 50, "max_step": 1500, "lr_schedule": "wsd", "decay_steps": 300}
-CONTINUED = {"max_step": STEPS, "warmup_steps": 10, "eval_step_interval": EVERY, "lr": 1e-3}
-SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
-SCHEDULES = {"constant": {"lr_schedule": "constant"}, "cosine": {"min_lr": 1e-4}}
+CONTINUED = {"max_step": STEPS, "warmup_steps": 10, "eval_step_interval": EVERY, "lr": 3e-4}
+SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7)
+SCHEDULES = {"constant": {"lr_schedule": "constant"}, "cosine": {"min_lr": 3e-5}}
 LIMITLESS = "old:9"  # a budget that is never reached
 
 
