@@ -98,7 +98,7 @@ class Whole:
         for source, flag, part in ((NEW, "train_data_dir", 1 - share), (REPLAY, "replay", share)):
             sources[source] = {"path": self.values[flag], "weight": f"{part:.12g}"}
         own = {"data_mix": json.dumps({"sources": sources}), "max_step": steps, "resume": "auto"}
-        own |= {"run_name": name, "output_dir": folder}
+        own |= {"run_name": name, "output_dir": folder, "log_step_interval": max(1, steps // 5)}
         off = by_flag(f"{drill.OWN} {OFF}".split())
         flags = {**self.given, **off, **scaled, **own}
         return shlex.split(command(sys.executable, drill.TRAIN, **flags))
@@ -106,7 +106,7 @@ class Whole:
     def advised(self, share: float) -> str:
         """The command of the whole run, which begins with a share."""
         flags: dict[str, Any] = {**self.given, "replay_fraction": f"{share:g}"}
-        if "tokens" in self.values:  # train.py takes steps
+        if self.values.get("tokens"):  # train.py takes steps
             flags["max_step"] = self.steps
         # Steering changes the share of a source, so it can't keep the budget of another set.
         if self.budgets.keys() == {REPLAY}:
@@ -126,7 +126,9 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
             values = read_yaml(Path(config)) or {}
         except OSError as error:
             raise ValueError(f"--config {config!r} can't be read: {error.strerror}.") from error
-    values |= {name: words[-1] for name, words in given.items() if words}
+    for name, words in given.items():
+        value = words[-1] if words else None
+        values[name] = None if value in ("null", "None") else value
     if not values.get("replay") or not values.get("train_data_dir"):
         raise ValueError("shares of --replay beside --train_data_dir are compared: give both.")
     budgets = parse_budgets(values.get("forgetting_budget"))
@@ -135,9 +137,9 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
     known = [NEW, REPLAY, *parse_eval_data(values.get("eval_data")), *PROBES]
     for name in budgets:
         require_set("--forgetting_budget", name, known)
-    if "lr" not in values:
+    if not values.get("lr"):
         raise ValueError("forgetting depends on the learning rate: give --lr.")
-    least, most = parse_bounds(values.get("steer_bounds", "0:0.9"))
+    least, most = parse_bounds(values.get("steer_bounds") or "0:0.9")
     of_run = {name: words for name, words in given.items() if name not in PLAN}
     return Whole(of_run, values, budgets, (float(least), float(most)))
 
@@ -282,6 +284,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         words = list(sys.argv[1:] if argv is None else argv)
+        if words and not words[0].startswith("-"):
+            raise ValueError(f"unexpected {words[0]!r}: every flag is written --name value.")
         given, mine = by_flag(words), []
         for name in declared(ChooseArguments):
             if name in given:

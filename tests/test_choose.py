@@ -160,6 +160,7 @@ GOOD = {
         ({"--forgetting_budget": "repaly:1"}, "no validation set is named 'repaly'. Did you mean"),
         ({"--forgetting_budget": "replay"}, "--forgetting_budget takes name:nats"),
         ({"--lr": None}, "give --lr"),
+        ({"--lr": "null"}, "give --lr"),
         ({"--part": "2"}, "--part must be less than 1"),
         ({"--config": "/none/mine.yaml"}, "--config '/none/mine.yaml' can't be read: No such file"),
     ],
@@ -170,6 +171,13 @@ def test_each_mistake_is_one_sentence_before_anything_runs(changed, words, tmp_p
     code, out, error = call(capsys, *given)
     assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
     assert not (tmp_path / "here").exists()
+
+
+def test_a_word_without_a_flag_is_refused(capsys):
+    assert call(capsys, "model", "--lr", 1)[::2] == (
+        2, "python -m fabric_llm.choose: error: unexpected 'model': every flag is written "
+        "--name value.\n",
+    )  # fmt: skip
 
 
 @pytest.mark.longer
