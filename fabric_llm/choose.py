@@ -80,6 +80,12 @@ class Whole:
     def lr(self) -> float:
         return float(self.values["lr"])
 
+    @property
+    def steers(self) -> bool:
+        """Whether steering can keep its budgets: it changes the share of a source, and there is no
+        other source than replay to have more of."""
+        return self.budgets.keys() == {REPLAY}
+
     def branch(self, name: str, folder: Path, share: float, lr: float, steps: int) -> list[str]:
         """The words of train.py for a branch: the run in small, which begins with the base model.
 
@@ -108,8 +114,7 @@ class Whole:
         flags: dict[str, Any] = {**self.given, "replay_fraction": f"{share:g}"}
         if self.values.get("tokens"):  # train.py takes steps
             flags["max_step"] = self.steps
-        # Steering changes the share of a source, so it can't keep the budget of another set.
-        if self.budgets.keys() == {REPLAY}:
+        if self.steers:
             flags["forgetting_action"] = "steer"
             interval = int(self.values.get("eval_step_interval") or self.steps)
             if self.steps // interval < MIN_EVALUATIONS:
@@ -272,10 +277,13 @@ def chosen(made: Branches, second_lr: float) -> None:
     if wrong:
         why = f"at a share of {share:g} the law errs by {'; '.join(wrong)}"
         raise Fault(f"it doesn't know: {why}. Longer branches (--part) may help.", UNEXPECTED)
+    following = "Steering follows it."
+    if not whole.steers:
+        following = f"Steering would follow it, with a budget of {REPLAY!r} alone."
     print(
-        f"\nBegin to steer with a share of {share:g}. That keeps the budgets for {made.steps} steps "
-        f"and is no promise for {whole.steps:,}: what is forgotten grows with the steps, and short "
-        f"branches don't show how far. Steering follows it.\nNext: {whole.advised(share)}",
+        f"\nBegin with a share of {share:g}, which by the law keeps the budgets for {made.steps} "
+        f"steps. It is no promise for {whole.steps:,}: what is forgotten grows with the steps, and "
+        f"short branches don't show how far. {following}\nNext: {whole.advised(share)}",
         flush=True,
     )
 
