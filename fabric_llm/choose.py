@@ -1,5 +1,5 @@
-"""`python -m fabric_llm.choose FLAGS OF train.py`: before paying for a run, find the share of replay
-to begin with, by five short branches (docs/forgetting.md).
+"""`python -m fabric_llm.choose FLAGS OF train.py`: before paying for a run, find the share of
+replay to begin with, by five short branches (docs/forgetting.md).
 
 Exit codes: 0 a share is advised, 1 it doesn't know, since the branch that checks the law disagrees,
 2 bad arguments, 76 no share keeps the budgets even in so few steps, others: those of a branch.
@@ -31,8 +31,8 @@ from fabric_llm.verify import drill
 PROGRAM = "python -m fabric_llm.choose"
 ABOUT = f"""usage: {PROGRAM} --model_name MODEL --train_data_dir NEW --replay OLD --lr 2e-5
     --max_step 10000 --forgetting_budget replay:0.05
-Find the share of replay to begin a run with, by five short branches of it. All other flags are those
-of the run, as for train.py, and of plan.py, such as --price_per_hour and --tokens."""
+Find the share of replay to begin a run with, by five short branches of it. All other flags are
+those of the run, as for train.py, and of plan.py, such as --price_per_hour and --tokens."""
 BRANCHES = 5  # three for the law, one at another rate, one that checks
 MIN_STEPS = 20  # of a branch: fewer say nothing
 TOLERANCE = 0.2  # of a budget: with a larger error of the law, nothing is advised
@@ -311,8 +311,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         steps = round(own.part * whole.steps / BRANCHES)
         if steps < MIN_STEPS:
             raise ValueError(
-                f"--part {own.part:g} of {whole.steps:,} steps gives branches of {steps} steps, and "
-                f"fewer than {MIN_STEPS} say nothing: take --part "
+                f"--part {own.part:g} of {whole.steps:,} steps gives branches of {steps} steps, "
+                f"and fewer than {MIN_STEPS} say nothing: take --part "
                 f"{MIN_STEPS * BRANCHES / whole.steps:.2g} or more, if the run is so long."
             )
         part = BRANCHES * steps / whole.steps
