@@ -1,5 +1,6 @@
-"""`python -m fabric_llm.choose FLAGS OF train.py`: before paying for a run, find the share of
-replay to begin with, by five short branches (docs/forgetting.md).
+"""`python -m fabric_llm.choose FLAGS OF train.py`: the share of replay to begin a run with.
+
+Five short branches find it, before the run is paid for (docs/forgetting.md).
 
 Exit codes: 0 a share is advised, 1 it doesn't know, since the branch that checks the law disagrees,
 2 bad arguments, 76 no share keeps the budgets even in so few steps, others: those of a branch.
