@@ -251,15 +251,7 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
 def command(words: list[str]) -> str:
     """train.py with these flags, each as it was given last, without those that plan.py alone
     has."""
-    given: dict[str, list[str]] = {}
-    name = ""
-    for word in words:
-        # A flag that comes again replaces its former value, as for the parser.
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            given[name] = [value] if equals else []
-        elif name:
-            given[name].append(word)
+    given = names.by_flag(words)
     of_training = {name: values for name, values in given.items() if name not in OWN}
     return names.command("python", "train.py", **of_training)
 

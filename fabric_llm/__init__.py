@@ -20,9 +20,9 @@ report      runs to look at: `python -m fabric_llm.report`
 verify      prove a run: `python -m fabric_llm.verify`
 forecast    memory, time and money of a run that hasn't begun: `python plan.py`
 
-Three commands stand beside the rooms: `python -m fabric_llm.average`, `python -m
-fabric_llm.extend_vocab` and `python -m fabric_llm.generate`. `python -m fabric_llm` lists all of
-them.
+Four commands stand beside the rooms: `python -m fabric_llm.average`, `python -m
+fabric_llm.choose`, `python -m fabric_llm.extend_vocab` and `python -m fabric_llm.generate`. `python
+-m fabric_llm` lists all of them.
 
 Imports go one way: base <- data, processes <- model <- training, checkpoint, prepare <- mirror <-
 plan <- run <- weights, report <- verify, forecast and the scripts. No room imports arguments.py. The

@@ -23,6 +23,7 @@ from fabric_llm import __main__ as listing
 from fabric_llm.average import AverageArguments
 from fabric_llm.base.command_line import declared, parse
 from fabric_llm.base.names import command
+from fabric_llm.choose import ChooseArguments
 from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.extend_vocab import ExtendArguments
@@ -32,7 +33,7 @@ from parse_arguments import parse_plan, parse_train
 from prepare_arguments import PrepareArguments, parse_prepare
 
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
-MODULES = ("average", "extend_vocab", "generate", "report", "verify")
+MODULES = ("average", "choose", "extend_vocab", "generate", "report", "verify")
 # Flags of text that name no file or folder. A new flag is a path, or it is named here.
 NO_PATHS = """auto_wrap_policy steer_bounds run_name resume_override freeze train_only rope logger profile entity project text_field
 document_separator pattern exclude max_shard_size push_to_hub accelerator_name sweep weights forgetting_budget prompt probes
@@ -52,6 +53,7 @@ PROGRAMS = {  # program -> (groups of flags, what parses, flags that it needs)
         None,
         ["--model_name", "m", "--input", "i", "--tokens", "1", "--output", "o"],
     ),
+    "choose": (ChooseArguments, None, []),
     "generate": (GenerateArguments, None, ["--model", "m"]),
 }
 

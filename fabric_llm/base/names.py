@@ -112,6 +112,20 @@ def command(*words: object, **flags: object) -> str:
     return shlex.join(shown)
 
 
+def by_flag(words: Iterable[str]) -> dict[str, list[str]]:
+    """{flag: its values} of a command line, each flag as it is given last."""
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        # A flag that comes again replaces its former value, as for the parser.
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given[name] = [value] if equals else []
+        elif name:
+            given[name].append(word)
+    return given
+
+
 def hub_name(flag: str, name: str, what: str = "model") -> None:
     """Raises ValueError if `name`, which isn't a folder here, can't be a name on the hub either."""
     # The hub would only answer that it has no such name.

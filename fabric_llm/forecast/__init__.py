@@ -9,5 +9,7 @@ prediction    `predict`: memory of device and host, disk, time and money of a ru
               config.json
 changes       `until_it_fits`, `fastest`: other flags, where these don't fit, or for a shorter step
 sweep         `sweep`: predictions for more and more devices
+shares        `through`, `within`: three short runs at three shares of replay -> what other shares
+              would do, for fabric_llm.choose
 page          `write`: a page about a run before it begins, for plan.py --html
 """

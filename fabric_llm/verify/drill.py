@@ -44,7 +44,7 @@ def drill(
     interval = max(1, steps // 3)
     own = f"{OWN} --max_step {steps} --save_step_interval {interval} --output_dir".split()
     start = find_launcher(launcher) if launcher else [sys.executable]
-    clean = _environment(launcher)
+    clean = environment(launcher)
 
     def train(name: str, log: str, resume: str = "false", **more: str) -> tuple[int, str]:
         words = [*own, str(folder), "--run_name", name, "--resume", resume]
@@ -110,7 +110,7 @@ def drill(
     }
 
 
-def _environment(launcher: str) -> dict[str, str]:
+def environment(launcher: str) -> dict[str, str]:
     """The variables of both runs."""
     # A failpoint or a setting of the caller's would disturb both runs.
     clean = {

@@ -1,0 +1,332 @@
+"""`python -m fabric_llm.choose FLAGS OF train.py`: the share of replay to begin a run with.
+
+Five short branches find it, before the run is paid for (docs/forgetting.md).
+
+Exit codes: 0 a share is advised, 1 it doesn't know, since the branch that checks the law disagrees,
+2 bad arguments, 76 no share keeps the budgets even in so few steps, others: those of a branch.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base import files
+from fabric_llm.base.command_line import declared, option, parse, read_yaml
+from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.faults import CODES, DONE, NON_FINITE, PEER_LOST, UNEXPECTED, Fault
+from fabric_llm.base.names import at_home, by_flag, command
+from fabric_llm.base.program import plain_output
+from fabric_llm.data.mixture_text import NEW, REPLAY
+from fabric_llm.data.sources import PROBES, parse_eval_data
+from fabric_llm.forecast import shares
+from fabric_llm.plan.checks import MIN_EVALUATIONS, require_set
+from fabric_llm.plan.run_directory import read_status
+from fabric_llm.training.forgetting import parse_bounds, parse_budgets
+from fabric_llm.verify import drill
+
+PROGRAM = "python -m fabric_llm.choose"
+ABOUT = f"""usage: {PROGRAM} --model_name MODEL --train_data_dir NEW --replay OLD --lr 2e-5
+    --max_step 10000 --forgetting_budget replay:0.05
+Find the share of replay to begin a run with, by five short branches of it. All other flags are
+those of the run, as for train.py, and of plan.py, such as --price_per_hour and --tokens."""
+BRANCHES = 5  # three for the law, one at another rate, one that checks
+MIN_STEPS = 20  # of a branch: fewer say nothing
+TOLERANCE = 0.2  # of a budget: with a larger error of the law, nothing is advised
+# Flags that plan.py alone has. Those of the second line change what it prints.
+PLAN = "accelerator_name device_memory mfu like network price_per_hour tokens".split()
+PRINTS = "auto sweep json html".split()
+# A branch is the whole schedule in small, so these shrink with its steps.
+PHASES = "warmup_steps decay_steps cooldown_steps".split()
+RATES = "lr min_lr constant_lr".split()
+# What a branch neither needs nor may do, besides what a drill may not.
+OFF = "--train_data_dir null --replay null --replay_fraction null --eval_step_interval null "
+OFF += "--sample_prompts null --profile null --forgetting_action warn --keep_last 1 --keep_best 0"
+
+Losses = dict[str, float]  # {set: its loss, nats}
+
+
+@dataclass
+class ChooseArguments:
+    """Options"""
+
+    part: float = option(
+        0.025, "fraction of the run's steps that the five branches make together", above=0, below=1
+    )
+    second_lr: Optional[float] = option(
+        None, "learning rate of the branch at a second one (default: half of --lr)", above=0
+    )
+    branches: str = option(
+        "checkpoints/choose",
+        "folder of the branches, where choose.json and choose.png are written as well",
+        path=True,
+    )
+
+
+@dataclass
+class Whole:
+    """The run that is chosen for."""
+
+    given: dict[str, list[str]]  # flags as they were given, without those of plan.py
+    values: dict[str, Any]  # the same with those of --config
+    budgets: dict[str, float]
+    bounds: tuple[float, float]  # of shares, as steering has them
+    steps: int = 0  # as plan.py says, which reads all flags: only then are numbers known to be some
+
+    @property
+    def lr(self) -> float:
+        return float(self.values["lr"])
+
+    @property
+    def steers(self) -> bool:
+        """Whether steering can keep its budgets: it changes the share of a source, and there is no
+        other source than replay to have more of."""
+        return self.budgets.keys() == {REPLAY}
+
+    def branch(self, name: str, folder: Path, share: float, lr: float, steps: int) -> list[str]:
+        """The words of train.py for a branch: the run in small, which begins with the base model.
+
+        The learning rate rises and decays as in the whole run, in fewer steps. Losses in the middle
+        of a schedule, where the rate is high, are above those that are kept once it has decayed.
+        """
+        scaled = {}
+        for flag in PHASES:
+            if self.values.get(flag):
+                scaled[flag] = str(max(1, round(int(self.values[flag]) * steps / self.steps)))
+        for flag in RATES:
+            if self.values.get(flag):
+                scaled[flag] = f"{float(self.values[flag]) * lr / self.lr:.6g}"
+        # As a mixture, a source may have all of the tokens, or none.
+        sources = {}
+        for source, flag, part in ((NEW, "train_data_dir", 1 - share), (REPLAY, "replay", share)):
+            sources[source] = {"path": self.values[flag], "weight": f"{part:.12g}"}
+        own = {"data_mix": json.dumps({"sources": sources}), "max_step": steps, "resume": "auto"}
+        own |= {"run_name": name, "output_dir": folder, "log_step_interval": max(1, steps // 5)}
+        off = by_flag(f"{drill.OWN} {OFF}".split())
+        flags = {**self.given, **off, **scaled, **own}
+        return shlex.split(command(sys.executable, drill.TRAIN, **flags))
+
+    def advised(self, share: float) -> str:
+        """The command of the whole run, which begins with a share."""
+        flags: dict[str, Any] = {**self.given, "replay_fraction": f"{share:g}"}
+        if self.values.get("tokens"):  # train.py takes steps
+            flags["max_step"] = self.steps
+        if self.steers:
+            flags["forgetting_action"] = "steer"
+            interval = int(self.values.get("eval_step_interval") or self.steps)
+            if self.steps // interval < MIN_EVALUATIONS:
+                flags["eval_step_interval"] = max(1, self.steps // (2 * MIN_EVALUATIONS))
+        return command("python", "train.py", **flags)
+
+
+def whole_of(given: dict[str, list[str]]) -> Whole:
+    """Raises ValueError for what no branch could be made of, before anything runs."""
+    values: dict[str, Any] = {}
+    if given.get("config"):
+        config = at_home(given["config"][-1])
+        try:
+            values = read_yaml(Path(config)) or {}
+        except OSError as error:
+            raise ValueError(f"--config {config!r} can't be read: {error.strerror}.") from error
+    for name, words in given.items():
+        value = words[-1] if words else None
+        values[name] = None if value in ("null", "None") else value
+    if not values.get("replay") or not values.get("train_data_dir"):
+        raise ValueError("shares of --replay beside --train_data_dir are compared: give both.")
+    budgets = parse_budgets(values.get("forgetting_budget"))
+    if not budgets or 0 in budgets.values():
+        raise ValueError("a share is chosen by --forgetting_budget: give one, each above 0.")
+    known = [NEW, REPLAY, *parse_eval_data(values.get("eval_data")), *PROBES]
+    for name in budgets:
+        require_set("--forgetting_budget", name, known)
+    if not values.get("lr"):
+        raise ValueError("forgetting depends on the learning rate: give --lr.")
+    least, most = parse_bounds(values.get("steer_bounds") or "0:0.9")
+    of_run = {name: words for name, words in given.items() if name not in PLAN}
+    return Whole(of_run, values, budgets, (float(least), float(most)))
+
+
+def planned(given: Mapping[str, list[str]]) -> dict[str, Any]:
+    """What plan.py says of the whole run. Raises Fault as it ends."""
+    words = [sys.executable, drill.TRAIN.with_name("plan.py")]
+    made = subprocess.run(
+        shlex.split(command(*words, **given, json="true")), capture_output=True, text=True
+    )
+    if made.returncode != DONE:
+        message = (made.stderr.strip().splitlines() or ["it printed nothing."])[-1]
+        code = made.returncode if made.returncode in CODES else UNEXPECTED
+        raise Fault(message.removeprefix("plan.py: error: "), code)
+    prediction = json.loads(made.stdout)
+    if prediction["steps"] is None:
+        raise ValueError("how long is the run? Give --max_step or --tokens.")
+    return prediction
+
+
+def measured(run: Path) -> Optional[tuple[Losses, Losses]]:
+    """Losses before step 1 and after the last step of a branch; None unless it is done."""
+    if read_status(run).get("code") != DONE:
+        return None
+    found = []
+    for _, line in files.json_lines(run / "metrics.jsonl", '"eval"'):
+        if "eval" in line:
+            found.append({name: one["loss"] for name, one in line["eval"].items()})
+    return found[0], found[-1]
+
+
+class Branches:
+    """The branches so far. Those that are done aren't made again."""
+
+    def __init__(self, whole: Whole, folder: Path, steps: int) -> None:
+        """Raises ValueError where the folder has branches of another run."""
+        self.whole, self.folder, self.steps = whole, folder, steps
+        self.made: list[dict[str, Any]] = []
+        self.before: Losses = {}  # of the base model
+        files.writable(folder / "flags.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = json.dumps({**whole.given, "steps of a branch": steps}, indent=2)
+        of_run = folder / "flags.json"
+        if not of_run.is_file():
+            files.write_atomically(of_run, mine)
+        if of_run.read_text() != mine:
+            raise ValueError(
+                f"{str(folder)!r} has branches of a run with other flags, see {of_run.name} there: "
+                "take another folder for --branches."
+            )
+
+    def make(self, of: str, share: float, lr: float) -> Losses:
+        """The losses at the end of a branch, which is made, or resumed, unless it is done. of: what
+        it is for, a key of shares.MARKERS. Raises Fault."""
+        name = f"share-{share:g}-lr-{lr:g}"
+        run = self.folder / name
+        if measured(run) is None:
+            print(f"Branch {name}", flush=True)
+            words = self.whole.branch(name, self.folder, share, lr, self.steps)
+            log = self.folder / f"{name}.log"
+            # A branch that is asked to stop saves, and it ends with this process.
+            code, said = drill.run_training(words, drill.environment(""), log, patient=True)
+            if code != DONE:
+                said = said.removeprefix("train.py: error: ")
+                code = code if code in CODES else PEER_LOST
+                raise Fault(f"branch {name} ended: {said}", code)
+        self.before, losses = measured(run)
+        self.made.append({"of": of, "share": share, "lr": lr, "losses": losses})
+        return losses
+
+    def show(self, predicted: Losses) -> None:
+        """Print the rises of all branches. predicted: of the last one, {} where none checks."""
+        rows = [["share", "rate", *self.before]]
+        for one in self.made:
+            above = differences(one["losses"], self.before)
+            rows.append([f"{one['share']:g}", f"{one['lr']:g}", *above])
+        if predicted:
+            rows.append(["", "the law", *differences(predicted, self.before)])
+            rows.append(["", "its error", *differences(self.made[-1]["losses"], predicted)])
+        print(f"\nNats above the loss before step 1, after {self.steps} steps:")
+        for row in rows:
+            print("  ".join(f"{cell:>10}" for cell in row))
+
+
+def differences(losses: Losses, others: Losses) -> list[str]:
+    return [f"{losses[name] - other:+.4f}" for name, other in others.items()]
+
+
+def of_second_rate(made: Branches, laws: Mapping[str, shares.Law], losses: Losses) -> str:
+    """How a second learning rate compares with the share that learns as much at the first."""
+    rate = f"A rate of {made.made[-1]['lr']:g}, at a share of 0.5,"
+    share = shares.as_learned(laws[NEW], losses[NEW])
+    if share is None:
+        return f"{rate} learns more or less than any share at {made.whole.lr:g}."
+    words = []
+    for name in made.whole.budgets:
+        words.append(f"{losses[name] - laws[name].at(share):+.4f} nats of {name}")
+    as_much = f"learns as much as a share of {share:.2f} at {made.whole.lr:g}"
+    return f"{rate} {as_much}. Forgotten in comparison: {', '.join(words)}."
+
+
+def chosen(made: Branches, second_lr: float) -> None:
+    """Make the branches, and print, write and draw what they say. Raises Fault where no share is
+    advised."""
+    whole, budgets = made.whole, made.whole.budgets
+    of_law = [made.make("law", share, whole.lr) for share in shares.SHARES]
+    laws = {name: shares.through(*(one[name] for one in of_law)) for name in of_law[0]}
+    second = of_second_rate(made, laws, made.make("rate", 0.5, second_lr))
+    share = shares.within(laws, made.before, budgets, NEW, whole.bounds)
+    predicted, wrong = {}, []
+    if share is not None:
+        predicted = {name: law.at(share) for name, law in laws.items()}
+        found = made.make("check", share, whole.lr)
+        for name, budget in budgets.items():
+            error = abs(found[name] - predicted[name])
+            # An error that is NaN is larger than any.
+            if not error <= TOLERANCE * budget:
+                wrong.append(f"{error:.4f} nats for {name!r}, whose budget is {budget:g}")
+    made.show(predicted)
+    print(second)
+    choice = {"new": NEW, "lr": whole.lr, "second_lr": second_lr, "steps": made.steps}
+    choice |= {"budgets": budgets, "before": made.before, "branches": made.made, "share": share}
+    choice |= {"laws": {name: law._asdict() for name, law in laws.items()}, "wrong": wrong}
+    document, picture = made.folder / "choose.json", made.folder / "choose.png"
+    files.write_atomically(document, json.dumps({**choice, "predicted": predicted}, indent=2))
+    shares.draw(choice, laws, picture)
+    print(f"Written: {document}, {picture.name}", flush=True)
+    if share is None:
+        raise Fault(f"no share keeps the budgets even for {made.steps} steps.", NON_FINITE)
+    if wrong:
+        why = f"at a share of {share:g} the law errs by {'; '.join(wrong)}"
+        raise Fault(f"it doesn't know: {why}. Longer branches (--part) may help.", UNEXPECTED)
+    following = "Steering follows it."
+    if not whole.steers:
+        following = f"Steering would follow it, with a budget of {REPLAY!r} alone."
+    print(
+        f"\nBegin with a share of {share:g}, which by the law keeps the budgets for {made.steps} "
+        f"steps. It is no promise for {whole.steps:,}: what is forgotten grows with the steps, and "
+        f"short branches don't show how far. {following}\nNext: {whole.advised(share)}",
+        flush=True,
+    )
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    """Run the command. Raises SystemExit where it fails."""
+    with in_one_sentence(PROGRAM) as ending:
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words and not words[0].startswith("-"):
+            raise ValueError(f"unexpected {words[0]!r}: every flag is written --name value.")
+        given, mine = by_flag(words), []
+        for name in declared(ChooseArguments):
+            if name in given:
+                mine += shlex.split(command(**{name: given.pop(name)}))
+        # The other flags are parsed by the programs that have them.
+        asked = [word for word in words if word.partition("=")[0] in ("-h", "--help")]
+        own = ChooseArguments(**parse(PROGRAM, ABOUT, [ChooseArguments], [*mine, *asked]))
+        given = {name: values for name, values in given.items() if name not in PRINTS}
+        whole = whole_of(given)
+        plan = planned(given)
+        whole.steps = plan["steps"]
+        second_lr = own.second_lr or whole.lr / 2
+        if second_lr == whole.lr:
+            raise ValueError(f"--second_lr {second_lr:g} is --lr: the two are to be compared.")
+        steps = round(own.part * whole.steps / BRANCHES)
+        if steps < MIN_STEPS:
+            raise ValueError(
+                f"--part {own.part:g} of {whole.steps:,} steps gives branches of {steps} steps, "
+                f"and fewer than {MIN_STEPS} say nothing: take --part "
+                f"{MIN_STEPS * BRANCHES / whole.steps:.2g} or more, if the run is so long."
+            )
+        part = BRANCHES * steps / whole.steps
+        price = "" if plan["price"] is None else f", {part * plan['price']:,.2f} for them"
+        print(
+            f"{BRANCHES} branches of {steps} steps, {100 * part:.1f} % of the run: "
+            f"{part * plan['hours']:.3g} hours{price} (plan.py, without evaluations and starts)",
+            flush=True,
+        )
+        ending.left = f"branches in {own.branches} are kept, and the same command goes on"
+        chosen(Branches(whole, Path(own.branches), steps), second_lr)
+
+
+if __name__ == "__main__":
+    plain_output()
+    main()

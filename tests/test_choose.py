@@ -1,0 +1,315 @@
+"""fabric_llm.choose: five short branches say with which share of replay to begin, and whether they
+know it."""
+
+import json
+import math
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from ranks import train_ranks
+from test_forgetting import base, language  # noqa: F401
+
+from arguments import PlanArguments
+from fabric_llm import choose
+from fabric_llm.base.command_line import declared
+from fabric_llm.base.names import by_flag
+from fabric_llm.forecast import shares
+from fabric_llm.plan.checks import check_training
+from parse_arguments import parse_train
+
+# ------------------------------------------------------------------------------------------ the law
+
+
+def drawn(seed):
+    """(c, k, t) of a law, c + k exp(t r)."""
+    draw = random.Random(seed)
+    return draw.uniform(0.5, 4), draw.choice([-1, 1]) * draw.uniform(0.01, 2), draw.uniform(-7, 7)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_data_drawn_from_the_law_give_it_back(seed):
+    c, k, t = drawn(seed)
+    law = shares.through(*(c + k * math.exp(t * share) for share in (0, 0.5, 1)))
+    assert law.t == pytest.approx(t, rel=1e-6)
+    for share in np.linspace(0, 1, 23):
+        assert law.at(share) == pytest.approx(c + k * math.exp(t * share), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_law_of_a_grid_is_nearer_to_three_losses(seed):
+    """Of each t the best c and k are found by least squares."""
+    draw = np.random.default_rng(seed)
+    losses = np.sort(draw.uniform(2, 4, 3))[:: draw.choice([-1, 1])]
+    best, where, points = math.inf, None, np.array([0, 0.5, 1])
+    for t in np.arange(-12, 12, 0.0091):
+        columns = np.stack([np.ones(3), np.exp(t * points)], axis=1)
+        found = np.linalg.lstsq(columns, losses, rcond=None)[0]
+        error = np.square(columns @ found - losses).sum()
+        if error < best:
+            best, where = error, (*found, t)
+    c, k, t = where
+    law = shares.through(*losses)
+    assert abs(law.t - t) < 0.01 or abs(law.t) > 12
+    for share in points:
+        assert law.at(share) == pytest.approx(losses[int(2 * share)], abs=1e-12)
+    if abs(law.t) < 12:
+        for share in np.linspace(0, 1, 11):
+            assert law.at(share) == pytest.approx(c + k * math.exp(t * share), abs=0.01)
+
+
+def test_without_a_law_there_are_straight_lines():
+    law = shares.through(3.0, 2.0, 2.5)
+    assert law.t is None and law.at(0.25) == 2.5 and law.at(0.75) == 2.25
+    assert shares.through(2.0, 2.0, 2.0).at(0.3) == 2.0
+    line = shares.through(3.0, 2.5, 2.0)
+    assert line.at(0.25) == pytest.approx(2.75, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_share_is_the_best_of_those_inside_all_budgets(seed):
+    draw = random.Random(seed)
+    of_sets = {name: drawn(f"{seed} {name}") for name in ("new", "replay", "code")}
+
+    def loss(name, share):
+        c, k, t = of_sets[name]
+        return c + k * math.exp(t * share)
+
+    laws = {name: shares.through(*(loss(name, r) for r in (0, 0.5, 1))) for name in of_sets}
+    before = {name: draw.uniform(loss(name, 0), loss(name, 1)) for name in of_sets}
+    budgets = {"replay": draw.uniform(0.01, 0.5), "code": draw.uniform(0.01, 0.5)}
+    found = shares.within(laws, before, budgets, "new", (0.0, 0.9))
+    inside = []
+    for number in [*range(1, 100), *range(101, 181)]:
+        share = number / 200
+        if all(loss(name, share) <= before[name] + budgets[name] for name in budgets):
+            inside.append((loss("new", share), share))
+    assert found == (min(inside)[1] if inside else None)
+
+
+# ----------------------------------------------------------------------------------------- a branch
+
+RUN = (
+    "--model_name m --train_data_dir d --replay old --lr 0.002 --min_lr 0.001 --warmup_steps 100 "
+    "--lr_schedule wsd --decay_steps 200 --max_step 1000 --forgetting_budget replay:0.1 --tokens 9"
+)
+
+
+def test_a_branch_is_the_run_in_small(tmp_path):
+    whole = choose.whole_of(by_flag(RUN.split()))
+    whole.steps = 1000
+    for share in (0.0, 0.285, 1.0):
+        words = whole.branch("one", tmp_path, share, 0.001, 50)
+        flags = parse_train(words[2:])
+        training = flags.training
+        assert (training.max_step, training.warmup_steps, training.decay_steps) == (50, 5, 10)
+        assert (training.lr, training.min_lr) == (0.001, 0.0005)
+        mix = json.loads(flags.data.data_mix)["sources"]
+        assert [(mix[name]["path"], float(mix[name]["weight"])) for name in mix] == [
+            ("d", pytest.approx(1 - share)), ("old", share),
+        ]  # fmt: skip
+        assert flags.checkpoint.resume == "auto" and flags.evaluation.forgetting_action == "warn"
+
+
+def test_the_command_that_is_advised_steers():
+    whole = choose.whole_of(by_flag(RUN.split()))
+    whole.steps = 1000
+    flags = parse_train(shlex.split(whole.advised(0.285))[2:])
+    assert flags.evaluation.forgetting_action == "steer"
+    assert flags.evaluation.eval_step_interval == 50 and flags.training.max_step == 1000
+    assert "replay: {path: old, weight: '0.285'}" in flags.data.data_mix
+
+
+def test_a_budget_that_no_source_has_is_not_steered():
+    words = RUN.replace("replay:0.1", "replay:0.1,copy:0.2")
+    whole = choose.whole_of(by_flag(words.split()))
+    whole.steps = 1000
+    flags = parse_train(shlex.split(whole.advised(0.285))[2:])
+    assert flags.evaluation.forgetting_action == "warn"
+    assert "weight: '0.285'" in flags.data.data_mix
+
+
+def test_the_flags_of_plan_alone_are_known():
+    assert {*choose.PLAN, *choose.PRINTS} == declared(PlanArguments).keys()
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+
+def call(capsys, *words):
+    """(exit code, stdout, stderr)"""
+    code = 0
+    try:
+        choose.main([str(word) for word in words])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+GOOD = {
+    "--train_data_dir": "d", "--replay": "old", "--lr": "0.001", "--max_step": "1000",
+    "--forgetting_budget": "replay:0.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"--replay": None}, "give both"),
+        ({"--train_data_dir": None}, "give both"),
+        ({"--forgetting_budget": None}, "--forgetting_budget: give one, each above 0"),
+        ({"--forgetting_budget": "replay:0"}, "each above 0"),
+        ({"--forgetting_budget": "repaly:1"}, "no validation set is named 'repaly'. Did you mean"),
+        ({"--forgetting_budget": "replay"}, "--forgetting_budget takes name:nats"),
+        ({"--lr": None}, "give --lr"),
+        ({"--lr": "null"}, "give --lr"),
+        ({"--part": "2"}, "--part must be less than 1"),
+        ({"--config": "/none/mine.yaml"}, "--config '/none/mine.yaml' can't be read: No such file"),
+    ],
+)
+def test_each_mistake_is_one_sentence_before_anything_runs(changed, words, tmp_path, capsys):
+    flags = {**GOOD, "--branches": str(tmp_path / "here"), **changed}
+    given = [word for name, value in flags.items() if value for word in (name, value)]
+    code, out, error = call(capsys, *given)
+    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_word_without_a_flag_is_refused(capsys):
+    assert call(capsys, "model", "--lr", 1)[::2] == (
+        2, "python -m fabric_llm.choose: error: unexpected 'model': every flag is written "
+        "--name value.\n",
+    )  # fmt: skip
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--max_step", 100), "branches of 0 steps, and fewer than 20 say nothing: take --part 1"),
+        (("--max_stpe", 100), "unknown flag --max_stpe. Did you mean --max_step?"),
+        (("--lr", "fast"), "--lr takes a number, not 'fast'"),
+        (("--second_lr", "0.001"), "--second_lr 0.001 is --lr"),
+    ],
+)
+def test_what_plan_py_refuses_is_said_in_its_words(more, words, toys, tmp_path, capsys):
+    flags = {**GOOD, "--model_name": toys / "llama", "--accelerator": "cpu"}
+    flags |= {"--branches": tmp_path / "here"}
+    code, out, error = call(capsys, *(word for pair in flags.items() for word in pair), *more)
+    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+    assert not (tmp_path / "here").exists()
+
+
+# ------------------------------------------------------------------------------------ real branches
+
+OWN = declared(choose.ChooseArguments)
+
+
+def of_run(folder, model, branches, *more):
+    return [
+        str(word)
+        for word in (
+            "--model_name", model, "--train_data_dir", folder / "new", "--replay", folder / "old",
+            "--max_step", 400, "--part", 0.25, "--precision", "32-true", "--accelerator", "cpu",
+            "--devices", 1, "--eval_batch_size", 8, "--branches", branches, *more,
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.longer
+def test_it_goes_on_where_it_was_killed_and_ends_the_same(base, tmp_path, capsys):  # noqa: F811
+    def words(branches):
+        return of_run(
+            base, base / "base", branches, "--lr", 3e-3, "--global_batch_size", 8,
+            "--micro_batch_size", 8, "--forgetting_budget", "replay:0.3", "--warmup_steps", 40,
+            "--save_step_interval", 5, "--price_per_hour", 1e6, "--run_name", "mine",
+        )  # fmt: skip
+
+    cut, undisturbed = tmp_path / "cut", tmp_path / "undisturbed"
+    job = subprocess.Popen(
+        [sys.executable, "-m", "fabric_llm.choose", *words(cut)], cwd=choose.drill.TRAIN.parent,
+        start_new_session=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    first, second = cut / "share-0-lr-0.003", cut / "share-0.5-lr-0.003"
+    deadline = time.monotonic() + 120
+    while not (second / "step-00000005").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(job.pid, signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
+    done = (first / "metrics.jsonl").stat().st_mtime_ns
+    assert json.loads((second / "STATUS.json").read_text())["code"] is None, "killed in its middle"
+
+    code, out, error = call(capsys, *words(cut))
+    assert code == 0, error
+    assert out.startswith("5 branches of 20 steps, 25.0 % of the run: ") and " for them" in out
+    assert "Branch share-0-lr" not in out and "Branch share-0.5-lr-0.003\n" in out
+    assert (first / "metrics.jsonl").stat().st_mtime_ns == done
+    assert '"resumed"' in (second / "events.jsonl").read_text(), "from its last checkpoint"
+    assert (cut / "choose.png").read_bytes().startswith(b"\x89PNG")
+
+    # Undisturbed runs of the same flags have the same losses, to the last bit.
+    choice, given = json.loads((cut / "choose.json").read_text()), by_flag(words(cut))
+    whole = choose.whole_of({name: given[name] for name in given if name not in OWN})
+    whole.steps = 400
+    for one in choice["branches"]:
+        name = f"share-{one['share']:g}-lr-{one['lr']:g}"
+        train_ranks(1, *whole.branch(name, undisturbed, one["share"], one["lr"], 20)[2:])
+        assert choose.measured(undisturbed / name) == (choice["before"], one["losses"])
+    # What is printed is what the branches have logged.
+    check = choice["branches"][-1]
+    assert check["of"] == "check" and check["share"] == choice["share"]
+    error = check["losses"]["replay"] - choice["predicted"]["replay"]
+    assert f"{error:+.4f}" in out.split("its error")[1].splitlines()[0]
+    assert abs(error) <= 0.06 and "no promise for 400" in out
+    rise = choice["predicted"]["replay"] - choice["before"]["replay"]
+    assert 0.28 < rise <= 0.3, "what the budget allows is used"
+    # The command is a run that train.py begins.
+    advised = parse_train(shlex.split(out.split("Next: ")[1])[2:])
+    check_training(advised)
+    assert advised.evaluation.forgetting_action == "steer"
+
+    # Another run's branches aren't taken for its own.
+    choose.Branches(whole, undisturbed, 20)
+    whole.given["weight_decay"] = ["0"]
+    with pytest.raises(ValueError, match="has branches of a run with other flags"):
+        choose.Branches(whole, undisturbed, 20)
+
+
+@pytest.mark.slow
+def test_it_doesnt_know_where_the_branches_are_noise(toys, tmp_path, capsys):
+    """A model that has learned nothing, batches of one row, and a rate that is far too high."""
+    for name in ("old", "new"):
+        language(tmp_path, name)
+    noisy = (
+        "--lr", 3e-2, "--global_batch_size", 1, "--micro_batch_size", 1, "--warmup_steps", 40,
+        "--forgetting_budget", "replay:0.1",
+    )  # fmt: skip
+    words = of_run(tmp_path, toys / "llama", tmp_path / "branches", *noisy)
+    code, out, error = call(capsys, *words)
+    choice = json.loads((tmp_path / "branches" / "choose.json").read_text())
+    print(choice)
+    assert code == 1 and "it doesn't know: at a share of" in error and "Next:" not in out, out
+    assert len(error.splitlines()) == 1
+    of_check = choice["branches"][-1]["losses"]["replay"]
+    assert abs(of_check - choice["predicted"]["replay"]) > 0.02
+
+
+@pytest.mark.slow
+def test_no_share_keeps_a_budget_that_all_branches_exceed(toys, tmp_path, capsys):
+    for name in ("old", "new"):
+        language(tmp_path, name)
+    more = (
+        "--lr", 3e-2, "--global_batch_size", 1, "--micro_batch_size", 1, "--warmup_steps", 40,
+        "--forgetting_budget", "replay:0.001",
+    )  # fmt: skip
+    words = of_run(tmp_path, toys / "llama", tmp_path / "branches", *more)
+    code, out, error = call(capsys, *words)
+    assert code == 76 and "no share keeps the budgets even for 20 steps" in error, out
+    assert (tmp_path / "branches" / "choose.png").is_file() and "the law" not in out
