@@ -83,9 +83,8 @@ class Whole:
 
     @property
     def steers(self) -> bool:
-        """Whether steering can keep its budgets: it changes the share of a source, and there is no
-        other source than replay to have more of."""
-        return self.budgets.keys() == {REPLAY}
+        """Whether steering can keep its budgets: it changes the share of a source that has one."""
+        return REPLAY in self.budgets
 
     def branch(self, name: str, folder: Path, share: float, lr: float, steps: int) -> list[str]:
         """The words of train.py for a branch: the run in small, which begins with the base model.
@@ -280,7 +279,7 @@ def chosen(made: Branches, second_lr: float) -> None:
         raise Fault(f"it doesn't know: {why}. Longer branches (--part) may help.", UNEXPECTED)
     following = "Steering follows it."
     if not whole.steers:
-        following = f"Steering would follow it, with a budget of {REPLAY!r} alone."
+        following = f"Steering would follow it, if {REPLAY!r} had a budget as well."
     print(
         f"\nBegin with a share of {share:g}, which by the law keeps the budgets for {made.steps} "
         f"steps. It is no promise for {whole.steps:,}: what is forgotten grows with the steps, and "

@@ -126,12 +126,14 @@ def test_the_command_that_is_advised_steers():
     assert "replay: {path: old, weight: '0.285'}" in flags.data.data_mix
 
 
-def test_a_budget_that_no_source_has_is_not_steered():
-    words = RUN.replace("replay:0.1", "replay:0.1,copy:0.2")
-    whole = choose.whole_of(by_flag(words.split()))
+@pytest.mark.parametrize(
+    "budgets, action", [("replay:0.1,copy:0.2", "steer"), ("copy:0.2", "warn")]
+)
+def test_replay_is_steered_where_it_has_a_budget(budgets, action):
+    whole = choose.whole_of(by_flag(RUN.replace("replay:0.1", budgets).split()))
     whole.steps = 1000
     flags = parse_train(shlex.split(whole.advised(0.285))[2:])
-    assert flags.evaluation.forgetting_action == "warn"
+    assert flags.evaluation.forgetting_action == action
     assert "weight: '0.285'" in flags.data.data_mix
 
 
