@@ -21,6 +21,7 @@ import prepare_data
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.prepare import contamination, corpus
+from fabric_llm.prepare.encoding import DOCUMENT
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.rows import split_documents
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
@@ -47,9 +48,10 @@ def words_of(text):
     return found
 
 
-def grams_of(text, size=13):
+def grams_of(text):
+    """Its 13-grams, in order."""
     words = words_of(text)
-    return {" ".join(words[at : at + size]) for at in range(len(words) - size + 1)}
+    return {" ".join(words[at : at + 13]): at for at in range(len(words) - 12)}.keys()
 
 
 def written(words, draw):
@@ -178,7 +180,8 @@ def test_what_shares_13_words_is_left_out_listed_and_counted(drawn, clean):
     assert listed == expected and len(lines) == len(expected) > 30
     for line in lines:
         text = texts[line["file"], line["number"]]
-        assert line["words"] in grams_of(text) & known[line["set"]]
+        both = [gram for gram in grams_of(text) if gram in known[line["set"]]]
+        assert line["words"] == both[0]
     left_out = {(file, number) for file, number, _ in expected}
     assert manifest["contaminated"]["documents"] == len(left_out)
     for one in manifest["contaminated"]["sets"]:
@@ -210,6 +213,19 @@ def test_the_others_come_into_the_split_where_they_were(drawn, clean, tmp_path):
             {text: count for text, count in everything[name].items() if text not in gone}
         )
     assert sum(gone.values()) + sum(map(Counter.total, kept.values())) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("packing", "expected"),
+    [
+        ("concat", [[5, 6, 7, 8, 9, 0], [3, 0], [4, 2]]),
+        ("best_fit", [[5, 6, 7, 8], [9, 0], [3, 0], [4, 2]]),
+    ],
+)
+def test_packed_rows_are_taken_apart_where_documents_end(packing, expected):
+    rows = [{"input_ids": np.array(ids)} for ids in ([5, 6, 7, 8], [9, 0, 3, 0], [4, 2])]
+    found = contamination._documents(rows, {"eos_token_id": 0, "packing": packing})
+    assert [ids.tolist() for ids in found if len(ids)] == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -327,20 +343,33 @@ def test_each_document_is_left_out_for_one_reason(drawn, clean, tmp_path):
     assert manifest["text"]["records"] == 2 * len(texts)
 
 
-def test_where_nothing_of_a_split_is_left_all_are_drawn_anew(tmp_path):
-    from fabric_llm.prepare.encoding import DOCUMENT
+def split_with(folder, lengths, contaminated):
+    """`split_documents` of one piece with documents of these lengths."""
+    documents = np.zeros(len(lengths), DOCUMENT)
+    documents["tokens"], documents["goes"] = lengths, 4 * contaminated
+    documents["hash"][:, 0] = np.arange(len(lengths)) + 1
+    documents.tofile(folder / "piece.documents")
+    return split_documents([folder / "piece"], 0, 0.1, False)
 
-    documents = np.zeros(10, DOCUMENT)
-    documents["tokens"] = 100
-    documents["hash"][:, 0] = np.arange(10)
-    documents.tofile(tmp_path / "piece.documents")
-    drawn = split_documents([tmp_path / "piece"], 0, 0.1, False).splits["validation"]
-    assert drawn.sum() in (1, 2)
-    documents["goes"][drawn] = 4
-    documents.tofile(tmp_path / "piece.documents")
-    again = split_documents([tmp_path / "piece"], 0, 0.1, False)
-    assert again.splits["validation"].any() and not (again.splits["validation"] & drawn).any()
-    assert (again.left_out["contaminated"] == drawn).all()
+
+def test_splits_are_drawn_as_if_nothing_were_contaminated(tmp_path):
+    generator = np.random.default_rng(0)
+    for _ in range(30):
+        # A few long documents, with which validation would hold too much.
+        lengths = generator.pareto(1, 100).astype(int) * 100 + 100
+        without = split_with(tmp_path, lengths, np.zeros(100, bool))
+        contaminated = generator.random(100) < 0.3
+        found = split_with(tmp_path, lengths, contaminated)
+        for name in ("train", "validation"):
+            assert (found.splits[name] == without.splits[name] & ~contaminated).all()
+        assert (found.left_out["contaminated"] == contaminated).all()
+
+
+def test_where_nothing_of_a_split_is_left_all_are_drawn_anew(tmp_path):
+    lengths = np.full(10, 100)
+    gone = split_with(tmp_path, lengths, np.zeros(10, bool)).splits["validation"]
+    again = split_with(tmp_path, lengths, gone).splits
+    assert again["validation"].any() and not (again["validation"] & gone).any()
 
 
 # --- tasks -----------------------------------------------------------------------------
