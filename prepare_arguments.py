@@ -58,6 +58,11 @@ class PrepareArguments:
     padding"""
     deduplicate: Literal["none", "exact"] = option("none")
     """exact: drop documents whose text has come before"""
+    decontaminate: Optional[str] = option(
+        None, path=True, takes="dataset folders, comma-separated, such as data/tasks,data/mine"
+    )
+    """leave out, count and list documents that share 13 words in a row with the validation split of
+    one of these folders, as prepare_data.py writes them, comma-separated (docs/data.md)"""
     min_document_tokens: int = option(0, at_least=0)
     """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are
     counted"""

@@ -8,6 +8,7 @@ documents         `read_part`: the documents of a file, a range of it, or a data
                   that can't be read
 corpus            `plan`: what is read, in pieces that processes share; `read`: in memory, a part of
                   it held out
+contamination     `read`: what documents mustn't share with evaluation sets; `shared`: what one does
 encoding          `encode_piece`: a piece -> tokens in the work folder; by a process for each core
 tokenizer         `packing_tokenizer`, `train_byte_level_bpe`, `convention`
 new_tokens        `learn`, `extended`: new tokens for a tokenizer

@@ -47,6 +47,7 @@ ESCAPED_QUOTE = re.compile(r'\\"(?!")')  # in CSV, where \"" is a backslash and 
 # Where a document goes: it is drawn into a split, or its dataset has a validation split, which is
 # kept.
 DRAWN, TO_TRAIN, TO_VALIDATION = 0, 1, 2
+CONTAMINATED = 4  # is added to these for a document that is left out, see contamination.py
 
 
 class Part(NamedTuple):
@@ -109,12 +110,19 @@ def where(part: Part, number: Optional[int]) -> str:
     if part.kind not in ("json_lines", "csv"):
         return f"{path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
     # Lines before the range are counted only where a message needs the number.
-    if left := part.start:
-        with open(part.path, "rb") as file:
-            # `number` counts from the beginning of the range; the lines before it are added.
-            while block := file.read(min(left, BLOCK_BYTES)):
-                number, left = number + block.count(b"\n"), left - len(block)
+    if part.start:
+        number += lines_in(part.path, 0, part.start)
     return f"{path}:{number}"
+
+
+def lines_in(path: str, start: int, end: int) -> int:
+    """How many lines end in a range of a file. start, end: bytes."""
+    lines = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while block := file.read(min(end - file.tell(), BLOCK_BYTES)):
+            lines += block.count(b"\n")
+    return lines
 
 
 def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:

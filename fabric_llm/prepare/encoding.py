@@ -38,8 +38,16 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
+from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece
-from fabric_llm.prepare.documents import BadRecord, Record, read_part, sections, where
+from fabric_llm.prepare.documents import (
+    CONTAMINATED,
+    BadRecord,
+    Record,
+    read_part,
+    sections,
+    where,
+)
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120
 # bytes a character.
@@ -61,6 +69,7 @@ class Job(NamedTuple):
     folder: str  # the work folder
     text_field: str
     stop_on_error: bool
+    evaluation: list[str]  # hashes of what documents mustn't share, see contamination.py
     # The tokenizer's convention:
     before: list[int]  # tokens that stand before a document
     after: list[int]  # and behind it, the last of them EOS
@@ -83,6 +92,8 @@ class Mark:
     bytes_of_tokens: int = 0  # that the tokens stand for, see data/token_bytes.py
     # (number of the part, one of the first of them)
     named: list[tuple[int, BadRecord]] = field(default_factory=list)
+    # (number of the part, that of the document, that of an evaluation set, the words of both)
+    contaminated: list[tuple[int, int, int, str]] = field(default_factory=list)
 
 
 def read_mark(path: Path) -> Optional[Mark]:
@@ -113,6 +124,7 @@ class PieceFiles:
         self.before = np.array(job.before, self.dtype)
         self.after = np.array(job.after, self.dtype)
         self.token_bytes = np.load(Path(job.folder, TOKEN_BYTES))
+        self.evaluation = contamination.load(job.folder, job.evaluation)
 
     def add(self, ids: np.ndarray, text: str, goes: int) -> None:
         """Append a document, unless no character of it is visible. ids: the tokens of `text`,
@@ -132,6 +144,14 @@ class PieceFiles:
         self.mark.unknown += int((ids == self.unknown).sum())
         self.mark.bytes += len(content)
         self.mark.bytes_of_tokens += int(self.token_bytes[ids].sum())
+
+    def contaminated(self, part: int, number: int, text: str) -> int:
+        """CONTAMINATED for a document that shares words with an evaluation set, else 0."""
+        if not self.evaluation:
+            return 0
+        shared = contamination.shared(text, self.evaluation)
+        self.mark.contaminated += [(part, number, of, words) for of, words in shared.items()]
+        return CONTAMINATED * bool(shared)
 
 
 def lock(descriptor: int, taken: str) -> None:
@@ -241,7 +261,8 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
                 readable.add(number)
                 message = _unencodable(record[1], ids, forbidden)
                 if not message:
-                    out.add(ids, record[1], piece.parts[number].goes)
+                    goes = piece.parts[number].goes + out.contaminated(number, *record)
+                    out.add(ids, record[1], goes)
                     continue
                 bad = BadRecord(record[0], message)
             if job.stop_on_error:

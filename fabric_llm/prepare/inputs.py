@@ -54,6 +54,14 @@ def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
         raise ValueError(
             f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})"
         )
+    for name in names_of(given.decontaminate):
+        if place_of(name) == place_of(given.output):
+            raise ValueError(f"--decontaminate names the output {name}: name other datasets")
+
+
+def names_of(given: Optional[str]) -> list[str]:
+    """The datasets that --decontaminate names."""
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:

@@ -43,12 +43,13 @@ from fabric_llm.base.names import command, shown
 from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.mirror.address import is_address
-from fabric_llm.prepare import encoding, inputs
+from fabric_llm.prepare import contamination, encoding, inputs
+from fabric_llm.prepare.contamination import EvaluationSet
 from fabric_llm.prepare.corpus import Piece, plan
-from fabric_llm.prepare.documents import DRAWN, texts
+from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Job, Mark, read_mark, without_panic
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
-from fabric_llm.prepare.rows import save_rows, split_documents
+from fabric_llm.prepare.rows import Documents, save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 
 MANIFEST_FORMAT = 1
@@ -67,8 +68,9 @@ KEPT_OPTIONS = (
     "deduplicate",
     "min_document_tokens",
 )
+SHARE = f"{contamination.GRAM} words in a row with an evaluation set"
 KEY = "key.json"  # what the tokenizer in the work folder was made of
-PIECE_FORMAT = 4  # of the files there
+PIECE_FORMAT = 5  # of the files there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class Options:
     on_error: str = "skip"
     packing: str = "concat"
     deduplicate: str = "none"
+    decontaminate: str | None = None
     min_document_tokens: int = 0
     seed: int = 1234
     num_workers: int | None = None
@@ -131,7 +134,8 @@ def prepare(**arguments: Any) -> dict:
             "validation_fraction is 0, and no input has a validation split of its own: take more "
             "than 0"
         )
-    # A tokenizer that can't be loaded fails here, before anything is written.
+    # What can't be opened or loaded fails here, before anything is written.
+    evaluation = [contamination.read(name) for name in inputs.names_of(options.decontaminate)]
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     needs = (
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "
@@ -141,14 +145,14 @@ def prepare(**arguments: Any) -> dict:
     with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
             tokenizer = _put_tokenizer(folder, options, input_files, pieces, tokenizer)
-            work = _encode(folder, options, input_files, pieces, tokenizer)
+            work = _encode(folder, options, input_files, pieces, tokenizer, evaluation)
         except BaseException:
             # The next start goes on with the pieces that are done.
             if not has_work(folder):
                 remove(folder)
             raise
         try:
-            manifest = _make_dataset(folder, options, input_files, work, tokenizer)
+            manifest = _make_dataset(folder, options, input_files, work, tokenizer, evaluation)
             require_all_counted(manifest)
             # The manifest is the last file: it has the hashes of all others.
             content = files.encode(manifest)
@@ -312,6 +316,12 @@ class Work(NamedTuple):
         """The sum of a field of all marks."""
         return sum(getattr(mark, name) for mark in self.marks)
 
+    def contaminated(self) -> Iterator[tuple[Part, int, int, str]]:
+        """What `contamination.listing` takes."""
+        for piece, mark in zip(self.pieces.values(), self.marks):
+            for part, number, of, words in mark.contaminated:
+                yield piece.parts[part], number, of, words
+
 
 def _encode(
     folder: Path,
@@ -319,12 +329,14 @@ def _encode(
     input_files: inputs.InputFiles,
     pieces: Sequence[Piece],
     tokenizer: PreTrainedTokenizerBase,
+    evaluation: Sequence[EvaluationSet],
 ) -> Work:
     """Encode the pieces that aren't done yet."""
     # The convention is asked of the file that every process loads.
     backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     stops = options.on_error == "stop"
-    job = Job(str(folder), options.text_field, stops, **convention(backend, tokenizer))
+    apart = [one.save(folder) for one in evaluation]
+    job = Job(str(folder), options.text_field, stops, apart, **convention(backend, tokenizer))
     # Pieces with other names were made of other texts, or in another way.
     # The place of the folder and what is done about errors change no token.
     of_all = job._replace(folder="", stop_on_error=False)
@@ -379,6 +391,7 @@ def _make_dataset(
     input_files: inputs.InputFiles,
     work: Work,
     tokenizer: PreTrainedTokenizerBase,
+    evaluation: Sequence[EvaluationSet],
 ) -> dict[str, Any]:
     """Make the dataset in the work folder, but for its manifest, which is returned.
 
@@ -410,9 +423,8 @@ def _make_dataset(
         shortest,
         row=0 if fits_best else options.context_length,
     )
-    # A document that is left out counts once: as short, or else as repeated.
-    is_short = documents.lengths < shortest
-    short, repeated = int(is_short.sum()), documents.lengths[documents.repeated & ~is_short]
+    counted = _left_out(documents, evaluation, input_files)
+    short, contaminated = counted["skipped"]["short"], counted["contaminated"]["documents"]
     # Only a dataset's own splits can share texts: what is drawn never does.
     if documents.in_both:
         input_files.notes.append(
@@ -420,16 +432,22 @@ def _make_dataset(
         )
     if short:
         left_out += f", and {short} with fewer than {shortest} tokens left out"
+    if contaminated:
+        left_out += f", and {contaminated} that share {SHARE}"
     eos, length = tokenizer.eos_token_id, options.context_length
     try:
         splits, largest = save_rows(documents, work.dtype, made, length, options.packing, eos)
     except ValueError as error:
         # Too little text may be a matter of what was left out.
-        if bad or short:
+        if bad or short or contaminated:
             raise ValueError(f"{error}; {left_out}") from error
         raise
     # The dataset carries its tokenizer: train.py compares it with that of the model.
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
+    if evaluation:
+        lines = contamination.listing(work.contaminated(), evaluation, input_files.given)
+        with open(made / contamination.LISTED, "wb") as file:
+            file.writelines(lines)
     return {
         **_origin(options, input_files),
         "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
@@ -441,17 +459,29 @@ def _make_dataset(
         "splits": splits,
         # For bits per byte, and for what `summary` warns of.
         "text": {name: work.total(name) for name in OF_TEXT},
-        "duplicates": {"documents": len(repeated), "tokens": int(repeated.sum())},
+        **counted,
+        "skipped": {**counted["skipped"], "empty": empty, "bad": bad, "bad_records": sentences},
+        "written": files.describe(made, files.files_in(made)),
+    }
+
+
+def _left_out(
+    documents: Documents, evaluation: Sequence[EvaluationSet], input_files: inputs.InputFiles
+) -> dict[str, Any]:
+    """The fields of the manifest for documents that are in no split, and for files that aren't
+    read."""
+    counts = {}
+    for name, mine in documents.left_out.items():
+        counts[name] = {"documents": int(mine.sum()), "tokens": int(documents.lengths[mine].sum())}
+    return {
+        "duplicates": counts["repeated"],
+        "contaminated": {**counts["contaminated"], "sets": [one.about for one in evaluation]},
         "skipped": {
-            "empty": empty,
-            "short": short,
-            "bad": bad,
-            "bad_records": sentences,
+            "short": counts["short"]["documents"],
             "files_by_suffix": _most_common(input_files.not_read),
             "files_twice": input_files.twice,
             "splits": input_files.splits_left_out,
         },
-        "written": files.describe(made, files.files_in(made)),
     }
 
 
@@ -508,6 +538,7 @@ def require_all_counted(manifest: dict[str, Any]) -> None:
     # Each document that was read is in a split, or left out for one reason.
     counted = {name: split["documents"] for name, split in splits.items()}
     counted["repeated"] = manifest["duplicates"]["documents"]
+    counted["contaminated"] = manifest["contaminated"]["documents"]
     for name in ("short", "empty", "bad"):
         counted[name] = skipped[name]
     if sum(counted.values()) != (records := manifest["text"]["records"]):
@@ -544,6 +575,7 @@ def summary(manifest: dict) -> str:
     if manifest["deduplicate"] != "none":
         counts = "{documents:,} documents, {tokens:,} tokens, dropped"
         lines.append(("repeated", counts.format(**manifest["duplicates"])))
+    lines += _of_evaluation(**manifest["contaminated"])
     if suffixes := skipped["files_by_suffix"]:
         lines.append(("not read", _of_suffixes(suffixes)))
     # A link is no mistake, but a user may wonder where a file went.
@@ -587,6 +619,23 @@ def _of_split(split: dict[str, Any], context_length: int) -> str:
     if dropped:
         packed += f", {dropped:,} of them without their end"
     return f"{rows} ({packed})"
+
+
+def _of_evaluation(
+    documents: int, tokens: int, sets: list[dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """What was left out for evaluation sets, and what can't be found of them."""
+    if sets:
+        said = f"{documents:,} documents, {tokens:,} tokens, share {SHARE}"
+        yield "left out", f"{said}: {contamination.LISTED} names them"
+    for one in sets:
+        said = f"{one['documents']:,} of them with {shown(one['path'])}"
+        if one["short"]:
+            said += (
+                f"; of its {one['texts']:,} texts {one['short']:,} have fewer than "
+                f"{contamination.GRAM} words and can't be found"
+            )
+        yield "", said
 
 
 def _of_suffixes(suffixes: dict[str, int]) -> str:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import splitmix64
-from fabric_llm.prepare.documents import DRAWN, TO_TRAIN, TO_VALIDATION
+from fabric_llm.prepare.documents import CONTAMINATED, DRAWN, TO_TRAIN, TO_VALIDATION
 from fabric_llm.prepare.encoding import DOCUMENT
 
 COPY_TOKENS = 4 * 2**20  # at once
@@ -50,7 +50,8 @@ class Documents(NamedTuple):
     lengths: np.ndarray  # tokens, int64 [documents]
     # the documents of each split, bool [documents]; those that are left out are in none
     splits: dict[str, np.ndarray]
-    repeated: np.ndarray  # left out since an earlier one is equal, bool [documents]
+    # those that are left out, each for one reason: contaminated, short or repeated
+    left_out: dict[str, np.ndarray]
     in_both: int  # documents of a validation split that was kept whose text is trained on, too
 
 
@@ -200,6 +201,9 @@ def split_documents(
 
     shortest: tokens; documents of fewer are in none. row: tokens that validation should fill. Takes
     about 50 bytes of memory a document, and 70 where they are compared with each other.
+
+    Contaminated documents are drawn like the others, and then left out, so that these come into the
+    same split as with them. Only where a split would then be too small, all are drawn without them.
     """
     of_pieces = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
     # Document i of all is document i - edges[p] of piece p.
@@ -213,14 +217,29 @@ def split_documents(
     # Half of a hash is enough to draw by; only `repeated` compares all of it.
     texts = documents["hash"][:, 0].copy()
     del of_pieces, documents  # most of the memory
-    left_out = again | (lengths < shortest)
-    in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row) & ~left_out
+    contaminated = goes >= CONTAMINATED
+    goes %= CONTAMINATED
+    short = lengths < shortest
+    left_out = again | short
+    in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row)
+    left_out |= contaminated
+    held = lengths[in_validation & ~left_out].sum()
+    if contaminated.any() and (held < max(row, 1) or not (~in_validation & ~left_out).any()):
+        in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row)
+    in_validation &= ~left_out
     in_train = ~in_validation & ~left_out
+    short &= ~contaminated
+    again &= ~contaminated & ~short
     in_both = 0  # what is drawn never is
     if (goes == TO_VALIDATION).any():
         in_both = int(np.isin(texts[in_validation], texts[in_train]).sum())
     return Documents(
-        pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both
+        pieces,
+        edges,
+        lengths,
+        {"train": in_train, "validation": in_validation},
+        {"contaminated": contaminated, "short": short, "repeated": again},
+        in_both,
     )
 
 

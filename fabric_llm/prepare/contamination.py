@@ -1,0 +1,181 @@
+"""Documents that share a 13-gram of words with an evaluation set, which are left out.
+
+The words of a text are what stands between white space, punctuation and symbols, in lower case
+after Unicode's NFKC, as in GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C) and
+lm-evaluation-harness, but for apostrophes and the like, which end a word here. In scripts without
+spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer) each character is a word, so 13 of them
+are enough there.
+
+An evaluation set is the validation split of a folder that prepare_data.py has written. Its text is
+what its tokenizer makes of its tokens: of tasks, each context with each of its choices; of packed
+rows, each document. Texts of fewer than 13 words can't be found, and are counted. Nor can words on
+both sides of where `best_fit` has cut a long document. Documents are left out of both splits,
+whatever they are meant for. A tokenizer is trained on all of them.
+"""
+
+import hashlib
+import json
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fabric_llm.base.faults import one_line
+from fabric_llm.prepare.documents import Part, lines_in, load_splits
+
+GRAM = 13  # words
+LISTED = "contaminated.jsonl"  # in the dataset: a line for each document and set that share words
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word is lost
+WORDS_AT_ONCE = 2**16
+TEXTS_AT_ONCE = 1024
+# Thai and Lao, Burmese, Khmer, kana, ideographs.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u3096\u30a1-\u30fa\u30fc-\u30ff"
+    "\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    # Combining marks, such as the vowels of Hindi, are part of a word, but not of Python's \w.
+    marks = "".join(c for c in map(chr, range(2**16)) if unicodedata.category(c)[0] == "M")
+    letter, mark = rf"[^\W_{UNSPACED}]", rf"[{marks}]"
+    return re.compile(rf"{letter}+(?:{mark}+{letter}*)*|(?=\w|{mark})[{UNSPACED}]")
+
+
+@lru_cache(2**16)
+def _number(word: str) -> int:
+    return zlib.crc32(word.encode())
+
+
+def grams(text: str) -> Iterator[tuple[list[str], np.ndarray]]:
+    """(words of a part of a text, the hash of the GRAM words that begin with each of them but the
+    last, uint64). Nothing for a text without a word."""
+    text = unicodedata.normalize("NFKC", text).lower()
+    words, held = map(itemgetter(0), _word().finditer(text)), list[str]()
+    while some := list(islice(words, WORDS_AT_ONCE)):
+        # The last words of the part before, with which those of this part begin.
+        held = held[1 - GRAM :] + some
+        numbers = np.fromiter(map(_number, held), np.uint64, len(held))
+        hashes = np.zeros(max(0, len(held) - GRAM + 1), np.uint64)
+        for place in range(GRAM):
+            hashes = hashes * FACTOR + numbers[place : place + len(hashes)]
+        yield held, hashes
+
+
+class EvaluationSet(NamedTuple):
+    """What documents mustn't share."""
+
+    # of its 13-grams, in order, and the largest number: so any other has a place among them. uint64
+    hashes: np.ndarray
+    # For the manifest: `path`, `sha256` of its manifest, `texts`, `short` ones, and `documents`
+    # that share words with it.
+    about: dict[str, Any]
+
+    def save(self, folder: Path) -> str:
+        """Write the hashes into the work folder. Returns a hash of them."""
+        digest = hashlib.sha256(self.hashes.tobytes()).hexdigest()
+        np.save(folder / f"{digest}.npy", self.hashes)
+        return digest
+
+
+def load(folder: str, saved: Sequence[str]) -> list[np.ndarray]:
+    """What `save` has written. All processes share its memory."""
+    return [np.load(Path(folder, f"{digest}.npy"), mmap_mode="r") for digest in saved]
+
+
+def shared(text: str, sets: Sequence[np.ndarray]) -> dict[int, str]:
+    """{number of an evaluation set: the first words that a text shares with it}"""
+    found: dict[int, str] = {}
+    for words, hashes in grams(text):
+        for number, known in enumerate(sets):
+            places = np.searchsorted(known, hashes)
+            for at in np.flatnonzero(known[places] == hashes)[:1]:
+                found.setdefault(number, " ".join(words[at : at + GRAM]))
+    return found
+
+
+def read(name: str) -> EvaluationSet:
+    """The evaluation set in a folder. Takes 8 bytes a 13-gram, and a few times that while it reads.
+
+    Raises ValueError for what isn't a dataset of prepare_data.py.
+    """
+    try:
+        manifest = json.loads(Path(name, "manifest.json").read_bytes())
+        tokenizer = Tokenizer.from_file(str(Path(name, "tokenizer", "tokenizer.json")))
+        about: dict[str, Any] = {"path": name, "sha256": manifest["sha256"]}
+    except Exception as error:  # tokenizers raises no other
+        raise ValueError(
+            f"--decontaminate {name}: this isn't a dataset of prepare_data.py: {one_line(error)}"
+        ) from error
+    splits = load_splits("dataset", name)
+    if "validation" not in splits:
+        raise ValueError(f"--decontaminate {name}: this has no split 'validation'")
+    documents = _documents(splits["validation"].with_format("numpy"), manifest)
+    about |= {"documents": 0, "texts": 0, "short": 0}
+    hashes = np.array([2**64 - 1], np.uint64)
+    # Some at a time: tasks have the same context again and again.
+    while some := list(islice(documents, TEXTS_AT_ONCE)):
+        found = [hashes]
+        for ids in some:
+            text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+            parts = list(grams(text))
+            found += [of_part for _, of_part in parts]
+            # Padding has no words, and is no text.
+            if parts:
+                about["texts"] += 1
+                about["short"] += len(parts[0][0]) < GRAM
+        hashes = np.unique(np.concatenate(found))
+    return EvaluationSet(hashes, about)
+
+
+def _documents(rows: Any, manifest: dict[str, Any]) -> Iterator[np.ndarray]:
+    """The tokens of each document of packed rows, or of each request of tasks."""
+    held: list[np.ndarray] = []  # of a document that goes on in the next row
+    for row in rows:
+        ids = row["input_ids"]
+        # A request. The padding behind it is no text, as EOS is a special token.
+        if "labels" in row:
+            yield ids
+            continue
+        *ended, rest = np.split(ids, np.flatnonzero(ids == manifest["eos_token_id"]) + 1)
+        for document in ended:
+            yield np.concatenate([*held, document])
+            held.clear()
+        held.append(rest)
+        # What is left of a document that best_fit cuts may be in any row.
+        if manifest["packing"] == "best_fit":
+            yield held.pop()
+    if held:
+        yield np.concatenate(held)
+
+
+def listing(
+    found: Iterable[tuple[Part, int, int, str]],
+    sets: Sequence[EvaluationSet],
+    given: Callable[[str], str],
+) -> Iterator[bytes]:
+    """The lines of LISTED. found: what marks of pieces hold, in order. given: the name of a file
+    for users. Counts the documents of each set."""
+    # A range of a file counts its lines from its own beginning.
+    path, byte, lines = "", 0, 0
+    for part, number, of, words in found:
+        if part.kind == "json_lines":
+            if part.path != path:
+                path, byte, lines = part.path, 0, 0
+            lines += lines_in(path, byte, part.start)
+            byte = part.start
+            number += lines
+        about = sets[of].about
+        about["documents"] += 1
+        file = given(part.path) + f" [{part.split}]" * bool(part.split)
+        line = {"file": file, "number": number, "set": about["path"], "words": words}
+        yield json.dumps(line, ensure_ascii=False).encode() + b"\n"
