@@ -89,6 +89,7 @@ def test_an_address_is_told_from_a_folder():
         ("s3://bucket/a\x07", "must be plain"),
         ("file://host/x", "must name a folder"),
         ("file:///", "must name a folder"),
+        ("memory://x", "must begin with one of s3://"),
     ],
 )
 def test_a_bad_address_is_refused_in_a_sentence(text, says):
@@ -97,7 +98,7 @@ def test_a_bad_address_is_refused_in_a_sentence(text, says):
 
 
 def test_good_addresses_pass():
-    for text in ("s3://b", "s3://b/p/q", "gs://b.c/p", "az://c/p", "file:///m/n", "memory://x"):
+    for text in ("s3://b", "s3://b/p/q", "gs://b.c/p", "az://c/p", "file:///m/n"):
         address.require(text, "--mirror")
 
 
@@ -108,7 +109,7 @@ def test_help_needs_no_obstore():
     assert done.returncode == 0 and "--timeout" in done.stdout, done.stderr
     program = "import sys; sys.modules['obstore'] = None; from fabric_llm.mirror.store import Store"
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}; Store('memory://x')"],
+        [sys.executable, "-c", f"{program}; Store('s3://x')"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert "pip install obstore" in done.stderr
@@ -332,15 +333,30 @@ def test_some_files_only_the_logs_and_folders_of_addresses(place, run, tmp_path)
     refused(lambda: folder_of(f"{place}/nothing", cache), 66)
 
 
-def test_a_dataset_is_a_folder_with_a_manifest(place, tmp_path):
+def test_a_dataset_is_a_folder_with_a_manifest(place, tmp_path, monkeypatch):
     store = Store(place)
     store.put("data/mine/train/a.arrow", b"rows")
     entries = {"train/a.arrow": {"bytes": 4, "sha256": __import__("hashlib").sha256(b"rows").hexdigest()}}  # fmt: skip
     store.put("data/mine/manifest.json", files.encode({"written": entries}))
-    folder = folder_of(f"{place}/data/mine", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = fetch.dataset(f"{place}/data/mine")
     assert (folder / "train" / "a.arrow").read_bytes() == b"rows"
     store.put("data/mine/train/a.arrow", b"rowz")
-    refused(lambda: folder_of(f"{place}/data/mine", tmp_path / "cache2"), 66)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache2"))
+    refused(lambda: fetch.dataset(f"{place}/data/mine"), 2)
+    # Commands that read runs and checkpoints read none.
+    refused(lambda: folder_of(f"{place}/data/mine", tmp_path / "cache3"), 66)
+    refused(lambda: folder_of("s3://bucket", tmp_path / "cache3"), 2)
+
+
+def test_a_folder_below_the_root(monkeypatch, tmp_path):
+    """Not below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    first = tmp_path.parts[1]
+    place, name = address.split(f"file:///{first}")
+    store = Store(place)
+    assert (name, f"{store.address}/{name}") == (first, f"file:///{first}")
+    assert first in store.folders("") and store.size(f"{first}/nothing") is None
 
 
 # ------------------------------------------------------------------------------- the lease
