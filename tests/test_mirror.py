@@ -28,10 +28,10 @@ from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, 
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
-from fabric_llm.mirror import address, fetch, leftovers
+from fabric_llm.mirror import address, fetch, leftovers, store
 from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
 from fabric_llm.mirror.lease import Lease, Lost
-from fabric_llm.mirror.store import Store, probe
+from fabric_llm.mirror.store import Store
 
 # In CI the longer suite has the servers.
 pytestmark = pytest.mark.longer
@@ -56,6 +56,11 @@ def on_moto(moto_url, monkeypatch, request):  # noqa: F811
         monkeypatch.setenv(name, value)
     prefix = re.sub(r"\W", "-", request.node.name)
     return f"s3://{BUCKET}/{prefix}", Bucket(moto_url).make()
+
+
+def probe(there):
+    """Without patience."""
+    fetch.patiently(there, lambda: store.probe(there), seconds=0)
 
 
 def refused(action, code):
@@ -404,6 +409,44 @@ def test_a_silent_owner_is_replaced_after_a_minute_and_a_living_one_is_not(place
     assert clock.now == began and first.number == 3
 
 
+def test_one_that_only_finishes_is_waited_for(place, clock):
+    """As the process beside a run that was killed, on another machine: that mends itself, so no 73.
+    If it falls silent, it is replaced as others are."""
+    for ends in (True, False):
+        first, second = (Lease(Store(place), f"{name}{ends}") for name in "ab")
+        first.finishes = lambda: True
+        first.acquire(clock.sleep)
+        began, said = clock.now, []
+
+        def beats(seconds, first=first, began=began, ends=ends):
+            clock.sleep(seconds)
+            if clock.now < began + 300:
+                first.beat()
+            elif ends and not first.ended:
+                first.end()
+
+        second.acquire(beats, said.append)
+        assert 300 <= clock.now - began < (305 if ends else 370)
+        assert len(said) == 1 and "waited for if it only finishes" in said[0]
+        second.end()
+
+
+def test_the_process_says_that_it_finishes(place, run):
+    """Once its trainer is gone, or has told it to end."""
+    save(run, 1, random.Random(1))
+
+    def says():
+        return json.loads(Store(place).content(".leases/lease-000001.json"))["finishes"]
+
+    point = "mirror.before_manifest:do=hang"
+    with Mirror(place, run, failpoint=point, lease_seconds=2) as mirror:
+        mirror.wait("ready")
+        mirror.say(upload="step-00000001")
+        assert not says()
+        mirror.process.stdin.close()
+        wait_for(says)
+
+
 def test_the_same_run_goes_on_at_once_and_clocks_of_machines_do_not_matter(place, clock):
     one = Lease(Store(place), "a")
     one.acquire(clock.sleep)
@@ -583,6 +626,35 @@ def test_no_bucket_no_server_no_key(on_moto, monkeypatch):
     assert "no such bucket" in refused(lambda: probe(Store("s3://nothing-here/x")), 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "can't be reached" in refused(lambda: probe(Store("s3://bucket/x")), 74)
+
+
+def test_a_server_that_is_away_at_the_start_is_waited_for(on_moto, run, monkeypatch):
+    place, _ = on_moto
+    save(run, 1, random.Random(1))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.answer = lambda *_: (503, DENIED.replace("AccessDenied", "SlowDown"))
+        with Mirror(place, run, "--timeout", "0") as mirror:
+            assert mirror.wait("refused")["code"] == 74
+            assert mirror.all("warning") == []
+        with Mirror(place, run, "--timeout", "60") as mirror:
+            assert (
+                "503 Service Unavailable (SlowDown). It is tried"
+                in mirror.wait("warning")["warning"]
+            )
+            began = len(proxy.requests)
+            wait_for(lambda: len(proxy.requests) > began)
+            proxy.answer = lambda *_: None
+            mirror.wait("ready")
+            assert len(mirror.all("warning")) == 1
+            mirror.say(upload="step-00000001")
+            mirror.wait("mirrored")
+        # Nothing is left to be done for a trainer that is gone by then.
+        proxy.answer = lambda *_: (503, DENIED.replace("AccessDenied", "SlowDown"))
+        with Mirror(place, run, "--timeout", "60") as mirror:
+            mirror.wait("warning")
+            mirror.process.stdin.close()
+            assert mirror.exit(20) == 0
 
 
 def test_rights_that_miss_one_of_four(on_moto, monkeypatch):

@@ -424,7 +424,8 @@ def test_an_unknown_bucket_is_refused(toys, tmp_path, moto_bucket):
 def test_a_server_that_cannot_be_reached_is_said_at_the_start(toys, tmp_path, monkeypatch):
     for name, value in keys(f"http://127.0.0.1:{free_port()}").items():
         monkeypatch.setenv(name, value)
-    said = refused(SAVE_FAILED, *flags(toys, tmp_path, "--mirror", f"s3://{BUCKET}/prefix"))
+    words = ("--mirror", f"s3://{BUCKET}/prefix", "--mirror_timeout", 1)
+    said = refused(SAVE_FAILED, *flags(toys, tmp_path, *words))
     assert "the server can't be reached" in said
 
 
@@ -463,7 +464,7 @@ def test_two_runs_on_one_prefix(toys, tmp_path, place, name):
     frozen(job)
     other = flags(toys, tmp_path / "two", "--mirror", place, "--run_name", name)
     said = refused(UNWRITABLE, *other)
-    assert f"The mirror {place} is in use" in said
+    assert f"{place} is in use" in said
     assert not files.step_directories(tmp_path / "two" / name)
     go_on(job)
     ended(job)

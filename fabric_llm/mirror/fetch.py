@@ -25,7 +25,7 @@ from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
 from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
 from fabric_llm.mirror.address import is_address, require, split
-from fabric_llm.mirror.store import Store, as_fault, errors, pauses
+from fabric_llm.mirror.store import Store, as_fault, errors, pauses, reason
 
 # Of a run directory, beside its checkpoints.
 LOGS = ("arguments.yaml", METRICS, "events.jsonl", "samples.jsonl", "STATUS.json")
@@ -352,10 +352,16 @@ def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> No
             temporary.unlink(missing_ok=True)
 
 
-def patiently(store: Store, action: Callable[[], T]) -> T:
-    """What `action` returns, tried again for a while. Raises Fault (74, 2) then, and OSError of the
-    local disk."""
-    end = time.monotonic() + PATIENCE_SECONDS
+def patiently(
+    store: Store,
+    action: Callable[[], T],
+    seconds: Optional[float] = None,
+    trouble: Callable[[str], Any] = lambda why: None,
+    sleep: Callable[[float], Any] = time.sleep,
+) -> T:
+    """What `action` returns, tried again for `seconds` (default: PATIENCE_SECONDS). Raises Fault
+    (74, 2) then, and OSError of the local disk. trouble: called with what went wrong each time."""
+    end = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
     for pause in pauses():
         try:
             return action()
@@ -366,6 +372,7 @@ def patiently(store: Store, action: Callable[[], T]) -> T:
             # Keys that are wrong aren't right a minute later.
             if not fault.retryable or time.monotonic() + pause > end:
                 raise fault from error
-        time.sleep(pause)
+            trouble(reason(error))
+        sleep(pause)
         store.open()
     raise AssertionError
