@@ -20,7 +20,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import fetched, mirrored, run_directory
+from fabric_llm.plan import checks, fetched, mirrored, run_directory
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import ThisRank, place
 from fabric_llm.plan.warnings import warnings_of
@@ -132,15 +132,11 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         failpoint("joined")
         this.rank = fabric.global_rank
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
-        if flags.save.mirror is not None and this.directory is not None:
-            this.ranks_apart = apart.find(this.directory, flags.devices.hang_timeout)
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
-        if this.ranks_apart is not None:
-            copies.require_seen(flags.save.mirror, this.ranks_apart)
-        beside = {"code": register.fact(), "train_data_dir as fetched": fetched.versions()}
-        _require_one_command(ranks.gather({**flags.flat(), **beside}))
+        _require_one_command(ranks.gather({**flags.flat(), "code": register.fact()}))
+        _fetch_together(this, flags)
     except ValueError as error:
         raise as_mistake(error) from None
     # PyTorch raises it for all that goes wrong between ranks: the text tells the cause.
@@ -155,6 +151,27 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
     assert fabric.world_size == world_size, (fabric.world_size, world_size)
     watch.begin(flags.devices.hang_timeout)
     signals.end_by(interrupt)  # the watch tells the others when this rank ends
+
+
+def _fetch_together(this: ThisRank, flags: Flags) -> None:
+    """What may take minutes: begin to mirror, and fetch checkpoint and data. Raises Fault on all
+    ranks."""
+
+    def mark() -> None:
+        this.watch.mark(0, "fetching")
+
+    def open_mirror() -> None:
+        # A process that meets no other has done so, before it started its ranks.
+        if this.rank == 0 and this.mirror is None:
+            this.mirror = mirrored.open_mirror(flags, this.directory)
+
+    if flags.save.mirror is not None:
+        this.ranks_apart = apart.find(this.directory, flags.devices.hang_timeout)
+        ranks.together(open_mirror, mark)
+        if this.ranks_apart is not None:
+            copies.require_seen(flags.save.mirror, this.ranks_apart)
+    ranks.together(lambda: checks.fetch_data(flags), mark)
+    _require_one_command(ranks.gather({"train_data_dir as fetched": fetched.versions()}))
 
 
 def _require_one_command(flags_of_ranks: list[dict[str, Any]]) -> None:
@@ -177,9 +194,9 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
     # see the newest yet, or the end of the log, which has the losses of an evaluation.
     resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
-    place = resume_from
-    if this.ranks_apart is not None and resume_from is not None:
-        place = copies.readable(flags.save.mirror, this.mirror, this.ranks_apart, resume_from)
+    place = copies.readable(
+        flags.save.mirror, this.mirror, this.ranks_apart, this.watch, resume_from
+    )
     # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:
