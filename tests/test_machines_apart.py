@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from socket import gethostname
 
@@ -33,7 +35,7 @@ from test_mirrored_runs import (
 from test_rewinds_undisturbed import spiked
 
 from fabric_llm.base import files
-from fabric_llm.base.faults import DONE, PEER_LOST, SAVE_FAILED, STOPPED
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, PEER_LOST, SAVE_FAILED, STOPPED
 from fabric_llm.checkpoint import apart as apart_ranks
 from fabric_llm.checkpoint import keep
 
@@ -153,6 +155,45 @@ def test_a_rank_that_is_killed_in_a_save(toys, tmp_path, rank):
     assert status(run_of(tmp_path, 1 - rank))["code"] == PEER_LOST
     ended(Job(2, *words, before=elsewhere(tmp_path)))
     assert_same_end(run_of(tmp_path, 0), tmp_path / "whole" / RUN)
+
+
+def test_rank_0_joins_before_it_fetches(toys, tmp_path):
+    """What takes longer than --join_timeout is no absence, and no hang."""
+    moves = elsewhere(tmp_path)
+
+    def slow():
+        from fabric_llm.plan import mirrored
+
+        moves()
+        apart_ranks.SECONDS_TO_SEE = 0.5
+        opened = mirrored.open_mirror
+        mirrored.open_mirror = lambda *given: [time.sleep(6), opened(*given)][1]
+
+    job = Job(2, *apart(toys, tmp_path, "--join_timeout", 4), before=slow)
+    assert job.wait(120) == [DONE, DONE], job.output
+
+
+def test_a_rank_that_is_lost_while_rank_0_fetches(toys, tmp_path):
+    """Before another machine has a run directory, it says how it ended there, for its scheduler."""
+    moves = elsewhere(tmp_path)
+
+    def lost():
+        from fabric_llm.plan import mirrored
+
+        moves()
+        mirrored.open_mirror = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+    job = Job(2, *apart(toys, tmp_path), before=lost)
+    assert job.wait(120) == [-9, PEER_LOST], job.output
+    assert status(run_of(tmp_path, 1))["code"] == PEER_LOST
+    assert status(run_of(tmp_path, 1))["retryable"] is True
+
+
+def test_a_mistake_leaves_no_directory_on_any_machine(toys, tmp_path):
+    words = apart(toys, tmp_path, "--resume", "true")
+    job = Job(2, *words, before=elsewhere(tmp_path))
+    assert job.wait(120) == [NO_CHECKPOINT, NO_CHECKPOINT], job.output
+    assert not run_of(tmp_path, 0).exists()
 
 
 class Lost(torch.Tensor):

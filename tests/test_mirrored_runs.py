@@ -443,6 +443,7 @@ def test_a_new_run_takes_no_name_that_the_mirror_has(toys, tmp_path, place):
 def test_resume_true_needs_a_checkpoint_here_or_there(toys, tmp_path, place):
     words = flags(toys, tmp_path / "empty", "--mirror", place, "--resume", "true")
     assert "no complete checkpoint" in refused(NO_CHECKPOINT, *words)
+    assert not (tmp_path / "empty" / RUN).exists()
     again = lost(toys, tmp_path, 1)
     assert "Fetched" in ended(Job(1, *again, "--resume", "true"))
 
@@ -451,7 +452,7 @@ def test_a_refused_run_leaves_the_mirror_to_the_next(toys, tmp_path, place):
     """Nothing of it holds the lease: the next one begins at once."""
     words = flags(toys, tmp_path / "out", "--mirror", place)
     refused(NO_CHECKPOINT, *words, "--resume", "true")
-    shutil.rmtree(tmp_path / "out")
+    assert not (tmp_path / "out" / RUN).exists()
     lease = max((tmp_path / "mirror" / ".leases").glob("lease-*.json"))
     wait_for(lambda: json.loads(lease.read_text())["ended"], LEASE_SECONDS)
     ended(Job(1, *words))

@@ -167,6 +167,7 @@ def _fetch_together(this: ThisRank, flags: Flags) -> None:
 
     if flags.save.mirror is not None:
         this.ranks_apart = apart.find(this.directory, flags.devices.hang_timeout)
+        mark()
         ranks.together(open_mirror, mark)
         if this.ranks_apart is not None:
             copies.require_seen(flags.save.mirror, this.ranks_apart)
@@ -334,11 +335,23 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
     is_lost = watch.store_is_lost
     if not is_lost and first.code == faults.PEER_LOST:
         is_lost = not watch.wait_for([0], SECONDS_FOR_RANK_0)
+    if this.plan is None and flags.save.mirror is not None and first.retryable:
+        _write_elsewhere(this, flags, first)
     if is_lost:
         _write_for_rank_0(this, flags, first)
         # A rank 0 that is frozen holds its devices and would never end.
         if first.code != faults.STOPPED:
             launch.kill_parent()
+
+
+def _write_elsewhere(this: ThisRank, flags: Flags, first: Fault) -> None:
+    """Write STATUS.json on a machine that, as is not known yet, doesn't see rank 0's disk."""
+    with suppress(ValueError, OSError):
+        directory = this.directory or run_directory.directory(flags)
+        # Where it is there, rank 0 has it. Another name may not be the one that rank 0 takes.
+        if flags.checkpoint.run_name is not None and not directory.is_dir():
+            directory.mkdir(parents=True)
+            run_directory.write_status(directory, first.code, str(first), None, True)
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
