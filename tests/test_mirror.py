@@ -232,6 +232,65 @@ def test_what_is_foreign_stays(place, run):
     assert set(foreign) < set(there) and f"{RUN}/step-00000007/left" not in there
 
 
+# What rank 0 does at its start.
+OPEN = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace as Flags
+from fabric_llm.plan.mirrored import open_mirror
+save = Flags(mirror=sys.argv[1], mirror_timeout=20.0)
+resume = Flags(resume="auto", checkpoint=None)
+open_mirror(Flags(save=save, checkpoint=resume), Path(sys.argv[2])).close()
+"""
+
+
+def opened(place, run, failpoint=""):
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, place, str(run)], cwd=ROOT, text=True,
+        env={**os.environ, "FABRIC_LLM_FAILPOINT": failpoint}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert done.returncode == (-9 if failpoint else 0)
+    return done.stdout
+
+
+@pytest.mark.parametrize("point", ["mirror.fetching", "mirror.fetched"])
+def test_an_interrupted_restore_is_taken_up(place, run, tmp_path, point):
+    """On a disk that holds a stale checkpoint, of the name of another one there, and has the lease
+    by then."""
+    there = {step: save(run, step, random.Random(step)) for step in (1, 2)}
+    mirrored(place, run, "step-00000001", "step-00000002")
+    other = tmp_path / "other" / RUN
+    other.mkdir(parents=True)
+    stale = save(other, 1, random.Random(9))
+    (other / "arguments.yaml").write_text("of before")
+    opened(place, other, f"{point}:count=2" if point == "mirror.fetching" else point)
+    assert (other / ".mirror-left").exists() and files.latest(other) is None
+    said = opened(place, other)
+    assert "Fetched step-00000002" in said
+    assert [path.name for path in files.checkpoints(other)] == ["step-00000002"]
+    assert read(other / "step-00000002") == there[2]
+    [aside] = other.glob("aside-step-00000001*")
+    assert read(aside) == stale
+    for name in fetch.LOGS:
+        assert (other / name).read_bytes() == (run / name).read_bytes(), name
+    assert not (other / ".mirror-left").exists()
+    # A third start has nothing to do, and what is there has stayed.
+    assert opened(place, other) == ""
+    for step in (1, 2):
+        where = tmp_path / str(step)
+        assert read(fetch.one(Store(place), RUN, f"step-{step:08d}", where)) == there[step]
+
+
+def test_a_disk_that_was_mirrored_last_replaces_a_stale_copy_of_the_same_name(place, run, tmp_path):
+    for step in (1, 2):
+        save(run, step, random.Random(step))
+    mirrored(place, run, "step-00000001", "step-00000002")
+    (run / "step-00000002").rename(tmp_path / "given-up")
+    again = save(run, 2, random.Random(7))
+    opened(place, run)
+    assert read(restore(Store(place), RUN, tmp_path / "new")) == again
+
+
 # ------------------------------------------------------------------------------- damage
 
 

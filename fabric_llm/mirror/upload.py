@@ -253,6 +253,9 @@ class Uploader:
     def _logs(self) -> None:
         """Copy the logs as they are now, as a file may grow meanwhile, and which checkpoints are
         pinned."""
+        # Those of a restore that was cut off are older than what is there.
+        if (self.directory / LEFT).exists():
+            return
         self._again(self._pins)
         for name in LOGS:
             path = self.directory / name
