@@ -5,8 +5,9 @@ import hashlib
 import json
 import secrets
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from threading import Event, Thread
@@ -155,33 +156,43 @@ def send(folder: Path, address: str, overwrite: bool) -> None:
 
     Raises Fault (74), or (73) where somebody else writes there, who has a lease as runs have.
     """
-    place, over = address.rstrip("/"), Event()
-    store, owner = Store(place), folder.parent / OWNER
+    place, owner = address.rstrip("/"), folder.parent / OWNER
     if not owner.is_file():
         files.write_atomically(owner, secrets.token_hex(16))
     # A store of its own, since it is used by another thread.
     lease = Lease(Store(place), owner.read_text(), LEASE_SECONDS)
     try:
-        patiently(store, lambda: lease.acquire(say=say_at_once))
-        Thread(target=_keep, args=(lease, over), daemon=True).start()
-        require_free(address, overwrite)  # it may be hours since the start
-        _send(folder, store, lease)
+        with _held(lease):
+            require_free(address, overwrite)  # it may be hours since the start
+            _send(folder, Store(place), lease)
     except Lost as lost:
         raise Fault(f"{lost}.", UNWRITABLE) from lost
     # After a mistake (2), what was made would be thrown away.
     except Fault as fault:
         code = SAVE_FAILED if fault.code == BAD_INPUT else fault.code
         raise Fault(f"{fault} The same command goes on from there.", code) from fault
+
+
+@contextmanager
+def _held(lease: Lease) -> Iterator[None]:
+    """Acquire a lease, keep it, and leave nothing of it. Raises Fault (73, 74, 2)."""
+    over = Event()
+
+    def keep() -> None:
+        with suppress(Lost):  # which is seen where something is sent
+            lease.keep(over)
+
+    patiently(lease.store, lambda: lease.acquire(say=say_at_once))
+    beats = Thread(target=keep, daemon=True)
+    beats.start()
+    try:
+        yield
     finally:
         over.set()
-        # Without it the next one waits a minute.
+        beats.join()
+        # Where that fails, the next one waits a minute.
         with suppress(*errors()):
             lease.remove()
-
-
-def _keep(lease: Lease, over: Event) -> None:
-    with suppress(Lost):  # which is seen where something is sent
-        lease.keep(over)
 
 
 def _send(folder: Path, store: Store, lease: Lease) -> None:
