@@ -10,6 +10,10 @@ then have the weights, the optimizer and the log of an undisturbed run, bit for 
 must hold nothing but what is in a manifest, logs and the lease. Then the next run begins. Seconds
 of a step with and without a mirror are measured first, in turns, and with --restore a model of 1.06
 GiB in float32 is brought back to an empty disk, on one rank and on two.
+
+With --foreign 100000 nothing is killed: so many objects of others lie under the same prefix, a third
+beside the run, in a folder of the run, and among its checkpoints, and what a start, a lease, a
+list, a restore and a removal take is measured without and with them.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,13 @@ VICTIMS = ("process", "uploader", "machine and disk", "server")
 LONGEST_AWAY_SECONDS, LEASE_SECONDS = 8.0, 6.0
 MIRROR_SECONDS = 30  # --mirror_timeout
 SLOW_SECONDS = 0.1  # before each answer of a slow server
+RESTORE = """
+import sys
+from pathlib import Path
+from fabric_llm.mirror.fetch import restore
+from fabric_llm.mirror.store import Store
+restore(Store(sys.argv[1]), "RUN", Path(sys.argv[2]))
+"""
 
 
 def main() -> int:
@@ -47,9 +60,12 @@ def main() -> int:
     add("--minutes", type=float, default=30.0, help="of chaos; the last run goes to its end")
     add("--seed", type=int, default=0, help="of the moments")
     add("--restore", action="store_true", help="measure also how a model of 1 GiB comes back")
+    add("--foreign", type=int, default=0, help="measure with so many objects of others, and end")
     add("--server", default="seaweedfs", choices=("seaweedfs", "moto"), help="moto: it is frozen")
     options = page.parse(parser)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if options.foreign:
+        return beside_others(options)
     import conftest  # the tests' toy models and data
     import numpy as np
     import servers
@@ -118,6 +134,82 @@ def main() -> int:
     ]
     page.write("The mirror", notes, options, "\n\n".join(body), [dict(seconds), str(counts)])
     return int(any(counts[fault] for fault in ("different", "strays", "unexpected")))
+
+
+def beside_others(options: Any) -> int:
+    """`--foreign`: a page of what a small run's mirror takes."""
+    import servers
+
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "server").mkdir()
+        make = servers.seaweed if options.server == "seaweedfs" else servers.moto
+        with servers.running(make(folder / "server")) as server:
+            os.environ.update(servers.keys(server.url))
+            bucket = servers.Bucket(server.url).make()
+            for count in (0, options.foreign):
+                places = ("others", "RUN/others", "RUN")
+                names = [f"foreign-{count}/{places[k % 3]}/{k}" for k in range(count)]
+                began = time.monotonic()
+                with ThreadPoolExecutor(16) as pool:
+                    for _ in pool.map(lambda name: bucket.put(name, b""), names):
+                        pass
+                page.progress(f"{count} objects were put in {time.monotonic() - began:.0f} s")
+                rows.append(
+                    one_beside(folder / str(count), f"s3://{servers.BUCKET}/foreign-{count}")
+                )
+    titles = ["seconds", "start", "copy", "list", "requests of it", "lease", "restore", "removal"]
+    titles += ["MiB of the uploader", "MiB of a restore"]
+    body = page.table(titles, [[count, *row] for count, row in zip((0, options.foreign), rows)])
+    notes = [f"Objects of others under the prefix, on a server of {options.server}"]
+    page.write("A mirror among others", notes, options, body, rows)
+    return 0
+
+
+def one_beside(folder: Path, place: str) -> list[Any]:
+    """Seconds of each act of a run's mirror, the requests of a list, and peaks of memory in MiB."""
+    import uploads
+
+    from fabric_llm.mirror.fetch import checkpoints
+    from fabric_llm.mirror.lease import Lease, Lost
+    from fabric_llm.mirror.store import Store
+
+    run, took, began = folder / uploads.RUN, [], time.monotonic()
+
+    def lap() -> None:
+        nonlocal began
+        took.append(f"{time.monotonic() - began:.2f}")
+        began = time.monotonic()
+
+    run.mkdir(parents=True)
+    for step in (1, 2):
+        uploads.save(run, step, random.Random(step))
+    began = time.monotonic()
+    with uploads.Mirror(place, run, program=uploads.MEASURED) as mirror:
+        mirror.wait("ready")
+        lap()
+        for name in ("step-00000001", "step-00000002"):
+            mirror.say(upload=name)
+            mirror.wait("mirrored")
+        lap()
+        store = Store(place)
+        assert len(checkpoints(store, uploads.RUN)) == 2
+        lap()
+        took.append(store.requests)
+        with suppress(Lost):
+            Lease(Store(place), "another").check()
+        lap()
+        restore = [sys.executable, "-c", RESTORE + uploads.PEAK, place, str(folder / "new")]
+        began = time.monotonic()
+        done = subprocess.run(restore, cwd=ROOT, capture_output=True, text=True, check=True)
+        lap()
+        mirror.say(remove=["step-00000001"])
+        mirror.wait("removed")
+        lap()
+        mirror.end()
+        took += [mirror.process.stderr.read().split()[-1], done.stderr.split()[-1]]
+    return took
 
 
 def flags(folder: Path, name: str, ranks: int, *more: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ shift
 before=$(cat "$run/STATUS.json" 2> /dev/null)
 # Seconds from a SIGTERM until torchrun kills its ranks, which save meanwhile. Versions of torch that don't know it wait 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
-trap 'kill -TERM $training' TERM
+trap 'stopped=75; kill -TERM $training' TERM
 
 # In the background, since bash runs traps between commands only.
 torchrun "$@" &
@@ -22,7 +22,7 @@ for _ in {1..60}; do  # the machine whose fault it was may still be writing, and
     [ -z "$after" ] && break  # the run has no directory: a mistake in the flags
     sleep 1
 done
-[ "$after" = "$before" ] && exit $code  # it was found before the run began
+[ "$after" = "$before" ] && exit ${stopped:-$code}  # it was found, or it was told to stop, before the run began
 exit "$(python -c '
 import json, sys
 status = json.loads(sys.argv[1])

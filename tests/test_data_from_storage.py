@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ import train
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 from fabric_llm.mirror import fetch
+from fabric_llm.mirror.lease import Lease
+from fabric_llm.mirror.store import Store
 from fabric_llm.plan import fetched
 from fabric_llm.prepare import storage
 from fabric_llm.run.supervision import _require_one_command
@@ -522,7 +525,11 @@ def test_a_kill_leaves_no_dataset_and_the_next_start_replaces_it(
 
 @pytest.mark.longer
 def test_a_server_that_is_lost_meanwhile_costs_no_work(
-    tmp_path, bucket, texts, prepared, moto_url  # noqa: F811
+    tmp_path,
+    bucket,
+    texts,
+    prepared,
+    moto_url,  # noqa: F811
 ):
     target, corpus = f"s3://{BUCKET}/data/mine", texts / "corpus"
     words = ("--input", corpus, "--output", target, *PREPARE)
@@ -555,12 +562,62 @@ def test_another_process_that_writes_there_is_noticed(tmp_path, bucket, mine, mo
 
     def taken_over(store, name, *words):
         send(store, name, *words)
-        bucket.put("data/mine/.preparing", b"of another one")
+        bucket.put("data/mine/.leases/lease-000009.json", b"{}")
 
     monkeypatch.setattr(storage, "_bring", taken_over)
-    with pytest.raises(Fault, match="is written by another process"):
+    with pytest.raises(Fault, match="has taken over s3://models/data/mine") as raised:
         storage.send(mine, target, False)
+    assert raised.value.code == UNWRITABLE
+    # After the first file nothing more was sent.
+    assert len([name for name in bucket.names("data/mine/") if name.endswith(".arrow")]) < 2
     assert "data/mine/manifest.json" not in bucket.names()
+
+
+def test_of_two_writers_one_waits_or_is_refused(tmp_path, mine, monkeypatch):
+    place, over = f"file://{tmp_path}/out/mine", threading.Event()
+    monkeypatch.setattr(storage, "LEASE_SECONDS", 1.0)
+    other = Lease(Store(place), "another", 1.0)
+    other.acquire()
+    beats = threading.Thread(target=other.keep, args=[over])
+    beats.start()
+    with pytest.raises(Fault, match="is in use: process") as raised:
+        storage.send(mine, place, False)
+    over.set()
+    beats.join()
+    assert raised.value.code == UNWRITABLE and not (tmp_path / "out/mine/manifest.json").exists()
+    # The other one was killed.
+    storage.send(mine, place, False)
+    assert sorted(files.files_in(tmp_path / "out/mine")) == sorted(files.files_in(mine))
+
+
+def test_another_dataset_below_is_left_alone(tmp_path, mine):
+    """Also below what a start that was killed has left, and whatever the flag says."""
+    for beside in (None, ".preparing", "manifest.json"):
+        out = tmp_path / f"out-{beside}"
+        shutil.copytree(mine, out / "below" / "nested")
+        if beside:
+            (out / beside).write_bytes(b"")
+            (out / "dataset_dict.json").write_bytes(b"")
+        before = {name: (out / name).read_bytes() for name in files.files_in(out)}
+        for overwrite in (False, True):
+            with pytest.raises(Fault, match="name another") as raised:
+                storage.require_free(f"file://{out}", overwrite)
+            assert raised.value.code == BAD_INPUT
+            with pytest.raises(Fault, match="name another. The same command goes on"):
+                storage.send(mine, f"file://{out}", overwrite)
+        assert {name: (out / name).read_bytes() for name in files.files_in(out)} == before
+
+
+def test_what_is_no_dataset_is_refused_without_a_list_of_it(tmp_path, monkeypatch):
+    (tmp_path / "corpus" / "deep" / "a").mkdir(parents=True)
+    (tmp_path / "corpus" / "deep" / "a" / "text").write_text("text")
+    listed, objects = [], Store.objects
+    monkeypatch.setattr(
+        Store, "objects", lambda own, name: listed.append(name) or objects(own, name)
+    )
+    with pytest.raises(Fault, match="holds 'deep', no prepared dataset"):
+        storage.require_free(f"file://{tmp_path}/corpus", True)
+    assert listed == [".leases"]
 
 
 @pytest.mark.parametrize("flag", ["input", "output"])
@@ -582,10 +639,12 @@ def test_mistakes_of_prepare_at_a_server(tmp_path, bucket, corpus):
     words = ("--input", corpus, *PREPARE)
     said = prepare(*words, "--output", "s3://nobucket/x", code=BAD_INPUT)
     assert "no such bucket" in said
-    gone = f"http://127.0.0.1:{free_port()}"
-    said = prepare(
-        *words, "--output", f"s3://{BUCKET}/x", code=SAVE_FAILED, AWS_ENDPOINT_URL=gone
-    )
+    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
+    gone = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}",
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+    }
+    said = prepare(*words, "--output", f"s3://{BUCKET}/x", code=SAVE_FAILED, **gone)
     assert "can't be reached" in said
 
 

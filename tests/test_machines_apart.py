@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from socket import gethostname
 
 import pytest
+import torch
 
 pytest.importorskip("obstore")
 
-from ranks import Job, metrics, train_ranks
+from ranks import Job, metrics, run_ranks, train_ranks
 from servers import wait_for
 from test_mirrored_runs import (
     INTERVAL,
@@ -32,7 +35,8 @@ from test_mirrored_runs import (
 from test_rewinds_undisturbed import spiked
 
 from fabric_llm.base import files
-from fabric_llm.base.faults import DONE, PEER_LOST, SAVE_FAILED, STOPPED
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, PEER_LOST, SAVE_FAILED, STOPPED
+from fabric_llm.checkpoint import apart as apart_ranks
 from fabric_llm.checkpoint import keep
 
 pytestmark = pytest.mark.longer
@@ -151,6 +155,80 @@ def test_a_rank_that_is_killed_in_a_save(toys, tmp_path, rank):
     assert status(run_of(tmp_path, 1 - rank))["code"] == PEER_LOST
     ended(Job(2, *words, before=elsewhere(tmp_path)))
     assert_same_end(run_of(tmp_path, 0), tmp_path / "whole" / RUN)
+
+
+def test_rank_0_joins_before_it_fetches(toys, tmp_path):
+    """What takes longer than --join_timeout is no absence, and no hang."""
+    moves = elsewhere(tmp_path)
+
+    def slow():
+        from fabric_llm.plan import mirrored
+
+        moves()
+        apart_ranks.SECONDS_TO_SEE = 0.5
+        opened = mirrored.open_mirror
+        mirrored.open_mirror = lambda *given: [time.sleep(6), opened(*given)][1]
+
+    job = Job(2, *apart(toys, tmp_path, "--join_timeout", 4), before=slow)
+    assert job.wait(120) == [DONE, DONE], job.output
+
+
+def test_a_rank_that_is_lost_while_rank_0_fetches(toys, tmp_path):
+    """Before another machine has a run directory, it says how it ended there, for its scheduler."""
+    moves = elsewhere(tmp_path)
+
+    def lost():
+        from fabric_llm.plan import mirrored
+
+        moves()
+        mirrored.open_mirror = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+    job = Job(2, *apart(toys, tmp_path), before=lost)
+    assert job.wait(120) == [-9, PEER_LOST], job.output
+    assert status(run_of(tmp_path, 1))["code"] == PEER_LOST
+    assert status(run_of(tmp_path, 1))["retryable"] is True
+
+
+def test_a_mistake_leaves_no_directory_on_any_machine(toys, tmp_path):
+    words = apart(toys, tmp_path, "--resume", "true")
+    job = Job(2, *words, before=elsewhere(tmp_path))
+    assert job.wait(120) == [NO_CHECKPOINT, NO_CHECKPOINT], job.output
+    assert not run_of(tmp_path, 0).exists()
+
+
+class Lost(torch.Tensor):
+    def cpu(self):
+        raise RuntimeError("no memory for a copy")
+
+
+def parts_of_which_one_fails(kind):
+    """On rank 0 what was received, on rank 1 the error."""
+    rank = torch.distributed.get_rank()
+    there = apart_ranks.Apart((1,), rank, torch.distributed.group.WORLD)
+    layout = {name: torch.full([3], float(place)) for place, name in enumerate("abc")}
+    layout["b"] = layout["b"].as_subclass(Lost)
+    found = None
+    if rank == 0:
+        found = [
+            (file.name, name, tensor.tolist())
+            for file, name, tensor in apart_ranks.receive(there, 1)
+        ]
+    else:
+        files = [apart_ranks.File("one", layout, {})]
+        if kind == "announced":
+            files = None  # can't be iterated
+        try:
+            apart_ranks.send(there, lambda: files)
+        except (RuntimeError, TypeError) as error:
+            found = str(error)
+    return found
+
+
+def test_a_rank_that_can_not_send_its_parts_keeps_nobody_waiting():
+    received, sent = run_ranks(2, parts_of_which_one_fails, "sent")
+    assert (received, sent) == ([("one", "a", [0.0] * 3)], "no memory for a copy")
+    received, sent = run_ranks(2, parts_of_which_one_fails, "announced")
+    assert received == [] and "not iterable" in sent
 
 
 def test_a_disk_of_rank_0_that_is_full_ends_all(toys, tmp_path):

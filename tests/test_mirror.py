@@ -28,10 +28,10 @@ from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, 
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
-from fabric_llm.mirror import address, fetch, leftovers
+from fabric_llm.mirror import address, fetch, leftovers, store
 from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
 from fabric_llm.mirror.lease import Lease, Lost
-from fabric_llm.mirror.store import Store, probe
+from fabric_llm.mirror.store import Store
 
 # In CI the longer suite has the servers.
 pytestmark = pytest.mark.longer
@@ -56,6 +56,11 @@ def on_moto(moto_url, monkeypatch, request):  # noqa: F811
         monkeypatch.setenv(name, value)
     prefix = re.sub(r"\W", "-", request.node.name)
     return f"s3://{BUCKET}/{prefix}", Bucket(moto_url).make()
+
+
+def probe(there):
+    """Without patience."""
+    fetch.patiently(there, lambda: store.probe(there), seconds=0)
 
 
 def refused(action, code):
@@ -89,6 +94,7 @@ def test_an_address_is_told_from_a_folder():
         ("s3://bucket/a\x07", "must be plain"),
         ("file://host/x", "must name a folder"),
         ("file:///", "must name a folder"),
+        ("memory://x", "must begin with one of s3://"),
     ],
 )
 def test_a_bad_address_is_refused_in_a_sentence(text, says):
@@ -97,7 +103,7 @@ def test_a_bad_address_is_refused_in_a_sentence(text, says):
 
 
 def test_good_addresses_pass():
-    for text in ("s3://b", "s3://b/p/q", "gs://b.c/p", "az://c/p", "file:///m/n", "memory://x"):
+    for text in ("s3://b", "s3://b/p/q", "gs://b.c/p", "az://c/p", "file:///m/n"):
         address.require(text, "--mirror")
 
 
@@ -108,7 +114,7 @@ def test_help_needs_no_obstore():
     assert done.returncode == 0 and "--timeout" in done.stdout, done.stderr
     program = "import sys; sys.modules['obstore'] = None; from fabric_llm.mirror.store import Store"
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}; Store('memory://x')"],
+        [sys.executable, "-c", f"{program}; Store('s3://x')"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert "pip install obstore" in done.stderr
@@ -226,6 +232,65 @@ def test_what_is_foreign_stays(place, run):
     assert set(foreign) < set(there) and f"{RUN}/step-00000007/left" not in there
 
 
+# What rank 0 does at its start.
+OPEN = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace as Flags
+from fabric_llm.plan.mirrored import open_mirror
+save = Flags(mirror=sys.argv[1], mirror_timeout=20.0)
+resume = Flags(resume="auto", checkpoint=None)
+open_mirror(Flags(save=save, checkpoint=resume), Path(sys.argv[2])).close()
+"""
+
+
+def opened(place, run, failpoint=""):
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, place, str(run)], cwd=ROOT, text=True,
+        env={**os.environ, "FABRIC_LLM_FAILPOINT": failpoint}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert done.returncode == (-9 if failpoint else 0)
+    return done.stdout
+
+
+@pytest.mark.parametrize("point", ["mirror.fetching", "mirror.fetched"])
+def test_an_interrupted_restore_is_taken_up(place, run, tmp_path, point):
+    """On a disk that holds a stale checkpoint, of the name of another one there, and has the lease
+    by then."""
+    there = {step: save(run, step, random.Random(step)) for step in (1, 2)}
+    mirrored(place, run, "step-00000001", "step-00000002")
+    other = tmp_path / "other" / RUN
+    other.mkdir(parents=True)
+    stale = save(other, 1, random.Random(9))
+    (other / "arguments.yaml").write_text("of before")
+    opened(place, other, f"{point}:count=2" if point == "mirror.fetching" else point)
+    assert (other / ".mirror-left").exists() and files.latest(other) is None
+    said = opened(place, other)
+    assert "Fetched step-00000002" in said
+    assert [path.name for path in files.checkpoints(other)] == ["step-00000002"]
+    assert read(other / "step-00000002") == there[2]
+    [aside] = other.glob("aside-step-00000001*")
+    assert read(aside) == stale
+    for name in fetch.LOGS:
+        assert (other / name).read_bytes() == (run / name).read_bytes(), name
+    assert not (other / ".mirror-left").exists()
+    # A third start has nothing to do, and what is there has stayed.
+    assert opened(place, other) == ""
+    for step in (1, 2):
+        where = tmp_path / str(step)
+        assert read(fetch.one(Store(place), RUN, f"step-{step:08d}", where)) == there[step]
+
+
+def test_a_disk_that_was_mirrored_last_replaces_a_stale_copy_of_the_same_name(place, run, tmp_path):
+    for step in (1, 2):
+        save(run, step, random.Random(step))
+    mirrored(place, run, "step-00000001", "step-00000002")
+    (run / "step-00000002").rename(tmp_path / "given-up")
+    again = save(run, 2, random.Random(7))
+    opened(place, run)
+    assert read(restore(Store(place), RUN, tmp_path / "new")) == again
+
+
 # ------------------------------------------------------------------------------- damage
 
 
@@ -332,15 +397,30 @@ def test_some_files_only_the_logs_and_folders_of_addresses(place, run, tmp_path)
     refused(lambda: folder_of(f"{place}/nothing", cache), 66)
 
 
-def test_a_dataset_is_a_folder_with_a_manifest(place, tmp_path):
+def test_a_dataset_is_a_folder_with_a_manifest(place, tmp_path, monkeypatch):
     store = Store(place)
     store.put("data/mine/train/a.arrow", b"rows")
     entries = {"train/a.arrow": {"bytes": 4, "sha256": __import__("hashlib").sha256(b"rows").hexdigest()}}  # fmt: skip
     store.put("data/mine/manifest.json", files.encode({"written": entries}))
-    folder = folder_of(f"{place}/data/mine", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = fetch.dataset(f"{place}/data/mine")
     assert (folder / "train" / "a.arrow").read_bytes() == b"rows"
     store.put("data/mine/train/a.arrow", b"rowz")
-    refused(lambda: folder_of(f"{place}/data/mine", tmp_path / "cache2"), 66)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache2"))
+    refused(lambda: fetch.dataset(f"{place}/data/mine"), 2)
+    # Commands that read runs and checkpoints read none.
+    refused(lambda: folder_of(f"{place}/data/mine", tmp_path / "cache3"), 66)
+    refused(lambda: folder_of("s3://bucket", tmp_path / "cache3"), 2)
+
+
+def test_a_folder_below_the_root(monkeypatch, tmp_path):
+    """Not below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    first = tmp_path.parts[1]
+    place, name = address.split(f"file:///{first}")
+    store = Store(place)
+    assert (name, f"{store.address}/{name}") == (first, f"file:///{first}")
+    assert first in store.folders("") and store.size(f"{first}/nothing") is None
 
 
 # ------------------------------------------------------------------------------- the lease
@@ -386,6 +466,44 @@ def test_a_silent_owner_is_replaced_after_a_minute_and_a_living_one_is_not(place
     first = Lease(Store(place), "a")
     first.acquire(clock.sleep)
     assert clock.now == began and first.number == 3
+
+
+def test_one_that_only_finishes_is_waited_for(place, clock):
+    """As the process beside a run that was killed, on another machine: that mends itself, so no 73.
+    If it falls silent, it is replaced as others are."""
+    for ends in (True, False):
+        first, second = (Lease(Store(place), f"{name}{ends}") for name in "ab")
+        first.finishes = lambda: True
+        first.acquire(clock.sleep)
+        began, said = clock.now, []
+
+        def beats(seconds, first=first, began=began, ends=ends):
+            clock.sleep(seconds)
+            if clock.now < began + 300:
+                first.beat()
+            elif ends and not first.ended:
+                first.end()
+
+        second.acquire(beats, said.append)
+        assert 300 <= clock.now - began < (305 if ends else 370)
+        assert len(said) == 1 and "waited for if it only finishes" in said[0]
+        second.end()
+
+
+def test_the_process_says_that_it_finishes(place, run):
+    """Once its trainer is gone, or has told it to end."""
+    save(run, 1, random.Random(1))
+
+    def says():
+        return json.loads(Store(place).content(".leases/lease-000001.json"))["finishes"]
+
+    point = "mirror.before_manifest:do=hang"
+    with Mirror(place, run, failpoint=point, lease_seconds=2) as mirror:
+        mirror.wait("ready")
+        mirror.say(upload="step-00000001")
+        assert not says()
+        mirror.process.stdin.close()
+        wait_for(says)
 
 
 def test_the_same_run_goes_on_at_once_and_clocks_of_machines_do_not_matter(place, clock):
@@ -567,6 +685,35 @@ def test_no_bucket_no_server_no_key(on_moto, monkeypatch):
     assert "no such bucket" in refused(lambda: probe(Store("s3://nothing-here/x")), 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "can't be reached" in refused(lambda: probe(Store("s3://bucket/x")), 74)
+
+
+def test_a_server_that_is_away_at_the_start_is_waited_for(on_moto, run, monkeypatch):
+    place, _ = on_moto
+    save(run, 1, random.Random(1))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.answer = lambda *_: (503, DENIED.replace("AccessDenied", "SlowDown"))
+        with Mirror(place, run, "--timeout", "0") as mirror:
+            assert mirror.wait("refused")["code"] == 74
+            assert mirror.all("warning") == []
+        with Mirror(place, run, "--timeout", "60") as mirror:
+            assert (
+                "503 Service Unavailable (SlowDown). It is tried"
+                in mirror.wait("warning")["warning"]
+            )
+            began = len(proxy.requests)
+            wait_for(lambda: len(proxy.requests) > began)
+            proxy.answer = lambda *_: None
+            mirror.wait("ready")
+            assert len(mirror.all("warning")) == 1
+            mirror.say(upload="step-00000001")
+            mirror.wait("mirrored")
+        # Nothing is left to be done for a trainer that is gone by then.
+        proxy.answer = lambda *_: (503, DENIED.replace("AccessDenied", "SlowDown"))
+        with Mirror(place, run, "--timeout", "60") as mirror:
+            mirror.wait("warning")
+            mirror.process.stdin.close()
+            assert mirror.exit(20) == 0
 
 
 def test_rights_that_miss_one_of_four(on_moto, monkeypatch):

@@ -1,5 +1,7 @@
 """One rank's fault is raised on all ranks, with its sentence and code, and none is left waiting."""
 
+import time
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -68,3 +70,29 @@ def test_from_rank_zero(world_size, error, sentence, code):
     assert found == [
         (sentence, code, retryable, cause if i == 0 else "None") for i in range(world_size)
     ]
+
+
+def waits(slow, error):
+    """What `together` makes of a rank that takes a while, and whether this rank was marked
+    meanwhile."""
+    from fabric_llm.base import ranks
+
+    ranks.SECONDS_TO_WAIT, marks = 0.05, []
+
+    def action():
+        if rank() == slow:
+            time.sleep(0.5)
+            if error is not None:
+                raise error
+        return rank()
+
+    return told(ranks.together, action, lambda: marks.append(1)), len(marks) >= 3
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_wait_together_for_one_that_takes_long(world_size):
+    slow = world_size - 1
+    assert run_ranks(world_size, waits, slow, None) == [(k, True) for k in range(world_size)]
+    found = run_ranks(world_size, waits, slow, ValueError("a  7"))
+    assert {fault[:3] for fault, _ in found} == {("a  7", BAD_INPUT, False)}
+    assert found[slow][0][3] == "ValueError('a  7')" and all(marked for _, marked in found)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from ranks import metrics, toy_run
 
-from fabric_llm.base.faults import BAD_INPUT, CODES, RETRYABLE
+from fabric_llm.base.faults import BAD_INPUT, CODES, RETRYABLE, STOPPED
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "configs" / "torchrun_code.sh"
@@ -117,6 +117,17 @@ def test_the_code_is_that_of_the_run(tmp_path, before, after, torchrun, code):
         ["bash", SCRIPT, run], env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_stop_before_the_run_is_none_that_ends_a_job(tmp_path):
+    """A torchrun that is told to end while it waits for other machines."""
+    program = tmp_path / "torchrun"
+    words = "import os, time; os.kill(os.getppid(), 15); time.sleep(60)"
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{words}'\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", SCRIPT, tmp_path / "run"], env={**os.environ, "PATH": path})
+    assert done.returncode == STOPPED and STOPPED in RETRYABLE
 
 
 def start(toys, folder, *more):

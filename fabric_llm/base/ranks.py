@@ -1,6 +1,7 @@
 """Communication between all ranks. Without a process group there is one rank."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, Optional, TypeVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from fabric_llm.base.faults import Fault, as_mistake
 
 T = TypeVar("T")
-
+SECONDS_TO_WAIT = 1.0  # between questions whether all ranks are done
 
 # The number of collectives that this rank has entered. Heartbeats report it: a rank that hangs has
 # entered fewer than the ranks that wait for it.
@@ -77,6 +78,28 @@ def from_rank_zero(action: Callable[[], T]) -> T:
         # Rank 0 raises its own object, which has the cause; the others raise a copy.
         raise problem or fault
     return value
+
+
+def together(action: Callable[[], T], mark: Callable[[], Any]) -> T:
+    """What `action` returns on this rank, in a thread, however long it takes. All ranks call it, and
+    ask each other until all are done, so that no collective times out; `mark` is called meanwhile.
+
+    If any raises, all ranks raise a Fault, as `from_rank_zero` does.
+    """
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(action)
+    while not all(gather(not wait([future], SECONDS_TO_WAIT).not_done)):
+        mark()
+    pool.shutdown()
+    problem, error = None, future.exception()
+    if error is not None:
+        problem = as_mistake(error)
+        if problem is not error:
+            problem.__cause__ = error  # for the traceback
+    for fault in gather(problem):
+        if fault is not None:
+            raise problem or fault
+    return future.result()
 
 
 def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 so that a checkpoint is whole in one place, and has one commit point."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -80,28 +80,43 @@ def _problem_here(directory: Path) -> Optional[Fault]:
     return None
 
 
-def send(apart: Apart, files: Sequence[File]) -> None:
-    """Send rank 0 what this rank would write."""
-    announced = []
-    for file in files:
-        layout = {name: torch.empty_like(one, device="meta") for name, one in file.layout.items()}
-        announced.append(file._replace(layout=layout))
-    torch.distributed.send_object_list([announced], dst=0, group=apart.group)
-    for file in files:
-        for tensor in file.layout.values():
-            torch.distributed.send(_bytes_of(tensor.cpu()), dst=0, group=apart.group)
+def send(apart: Apart, files: Callable[[], Sequence[File]]) -> None:
+    """Send rank 0 what this rank would write. Raises what `files` raises, or the copy of a tensor
+    to the host: then rank 0 hears that nothing follows."""
+
+    def say(word: Union[File, str, None]) -> None:
+        torch.distributed.send_object_list([word], dst=0, group=apart.group)
+
+    try:
+        for file in files():
+            announced = {}
+            for name, tensor in file.layout.items():
+                announced[name] = torch.empty_like(tensor, device="meta")
+            say(file._replace(layout=announced))
+            for name, tensor in file.layout.items():
+                content = _bytes_of(tensor.cpu())
+                say(name)
+                torch.distributed.send(content, dst=0, group=apart.group)
+    finally:
+        say(None)
 
 
 def receive(apart: Apart, sender: int) -> Iterator[tuple[File, str, Tensor]]:
     """(file, name, tensor), on rank 0, of all that the rank `sender` sends, one tensor at a
     time."""
-    announced: list[list[File]] = [[]]
-    torch.distributed.recv_object_list(announced, src=sender, group=apart.group)
-    for file in announced[0]:
-        for name, expected in file.layout.items():
-            tensor = torch.empty(expected.shape, dtype=expected.dtype)
-            torch.distributed.recv(_bytes_of(tensor), src=sender, group=apart.group)
-            yield file, name, tensor
+    heard: list[Any] = [None]
+    while True:
+        torch.distributed.recv_object_list(heard, src=sender, group=apart.group)
+        [word] = heard
+        if word is None:
+            return
+        if isinstance(word, File):
+            file = word
+            continue
+        expected = file.layout[word]
+        tensor = torch.empty(expected.shape, dtype=expected.dtype)
+        torch.distributed.recv(_bytes_of(tensor), src=sender, group=apart.group)
+        yield file, word, tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Callable, Optional
@@ -294,7 +295,7 @@ def _bring_parts(pending: Pending, folder: str, describing: files.Describing) ->
     if pending.ranks_apart is None:
         return
     if pending.ranks_apart.is_here:
-        apart.send(pending.ranks_apart, _files(pending, folder))
+        apart.send(pending.ranks_apart, partial(_files, pending, folder))
     if pending.rank != 0:
         return
     written: dict[str, TensorFile] = {}

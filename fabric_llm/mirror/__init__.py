@@ -8,6 +8,7 @@ lease        `Lease`: one run on one prefix
 leftovers    `remove`: parts of uploads that were killed
 client       `Mirror`: the process of `upload`, as rank 0 sees it
 process      `main`: the process beside the trainer
+commands     `Commands`: what it is told
 upload       `Uploader`: what it does
 fetch        `checkpoints`, `restore`, `folder_of`, `dataset`: from there into a folder
 """

@@ -12,12 +12,11 @@ from fabric_llm.base.names import shown
 from fabric_llm.mirror import credentials
 
 CLOUDS = ("s3", "gs", "az")
-SCHEMES = (*CLOUDS, "file", "memory")
+SCHEMES = (*CLOUDS, "file")
 # A part of a file, of which several are in flight, must go through in this time.
 REQUEST_SECONDS, CONNECT_SECONDS = 60, 5
 # Of one request: what is longer is for the loops of this package, which can be interrupted.
 RETRIES, RETRY_SECONDS = 3, 20
-_memory: dict[str, Any] = {}  # bucket -> the store: each that obstore makes is an empty one
 
 
 def is_address(text: object) -> bool:
@@ -71,12 +70,11 @@ def open_store(address: str) -> Any:
             "-e '.[mirror]')."
         ) from error
     url = urlsplit(address)
-    if url.scheme == "memory":
-        return _memory.setdefault(url.netloc + url.path, store.MemoryStore())
     if url.scheme == "file":
-        Path(url.path).mkdir(parents=True, exist_ok=True)
+        folder = Path(url.path or "/")  # file:// is what file:///data lies in
+        folder.mkdir(parents=True, exist_ok=True)
         # Folders that are empty go with their last file, as in a bucket.
-        return store.LocalStore(url.path, automatic_cleanup=True)
+        return store.LocalStore(folder, automatic_cleanup=True)
     options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=REQUEST_SECONDS),

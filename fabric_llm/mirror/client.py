@@ -19,7 +19,7 @@ from fabric_llm.base.files import step_of
 LEFT = ".mirror-left"
 SECONDS_TO_START_AGAIN = 30.0
 SECONDS_TO_END = 10.0  # for removals and logs
-Report = dict[str, Any]  # a line of the process, see upload.py
+Report = dict[str, Any]  # a line of the process, see commands.py
 
 
 class Mirror:
@@ -31,7 +31,7 @@ class Mirror:
 
     def __init__(self, address: str, directory: Path, seconds: float) -> None:
         """Waits until the process has the lease of the run. Raises Fault where the address can't
-        be used (2), can't be reached (74), or another run uses it (73)."""
+        be used (2), can't be reached in `seconds` (74), or another run uses it (73)."""
         self.address, self.directory, self.seconds = address, directory, seconds
         self.names: set[str] = set()
         self.documents: dict[str, Any] = {}  # progress.json of those that may not be here, by name
@@ -66,7 +66,8 @@ class Mirror:
             if not first.keys().isdisjoint(("ready", "refused")):
                 break
             # Such as that it waits for the uploader of a former process.
-            print(f"--mirror: {first.get('warning')}", flush=True)
+            if "warning" in first:
+                print(f"--mirror: {first['warning']}", flush=True)
         if "ready" not in first:
             self.process.kill()
             sentence = first.get("refused", "the process of --mirror ended before it had begun.")

@@ -25,7 +25,7 @@ from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
 from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
 from fabric_llm.mirror.address import is_address, require, split
-from fabric_llm.mirror.store import Store, as_fault, errors, pauses
+from fabric_llm.mirror.store import Store, as_fault, errors, pauses, reason
 
 # Of a run directory, beside its checkpoints.
 LOGS = ("arguments.yaml", METRICS, "events.jsonl", "samples.jsonl", "STATUS.json")
@@ -181,38 +181,34 @@ def folder_of(
     say: Callable[[str], Any] = print,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Path:
-    """A local folder with the checkpoint, the dataset or the run (its newest checkpoint and its
-    logs) at `address`, fetched once for all processes of this machine.
+    """A local folder with the checkpoint or the run (its newest checkpoint and its logs) at
+    `address`, fetched once for all processes of this machine.
 
     only_logs: of a run. wanted(name): whether a file of the checkpoint is needed. Raises Fault: for
     a bad address (2), where there is nothing (66), and as `restore` does.
     """
     from filelock import FileLock
 
-    require(address, "The address")
+    require(address, "The address", is_folder=True)
     place, name = split(address)
     files.check_name(name, Path("address"))
     store = Store(place)
-    manifests = {}
-    for file in (MANIFEST, OF_DATA):
-        content = patiently(store, lambda: store.content(f"{name}/{file}"))
-        if content is not None:
-            manifests[file] = content
+    content = patiently(store, lambda: store.content(f"{name}/{MANIFEST}"))
     # What is made anew under the same name is another folder, so that nobody's files change.
-    key = hashlib.sha256(b"".join([address.encode(), *manifests.values()])).hexdigest()[:16]
+    key = hashlib.sha256(address.encode() + (content or b"")).hexdigest()[:16]
     target = cache / key / name
     (cache / key).mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{key}.lock"):
         # A folder gets its name once it is whole.
-        if manifests and not target.is_dir():
-            _folder(store, name, target, next(iter(manifests)), wanted)
-        if not manifests:
+        if content is not None and not target.is_dir():
+            _folder(store, name, target, MANIFEST, wanted, content=content)
+        if content is None:
             target.mkdir(exist_ok=True)
             for file in LOGS:
                 (target / file).unlink(missing_ok=True)
             found = restore(store, name, target, say=say, only_logs=only_logs)
             if found is None and not any((target / file).is_file() for file in LOGS):
-                raise Fault(f"{address} holds no checkpoint, dataset or run.", NO_CHECKPOINT)
+                raise Fault(f"{address} holds no checkpoint or run.", NO_CHECKPOINT)
     return target
 
 
@@ -356,10 +352,16 @@ def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> No
             temporary.unlink(missing_ok=True)
 
 
-def patiently(store: Store, action: Callable[[], T]) -> T:
-    """What `action` returns, tried again for a while. Raises Fault (74, 2) then, and OSError of the
-    local disk."""
-    end = time.monotonic() + PATIENCE_SECONDS
+def patiently(
+    store: Store,
+    action: Callable[[], T],
+    seconds: Optional[float] = None,
+    trouble: Callable[[str], Any] = lambda why: None,
+    sleep: Callable[[float], Any] = time.sleep,
+) -> T:
+    """What `action` returns, tried again for `seconds` (default: PATIENCE_SECONDS). Raises Fault
+    (74, 2) then, and OSError of the local disk. trouble: called with what went wrong each time."""
+    end = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
     for pause in pauses():
         try:
             return action()
@@ -370,6 +372,7 @@ def patiently(store: Store, action: Callable[[], T]) -> T:
             # Keys that are wrong aren't right a minute later.
             if not fault.retryable or time.monotonic() + pause > end:
                 raise fault from error
-        time.sleep(pause)
+            trouble(reason(error))
+        sleep(pause)
         store.open()
     raise AssertionError

@@ -3,7 +3,7 @@
 Its owner writes it again every BEAT_SECONDS. Another takes over by creating the next number, which
 only one can do: at once if the owner has said that it ended, or is the same run directory, whose
 lock says that the former process is gone; otherwise once the object hasn't changed for
-LEASE_SECONDS. That is measured by the watcher's own monotonic clock: clocks of two machines are
+LEASE_SECONDS, for which an owner is waited that says that it finishes. That is measured by the watcher's own monotonic clock: clocks of two machines are
 never compared.
 """
 
@@ -13,12 +13,13 @@ import socket
 import time
 from contextlib import suppress
 from datetime import datetime, timezone
+from threading import Event
 from typing import Any, Callable
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.base.names import shown
-from fabric_llm.mirror.store import FOLDER, Store
+from fabric_llm.mirror.store import FOLDER, Store, errors
 
 BEAT_SECONDS, LEASE_SECONDS = 15.0, 60.0
 LOOKS = 30  # at the lease of an owner that may be gone, within LEASE_SECONDS
@@ -26,16 +27,23 @@ MOST_BYTES = 10_000
 
 
 class Lost(Exception):
-    """Another run has taken over the prefix."""
+    """Another process has taken over the prefix."""
 
 
 class Lease:
     """Methods raise what the store raises, and change nothing then that a second call wouldn't
     mend."""
 
-    def __init__(self, store: Store, owner: str, seconds: float = LEASE_SECONDS) -> None:
-        """owner: an id of the run directory. seconds: see LEASE_SECONDS."""
-        self.store, self.owner, self.seconds = store, owner, seconds
+    def __init__(
+        self,
+        store: Store,
+        owner: str,
+        seconds: float = LEASE_SECONDS,
+        finishes: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """owner: an id of the run directory. seconds: see LEASE_SECONDS. finishes(): whether it ends
+        by itself, so that the next owner waits."""
+        self.store, self.owner, self.seconds, self.finishes = store, owner, seconds, finishes
         self.number, self.beats, self.ended = 0, 0, False
         self.was_own = True  # whether nobody else had it before
 
@@ -55,8 +63,8 @@ class Lease:
             self.was_own = number == 0 or _decoded(content).get("owner") == self.owner
             if number and not self._is_free(content):
                 say(
-                    f"The mirror {self.store.address} was used by {_who(content)}: it is watched "
-                    f"for {self.seconds:g} s."
+                    f"{self.store.address} was used by {_who(content)}: it is watched for "
+                    f"{self.seconds:g} s, and waited for if it only finishes."
                 )
                 self._watch(number, content, sleep)
             if not self.was_own:
@@ -68,6 +76,15 @@ class Lease:
         failpoint("mirror.lease")
         self._remove_older()
 
+    def keep(self, stopped: Event) -> None:
+        """Beat until `stopped`, in a thread of its own. Raises Lost."""
+        seconds = BEAT_SECONDS * self.seconds / LEASE_SECONDS
+        while not stopped.wait(seconds) and not self.ended:
+            try:
+                self.beat()
+            except errors():
+                self.store.open()  # the error itself is heard of where something is sent
+
     def beat(self) -> None:
         """Say that the owner is alive. Raises Lost."""
         self.check()
@@ -78,13 +95,18 @@ class Lease:
         """Raises Lost if there is a higher number."""
         number, content = self._newest()
         if number > self.number:
-            raise Lost(f"{_who(content)} has taken over the mirror {self.store.address}")
+            raise Lost(f"{_who(content)} has taken over {self.store.address}")
 
     def end(self) -> None:
         """Let the next owner begin at once. Raises Lost."""
         self.ended = True
         self.beat()
         self._remove_older()
+
+    def remove(self) -> None:
+        """As `end`, and nothing is left."""
+        self.ended = True
+        self.store.remove([_name(self.number)])
 
     def _document(self) -> bytes:
         return json.dumps(
@@ -94,6 +116,7 @@ class Lease:
                 "pid": os.getpid(),
                 "beats": self.beats,
                 "ended": self.ended,
+                "finishes": self.finishes(),
                 # For people: no code compares it.
                 "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             }
@@ -125,10 +148,14 @@ class Lease:
             newest, now = self._newest()
             if newest == number and now == content:
                 continue
-            if newest == number and self._is_free(now):
+            if newest == 0 or newest == number and self._is_free(now):
                 return
+            # Such as what copies for a run that was killed.
+            if newest == number and _decoded(now).get("finishes") is True:
+                content, began = now, time.monotonic()
+                continue
             raise Fault(
-                f"The mirror {self.store.address} is in use: {_who(now)} wrote there at "
+                f"{self.store.address} is in use: {_who(now)} wrote there at "
                 f"{shown(_decoded(now).get('time'))}. Wait for it, or take another prefix.",
                 UNWRITABLE,
             )

@@ -1,5 +1,5 @@
 """What train.py --mirror starts beside itself: `python -m fabric_llm.mirror.process ADDRESS RUN`. It
-takes commands on stdin, see upload.py.
+takes commands on stdin, see commands.py.
 
 Exit codes: 0 ended, or as reported with {"refused"}; 2 bad arguments.
 """
@@ -46,6 +46,7 @@ def main(argv: Optional[list[str]] = None, lease_seconds: float = LEASE_SECONDS)
         given = parser.parse_args(argv)
         address.require(given.address, "The address")
         # Imported only now, so that --help needs neither obstore nor filelock.
+        from fabric_llm.mirror.commands import Commands
         from fabric_llm.mirror.upload import Uploader
     # Signals to the trainer's group are the trainer's, which then says when to end.
     with suppress(PermissionError):  # it leads its own session already
@@ -53,8 +54,9 @@ def main(argv: Optional[list[str]] = None, lease_seconds: float = LEASE_SECONDS)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        uploader = Uploader(given.address, given.directory, report, given.timeout, lease_seconds)
-        threading.Thread(target=uploader.listen, args=(sys.stdin,), daemon=True).start()
+        commands = Commands(report, given.timeout)
+        uploader = Uploader(given.address, given.directory, commands, lease_seconds)
+        threading.Thread(target=commands.listen, args=(sys.stdin,), daemon=True).start()
         uploader.run()
     except Exception as error:
         fault = as_fault(error)

@@ -276,21 +276,18 @@ def as_fault(error: BaseException, address: str) -> Fault:
 def probe(store: Store) -> None:
     """Make, read, list and remove an object, before a model is loaded.
 
-    Raises Fault in one sentence: for a bucket, rights, a region or keys that are wrong, and for a
-    store that replaces objects which it was asked to leave alone (2); if it can't be reached (74).
+    Raises what the store does, and Fault (2) for one that replaces objects which it was asked to
+    leave alone.
     """
     # A name of its own: processes that start together must not take each other's for theirs.
     name = f"{PROBE}-{secrets.token_hex(8)}"
+    store.create(name, b"first")
     try:
-        store.create(name, b"first")
-        try:
-            replaced = store.create(name, b"second")
-            there = store.content(name)
-        finally:
-            store.remove([name])
-        store.below(FOLDER)
-    except errors() as error:
-        raise as_fault(error, store.address) from error
+        replaced = store.create(name, b"second")
+        there = store.content(name)
+    finally:
+        store.remove([name])
+    store.below(FOLDER)
     if replaced:
         raise Fault(
             f"The mirror {store.address}: its server takes a second object of one name, although "

@@ -1,58 +1,31 @@
 """Upload the checkpoints of a run beside its trainer, in a process of its own, so that no step
-waits for a slow server.
-
-Commands come as lines of JSON on stdin:
-
-    {"upload": "step-00000100"}
-    {"remove": ["step-00000050"], "newest": false}  newest: true: also the newest whole one, as
-                                                    after going back to an earlier step
-    {"end": 600}                                    seconds for what is left; so does the end of the
-                                                    file, where the trainer was killed
-
-Reports go as lines of JSON to stdout; the trainer alone writes logs:
-
-    {"ready": true, "checkpoints": [names], "own": true}  own: whether this run directory was the last
-                                                          that was mirrored there
-    {"refused": sentence, "code": 73}        also where it ends early
-    {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
-    {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}
-    {"ended": true, "behind": [names]}       what was to be uploaded, and isn't there
-"""
+waits for a slow server."""
 
 import errno
-import json
-import os
-import re
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Optional, TypeVar
 
 from filelock import FileLock, Timeout
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
-from fabric_llm.base.files import MANIFEST, STEP_NAME, write_atomically
+from fabric_llm.base.files import MANIFEST, write_atomically
 from fabric_llm.mirror import lease, leftovers
 from fabric_llm.mirror.client import LEFT
-from fabric_llm.mirror.fetch import LOGS, is_whole, pins, steps
+from fabric_llm.mirror.commands import Commands, Over
+from fabric_llm.mirror.fetch import LOGS, is_whole, patiently, pins, steps
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import Damaged, Store, errors, pauses, probe, reason
 
 LOCK, OWNER = ".mirror.lock", ".mirror-owner"  # in the run directory
-MOST_WAITING = 2  # checkpoints, the newest ones
-GRACE_SECONDS = 2.0  # for a request that is on its way when time is up
 LOCK_SECONDS = 0.5  # between looks at a lock
 T = TypeVar("T")
-
-
-class Over(Exception):
-    """Time is up."""
 
 
 class GivenUp(Exception):
@@ -61,97 +34,31 @@ class GivenUp(Exception):
 
 
 class Uploader:
-    """`listen` runs in one thread and takes commands, `run` in another and obeys."""
+    """Obeys commands, in the thread that calls `run`."""
 
     def __init__(
         self,
         address: str,
         directory: Path,
-        report: Callable[[dict[str, Any]], None],
-        timeout_seconds: float,
+        commands: Commands,
         lease_seconds: float = lease.LEASE_SECONDS,
     ) -> None:
-        """report: called with each report, from several threads. timeout_seconds: for what is left
-        once stdin ends without {"end"}. Raises Fault (2) without obstore."""
+        """Raises Fault (2) without obstore."""
         self.store, self.directory, self.run_name = Store(address), directory, directory.name
-        self.report, self.timeout_seconds = report, timeout_seconds
+        self.commands, self.report = commands, commands.report
         self.lease: Lease  # once `run` has begun
         self.lease_seconds = lease_seconds
-        self.changed = threading.Condition()  # of the three below
-        self.queue: deque[tuple[str, Any]] = deque()  # (command, what it names)
-        self.current: Optional[str] = None  # the checkpoint that is being uploaded
-        self.deadline: Optional[float] = None  # of time.monotonic(), once there is one
         self.lost: Optional[str] = None  # by whom the prefix was taken over, in words
         self.in_trouble = False
-        self.stopped = threading.Event()
-
-    # ------------------------------------------------------------------------------- commands
-
-    def listen(self, lines: Iterable[str]) -> None:
-        """Take commands until the lines end."""
-        for line in lines:
-            try:
-                self._take(json.loads(line))
-            except (ValueError, TypeError, AttributeError, KeyError) as error:
-                self.report({"warning": f"The mirror doesn't understand {line[:100]!r}: {error}."})
-        with self.changed:
-            if self.deadline is None:
-                self._end(self.timeout_seconds)
-
-    def _take(self, command: dict[str, Any]) -> None:
-        names = [*command.get("remove", ()), *[command[k] for k in ("upload",) if k in command]]
-        for name in names:
-            # Nothing but checkpoints is ever touched.
-            if not re.fullmatch(STEP_NAME, name):
-                raise ValueError(f"{name!r} is no checkpoint's name")
-        with self.changed:
-            if "upload" in command:
-                self.queue.append(("upload", names[0]))
-                waiting = self._waiting()
-                for name in waiting[: max(len(waiting) - MOST_WAITING, 0)]:
-                    self._forget(name)
-            if "remove" in command:
-                for name in set(names) & set(self._waiting()):
-                    self._forget(name)
-                self.queue.append(("remove", (names, bool(command.get("newest")))))
-            if "end" in command:
-                self._end(float(command["end"]))
-            self.changed.notify()
-
-    def _waiting(self) -> list[str]:
-        return [name for command, name in self.queue if command == "upload"]
-
-    def _forget(self, name: str) -> None:
-        self.queue.remove(("upload", name))
-        # A former process may have sent some of its files.
-        self.queue.append(("clear", name))
-        self.report({"given_up": name})
-
-    def _end(self, seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
-        self.changed.notify()
-        # A request that is on its way can't be interrupted, so this process ends without it.
-        timer = threading.Timer(seconds + GRACE_SECONDS, self._exit)
-        timer.daemon = True
-        timer.start()
-
-    def _exit(self) -> None:
-        self._report_end()
-        os._exit(0)
-
-    def _report_end(self) -> None:
-        with self.changed:
-            if not self.stopped.is_set():
-                self.stopped.set()
-                behind = [*[name for name in (self.current,) if name], *self._waiting()]
-                self.report({"ended": True, "behind": behind})
 
     # ---------------------------------------------------------------------------- from the start
 
     def run(self) -> None:
         """Obey until the end. Raises Fault, before anything was changed, where it is refused."""
         with suppress(Over):
-            probe(self.store)
+            seconds = self.commands.timeout_seconds
+            patiently(self.store, lambda: probe(self.store), seconds, self._trouble, self._sleep)
+            self._recovered()
             lock = self._lock()
             self._own()
             self._ready()
@@ -162,10 +69,9 @@ class Uploader:
                 self._logs()
                 self._again(self.lease.end)
             # Whoever has lost the prefix waits to be told to end.
-            with self.changed:
-                self.changed.wait_for(lambda: self.deadline is not None)
+            self.commands.wait_for_end()
             lock.release()
-        self._report_end()
+        self.commands.report_end()
 
     def _lock(self) -> FileLock:
         """Wait for the uploader of the run's former process, which finishes what it had to do."""
@@ -175,7 +81,7 @@ class Uploader:
             try:
                 return lock.acquire(timeout=LOCK_SECONDS).lock
             except Timeout:
-                self._check_time()
+                self.commands.check_time()
             if not waits:
                 waits = True
                 self.report(
@@ -187,7 +93,12 @@ class Uploader:
         if not path.is_file():
             write_atomically(path, secrets.token_hex(16), durable=True)
         # A store of its own, since it is used by another thread.
-        self.lease = Lease(Store(self.store.address), path.read_text(), self.lease_seconds)
+        self.lease = Lease(
+            Store(self.store.address),
+            path.read_text(),
+            self.lease_seconds,
+            finishes=lambda: self.commands.deadline is not None,
+        )
         # What is here may be of before, which a second start must know as well (plan/mirrored.py).
         left = self.directory / LEFT
         self._again(lambda: self.lease.acquire(self._sleep, self._say, before=left.touch))
@@ -197,19 +108,15 @@ class Uploader:
         self.report({"warning": sentence})
 
     def _beat(self) -> None:
-        seconds = lease.BEAT_SECONDS * self.lease_seconds / lease.LEASE_SECONDS
-        while not self.stopped.wait(seconds) and not self.lease.ended:
-            try:
-                self.lease.beat()
-            except Lost as lost:
-                self.lost = str(lost)
-                return
-            except errors():
-                self.lease.store.open()  # the error itself is heard of where something is uploaded
+        try:
+            self.lease.keep(self.commands.stopped)
+        except Lost as lost:
+            self.lost = str(lost)
 
     def _ready(self) -> None:
         names = self._again(self._sweep)
         own = not (self.directory / LEFT).exists()
+        self.commands.has_begun = True
         self.report({"ready": True, "checkpoints": names, "own": own})
 
     def _sweep(self) -> list[str]:
@@ -230,14 +137,11 @@ class Uploader:
 
     def _obey_next(self) -> bool:
         """Obey one command. Returns whether there may be another one."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.queue or self.deadline is not None)
-            self._check()
-            if not self.queue:
-                return False
-            command, named = self.queue.popleft()
-            if command == "upload":
-                self.current = named
+        following = self.commands.following()
+        self._check()
+        if following is None:
+            return False
+        command, named = following
         if command == "remove":
             self._remove(*named)
             return True
@@ -251,7 +155,7 @@ class Uploader:
                 self.report({"warning": f"{why}."})
             self._again(lambda: self._discard(named, unless_whole=True))
             self.report({"given_up": named})
-        self.current = None
+        self.commands.current = None
         return True
 
     def _upload(self, name: str) -> None:
@@ -349,6 +253,9 @@ class Uploader:
     def _logs(self) -> None:
         """Copy the logs as they are now, as a file may grow meanwhile, and which checkpoints are
         pinned."""
+        # Those of a restore that was cut off are older than what is there.
+        if (self.directory / LEFT).exists():
+            return
         self._again(self._pins)
         for name in LOGS:
             path = self.directory / name
@@ -418,15 +325,11 @@ class Uploader:
 
     def _check(self) -> None:
         """Raises Over once time is up, Lost once another run has the prefix."""
-        self._check_time()
+        self.commands.check_time()
         if self.lost is not None:
             # Said once, since `run` catches it once.
             self.report({"warning": f"{self.lost}: nothing more is uploaded."})
             raise Lost(self.lost)
-
-    def _check_time(self) -> None:
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise Over
 
     def _require_lease(self) -> None:
         try:

@@ -39,7 +39,7 @@ def check_training(flags: Flags) -> None:
     """The flags of train.py, and the folders that they name.
 
     A resumed run under a launcher is checked further by rank 0 (run/supervision.py), since other
-    machines may not see its directory yet. If the run directory exists, the model is checked later,
+    machines may not see its directory yet, and what may take long follows once they have met. If the run directory exists, the model is checked later,
     so that a mistake is written into STATUS.json.
     """
     data, training, model_name = flags.data, flags.training, flags.model.model_name
@@ -99,14 +99,23 @@ def check_training(flags: Flags) -> None:
     # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():
         read_prompts(flags.logging.sample_prompts)
+    meets_others = started_by_other() or flags.devices.num_nodes > 1
     # Folders are read now, unless another machine may not see them yet.
-    if not flags.checkpoint.resume or not (started_by_other() or flags.devices.num_nodes > 1):
+    if not flags.checkpoint.resume or not meets_others:
         read = [] if flags.demo else folders  # the demo's dataset may have to be made first
         here = [folder for folder in (*evaluated, *read) if folder not in addresses]
         _check_folders(flags, here)
-    # Last, since it may take long, and before ranks wait for each other.
-    for given in addresses:
-        check_tokenizer_file(fetched.folder(given) / "tokenizer" / "tokenizer.json")
+    if not meets_others:
+        fetch_data(flags)
+
+
+def fetch_data(flags: Flags) -> None:
+    """Bring the datasets that flags name by addresses to this machine. Raises Fault."""
+    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
+    evaluated = parse_eval_data(flags.evaluation.eval_data).values()
+    for given in (*[source.path for source in mix.sources], *evaluated):
+        if address.is_address(given):
+            check_tokenizer_file(fetched.folder(given) / "tokenizer" / "tokenizer.json")
 
 
 def _check_folders(flags: Flags, datasets: Sequence[str]) -> None:

@@ -17,7 +17,14 @@ from typing import Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, UNWRITABLE, Fault
+from fabric_llm.base.faults import (
+    BAD_INPUT,
+    DONE,
+    NO_CHECKPOINT,
+    NON_FINITE,
+    UNWRITABLE,
+    Fault,
+)
 from fabric_llm.base.files import MANIFEST, no_link, write_atomically
 from fabric_llm.base.names import command
 from fabric_llm.base.program import wait_until
@@ -211,12 +218,14 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
     and unlock it.
 
     has_plan: False if the flags, the data or the model are wrong. A directory that was created for
-    the run is then removed.
+    the run is then removed, as after any mistake.
     """
+    has_plan = has_plan and fault.code not in (BAD_INPUT, NO_CHECKPOINT)
     for folder in list(_locks):
         if not has_plan and folder in _made and not fault.retryable:
             # It is removed while it is locked, so that no other run begins in it.
-            (folder / LOCK).unlink(missing_ok=True)
+            for path in (folder / LOCK, *folder.glob(".mirror*")):
+                path.unlink(missing_ok=True)
             with suppress(OSError):  # another run has begun there since
                 folder.rmdir()
             unlock(folder)

@@ -173,6 +173,7 @@ def start(flags: Flags) -> ThisRank:
     by_other = launch.started_by_other()
     has_ranks = placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
+    meets_others = has_ranks and (by_other or placement.num_nodes > 1)
     if starts:
         require_cores(flags, placement)
     if has_ranks and by_other:
@@ -199,7 +200,8 @@ def start(flags: Flags) -> ThisRank:
             run_directory.require_writable(named)
             run_directory.lock(named)
             directory = named
-            if flags.save.mirror is not None:
+            # Other machines would wait meanwhile for this one to join: run/supervision.py.
+            if flags.save.mirror is not None and not meets_others:
                 mirror = mirrored.open_mirror(flags, named)
         except ValueError as error:
             problem = as_mistake(error)

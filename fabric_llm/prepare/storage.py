@@ -5,9 +5,12 @@ import hashlib
 import json
 import secrets
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
+from threading import Event, Thread
 from typing import Any
 
 from fabric_llm.base import files
@@ -16,10 +19,12 @@ from fabric_llm.checkpoint.keep import remove
 from fabric_llm.mirror import fetch
 from fabric_llm.mirror.address import require, split
 from fabric_llm.mirror.fetch import OF_DATA, download, patiently, say_at_once
-from fabric_llm.mirror.store import FOLDER, Damaged, Store, probe
+from fabric_llm.mirror.lease import LEASE_SECONDS, Lease, Lost
+from fabric_llm.mirror.store import FOLDER, Damaged, Store, errors, probe
 
 AT_ONCE = 4  # objects, of which each may have as many parts in flight
 MARK = ".preparing"  # in a dataset that isn't complete: what is beside it may be replaced
+OWNER = ".owner"  # in the cache, beside what is sent: whose lease it is
 
 
 # ------------------------------------------------------------------------------------- inputs
@@ -128,18 +133,18 @@ def require_free(address: str, overwrite: bool) -> None:
     key (2); where it can't be reached (74)."""
     require(address, "--output", is_folder=True)
     store = Store(address.rstrip("/"))
-    probe(store)
-    there = patiently(store, lambda: store.below(""))
-    there = [name for name in there if not name.startswith(FOLDER)]
-    # Other datasets may lie below what a start that was killed has left.
-    nested = [name for name in there if name.endswith(f"/{OF_DATA}")]
-    if nested:
-        raise Fault(f"output {address} holds {nested[0]!r}, of another dataset: name another.")
-    if not there or MARK in there and OF_DATA not in there:
-        return
-    if not {OF_DATA, "dataset_dict.json"} <= {*there}:
+    patiently(store, lambda: probe(store))
+    # What is below isn't listed before it is known to be a dataset.
+    names = patiently(store, lambda: store.files("") + store.folders(""))
+    there = [name for name in names if name != FOLDER]
+    is_left = MARK in there and OF_DATA not in there
+    if there and not is_left and not {OF_DATA, "dataset_dict.json"} <= {*there}:
         raise Fault(f"output {address} holds {there[0]!r}, no prepared dataset: name another.")
-    if not overwrite:
+    # Other datasets may lie below what a start that was killed has left.
+    for name in patiently(store, lambda: store.below("")):
+        if name.endswith(f"/{OF_DATA}"):
+            raise Fault(f"output {address} holds {name!r}, of another dataset: name another.")
+    if there and not is_left and not overwrite:
         raise Fault(
             f"output {address} exists: pass --overwrite true to replace it, or name another."
         )
@@ -149,29 +154,65 @@ def send(folder: Path, address: str, overwrite: bool) -> None:
     """Put the dataset in `folder` at `address`. Its manifest is removed first and put last, when
     all else was read back: what a kill leaves is no dataset, and the next start replaces it.
 
-    Raises Fault (74), or (73) where somebody else writes there.
+    Raises Fault (74), or (73) where somebody else writes there, who has a lease as runs have.
     """
-    store = Store(address.rstrip("/"))
-    again, own = partial(patiently, store), (folder / OF_DATA).read_bytes()
-    entries, mark = json.loads(own)["written"], secrets.token_hex(8).encode()
-    size = sum(entry["bytes"] for entry in entries.values())
-    say_at_once(f"Sending {size / 2**20:,.1f} MiB to {address}.")
+    place, owner = address.rstrip("/"), folder.parent / OWNER
+    if not owner.is_file():
+        files.write_atomically(owner, secrets.token_hex(16))
+    # A store of its own, since it is used by another thread.
+    lease = Lease(Store(place), owner.read_text(), LEASE_SECONDS)
     try:
-        require_free(address, overwrite)  # it may be hours since the start
-        again(lambda: store.put(MARK, mark))
-        again(lambda: store.remove([OF_DATA]))
-        for name, entry in entries.items():
-            again(partial(_bring, store, name, folder / name, entry))
-        known = {*entries, MARK}
-        again(lambda: store.remove([name for name in store.below("") if name not in known]))
-        is_own = again(lambda: store.content(MARK)) == mark
-        if not is_own or not again(lambda: store.create(OF_DATA, own)):
-            raise Fault(f"output {address} is written by another process.", UNWRITABLE)
-        again(lambda: store.remove([MARK]))
+        with _held(lease):
+            require_free(address, overwrite)  # it may be hours since the start
+            _send(folder, Store(place), lease)
+    except Lost as lost:
+        raise Fault(f"{lost}.", UNWRITABLE) from lost
     # After a mistake (2), what was made would be thrown away.
     except Fault as fault:
         code = SAVE_FAILED if fault.code == BAD_INPUT else fault.code
         raise Fault(f"{fault} The same command goes on from there.", code) from fault
+
+
+@contextmanager
+def _held(lease: Lease) -> Iterator[None]:
+    """Acquire a lease, keep it, and leave nothing of it. Raises Fault (73, 74, 2)."""
+    over = Event()
+
+    def keep() -> None:
+        with suppress(Lost):  # which is seen where something is sent
+            lease.keep(over)
+
+    patiently(lease.store, lambda: lease.acquire(say=say_at_once))
+    beats = Thread(target=keep, daemon=True)
+    beats.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beats.join()
+        # Where that fails, the next one waits a minute.
+        with suppress(*errors()):
+            lease.remove()
+
+
+def _send(folder: Path, store: Store, lease: Lease) -> None:
+    again, own = partial(patiently, store), (folder / OF_DATA).read_bytes()
+    entries = json.loads(own)["written"]
+    size = sum(entry["bytes"] for entry in entries.values())
+    say_at_once(f"Sending {size / 2**20:,.1f} MiB to {store.address}.")
+    again(lambda: store.put(MARK, b""))
+    again(lambda: store.remove([OF_DATA]))
+    for name, entry in entries.items():
+        again(lease.check)
+        again(partial(_bring, store, name, folder / name, entry))
+    again(lease.check)
+    known, leases = {*entries, MARK}, f"{FOLDER}/"
+    strays = [name for name in again(lambda: store.below("")) if name not in known]
+    again(lambda: store.remove([name for name in strays if not name.startswith(leases)]))
+    again(lease.check)
+    if not again(lambda: store.create(OF_DATA, own)):
+        raise Lost(f"another process has written {store.address}")
+    again(lambda: store.remove([MARK]))
 
 
 def _bring(store: Store, name: str, path: Path, entry: files.Entry) -> None:

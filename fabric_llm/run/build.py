@@ -198,8 +198,7 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
     )
     # The optimizer takes the parameters that the strategy has made, not the skeleton's.
     make_optimizer(run, None if plan.resume_from is None else Path(plan.model.source))
-    if run.ranks_apart is not None:
-        copies.forget(run.ranks_apart, plan.run_directory)
+    copies.forget(run.ranks_apart, plan.run_directory)
     # Last: it compares the model that will train, in the form that the strategy gave it.
     if run.flags.model.verify_start:
         reference.verify_start(fabric, plan, run.model, loaded.expected)

@@ -10,39 +10,53 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Optional
 
 from fabric_llm.base.faults import SAVE_FAILED, Fault, as_fault
-from fabric_llm.base.ranks import first_fault, gather
+from fabric_llm.base.ranks import first_fault, gather, together
 from fabric_llm.checkpoint.apart import Apart
 from fabric_llm.plan import mirrored
 
 if TYPE_CHECKING:
     from fabric_llm.mirror.client import Mirror
+    from fabric_llm.processes.watch import Watch
 
 COPIES = f".copies-{gethostname()}"  # in the run directory of such a machine
 
 
-def readable(address: str, mirror: Optional[Mirror], ranks_apart: Apart, checkpoint: Path) -> Path:
+def readable(
+    address: Optional[str],
+    mirror: Optional[Mirror],
+    ranks_apart: Optional[Apart],
+    watch: Watch,
+    checkpoint: Optional[Path],
+) -> Optional[Path]:
     """Where this rank reads a checkpoint of rank 0's disk: on a machine that doesn't see that, in a
     copy from the mirror, see `forget`. All ranks call it, which raises Fault on all of them.
 
-    mirror: on rank 0.
+    mirror: on rank 0. ranks_apart: None where all see the disk. checkpoint: or None.
     """
+    if ranks_apart is None or checkpoint is None:
+        return checkpoint
     # A feature that is off isn't imported.
     from fabric_llm.mirror import fetch
 
-    problem, place = None, checkpoint
-    remove(ranks_apart, checkpoint.parent)  # what a kill left would take room
-    if mirror is not None:
-        problem = _wait_for(mirror, checkpoint)
-    first_fault(problem)
-    if ranks_apart.is_here:
-        there = f"{address.rstrip('/')}/{checkpoint.parent.name}/{checkpoint.name}"
-        copies = checkpoint.parent / COPIES
+    def wait() -> None:
+        if mirror is not None:
+            _wait_for(mirror, checkpoint)
+
+    def bring() -> Path:
+        if not ranks_apart.is_here:
+            return checkpoint
+        there = f"{str(address).rstrip('/')}/{checkpoint.parent.name}/{checkpoint.name}"
         try:
-            place = fetch.folder_of(there, copies, wanted=_is_read_by_all)
+            return fetch.folder_of(there, checkpoint.parent / COPIES, wanted=_is_read_by_all)
         except Exception as error:
-            problem = _on_this_machine(error)
-    first_fault(problem)
-    return place
+            raise _on_this_machine(error) from error
+
+    def mark() -> None:
+        watch.mark(watch.step, "fetching a copy")
+
+    remove(ranks_apart, checkpoint.parent)  # what a kill left would take room
+    together(wait, mark)
+    return together(bring, mark)
 
 
 def require_seen(address: str, ranks_apart: Apart) -> None:
@@ -73,10 +87,10 @@ def _is_read_by_all(name: str) -> bool:
     return name.startswith("trainer/") or not name.endswith(".safetensors")
 
 
-def _wait_for(mirror: Mirror, checkpoint: Path) -> Optional[Fault]:
-    """Wait until a checkpoint is at the mirror. Returns why it won't be, None if it is."""
+def _wait_for(mirror: Mirror, checkpoint: Path) -> None:
+    """Wait until a checkpoint is at the mirror. Raises Fault where it won't be."""
     if checkpoint.parent.resolve() != mirror.directory.resolve():
-        return Fault(
+        raise Fault(
             f"Machines that don't see {str(checkpoint)!r} can't begin a branch there: that needs a "
             "disk that they share."
         )
@@ -90,20 +104,21 @@ def _wait_for(mirror: Mirror, checkpoint: Path) -> Optional[Fault]:
         for report in mirror.reports():
             mirrored.tell(report, mirror.directory, None, mirrored.say)
         if checkpoint.name in mirror.names:
-            return None
+            return
         if checkpoint.name not in mirror.waiting:  # it is given up, as was said
             break
         time.sleep(0.1)
-    return Fault(
+    raise Fault(
         f"{checkpoint.name} isn't at {mirror.address}, where machines that don't see "
         f"{str(checkpoint.parent)!r} would read it (--mirror_timeout {mirror.seconds:g}).",
         SAVE_FAILED,
     )
 
 
-def forget(ranks_apart: Apart, directory: Path) -> None:
+def forget(ranks_apart: Optional[Apart], directory: Path) -> None:
     """Remove the copies of `readable` once all ranks have read them. All ranks call it."""
-    gather(None)
+    if ranks_apart is not None:
+        gather(None)
     remove(ranks_apart, directory)
 
 

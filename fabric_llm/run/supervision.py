@@ -20,7 +20,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import fetched, mirrored, run_directory
+from fabric_llm.plan import checks, fetched, mirrored, run_directory
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import ThisRank, place
 from fabric_llm.plan.warnings import warnings_of
@@ -132,15 +132,11 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         failpoint("joined")
         this.rank = fabric.global_rank
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
-        if flags.save.mirror is not None and this.directory is not None:
-            this.ranks_apart = apart.find(this.directory, flags.devices.hang_timeout)
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
-        if this.ranks_apart is not None:
-            copies.require_seen(flags.save.mirror, this.ranks_apart)
-        beside = {"code": register.fact(), "train_data_dir as fetched": fetched.versions()}
-        _require_one_command(ranks.gather({**flags.flat(), **beside}))
+        _require_one_command(ranks.gather({**flags.flat(), "code": register.fact()}))
+        _fetch_together(this, flags)
     except ValueError as error:
         raise as_mistake(error) from None
     # PyTorch raises it for all that goes wrong between ranks: the text tells the cause.
@@ -155,6 +151,28 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
     assert fabric.world_size == world_size, (fabric.world_size, world_size)
     watch.begin(flags.devices.hang_timeout)
     signals.end_by(interrupt)  # the watch tells the others when this rank ends
+
+
+def _fetch_together(this: ThisRank, flags: Flags) -> None:
+    """What may take minutes: begin to mirror, and fetch checkpoint and data. Raises Fault on all
+    ranks."""
+
+    def mark() -> None:
+        this.watch.mark(0, "fetching")
+
+    def open_mirror() -> None:
+        # A process that meets no other has done so, before it started its ranks.
+        if this.rank == 0 and this.mirror is None:
+            this.mirror = mirrored.open_mirror(flags, this.directory)
+
+    if flags.save.mirror is not None:
+        this.ranks_apart = apart.find(this.directory, flags.devices.hang_timeout)
+        mark()
+        ranks.together(open_mirror, mark)
+        if this.ranks_apart is not None:
+            copies.require_seen(flags.save.mirror, this.ranks_apart)
+    ranks.together(lambda: checks.fetch_data(flags), mark)
+    _require_one_command(ranks.gather({"train_data_dir as fetched": fetched.versions()}))
 
 
 def _require_one_command(flags_of_ranks: list[dict[str, Any]]) -> None:
@@ -177,9 +195,9 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
     # see the newest yet, or the end of the log, which has the losses of an evaluation.
     resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
-    place = resume_from
-    if this.ranks_apart is not None and resume_from is not None:
-        place = copies.readable(flags.save.mirror, this.mirror, this.ranks_apart, resume_from)
+    place = copies.readable(
+        flags.save.mirror, this.mirror, this.ranks_apart, this.watch, resume_from
+    )
     # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:
@@ -317,11 +335,23 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
     is_lost = watch.store_is_lost
     if not is_lost and first.code == faults.PEER_LOST:
         is_lost = not watch.wait_for([0], SECONDS_FOR_RANK_0)
+    if this.plan is None and flags.save.mirror is not None and first.retryable:
+        _write_elsewhere(this, flags, first)
     if is_lost:
         _write_for_rank_0(this, flags, first)
         # A rank 0 that is frozen holds its devices and would never end.
         if first.code != faults.STOPPED:
             launch.kill_parent()
+
+
+def _write_elsewhere(this: ThisRank, flags: Flags, first: Fault) -> None:
+    """Write STATUS.json on a machine that, as is not known yet, doesn't see rank 0's disk."""
+    with suppress(ValueError, OSError):
+        directory = this.directory or run_directory.directory(flags)
+        # Where it is there, rank 0 has it. Another name may not be the one that rank 0 takes.
+        if flags.checkpoint.run_name is not None and not directory.is_dir():
+            directory.mkdir(parents=True)
+            run_directory.write_status(directory, first.code, str(first), None, True)
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -100,8 +101,13 @@ def rewind(run: Run) -> None:
     rewinds = guard.rewinds + 1
     if not guard.may_rewind():
         raise _too_many(run, f"this would be rewind number {rewinds}", reason, forgot)
-    # Rank 0 chooses for all: other machines may not see the newest checkpoint yet.
-    last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot, reason))
+
+    def choose() -> Any:
+        return choose_checkpoint(run, forgot, reason) if run.fabric.global_rank == 0 else None
+
+    # Rank 0 chooses for all: other machines may not see the newest checkpoint yet. It may fetch it.
+    mark = partial(run.watch.mark, run.progress.step, "going back")
+    last, document = ranks.from_first(ranks.together(choose, mark))
 
     # Where the run goes on: the step of the checkpoint, at the position of the data here.
     there = replace(Progress(**document["progress"]), position=position)
@@ -121,12 +127,9 @@ def rewind(run: Run) -> None:
     # Optimizer, model and guard are those of the checkpoint; the data goes on from here.
     run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
-    place = last
-    if run.ranks_apart is not None and last is not None:
-        place = copies.readable(run.flags.save.mirror, run.mirror, run.ranks_apart, last)
-    load_again(run, place)
-    if run.ranks_apart is not None:
-        copies.forget(run.ranks_apart, run.plan.run_directory)
+    address, watch = run.flags.save.mirror, run.watch
+    load_again(run, copies.readable(address, run.mirror, run.ranks_apart, watch, last))
+    copies.forget(run.ranks_apart, run.plan.run_directory)
     restore(run, document)
     # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
     guard.rewinds, run.forgetting.over = rewinds, ()
