@@ -7,6 +7,7 @@ Exit codes: 0 a share is advised, 1 it doesn't know, since the branch that check
 """
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from fabric_llm.data.sources import PROBES, parse_eval_data
 from fabric_llm.forecast import shares
 from fabric_llm.plan.checks import MIN_EVALUATIONS, require_set
 from fabric_llm.plan.run_directory import read_status
-from fabric_llm.training.forgetting import parse_bounds, parse_budgets
+from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 from fabric_llm.verify import drill
 
 PROGRAM = "python -m fabric_llm.choose"
@@ -83,8 +84,9 @@ class Whole:
 
     @property
     def steers(self) -> bool:
-        """Whether steering can keep its budgets: it changes the share of a source that has one."""
-        return REPLAY in self.budgets
+        """Whether steering can keep its budgets: it changes the share of a source that has one, by
+        that of one that has none."""
+        return REPLAY in self.budgets and NEW not in self.budgets
 
     def branch(self, name: str, folder: Path, share: float, lr: float, steps: int) -> list[str]:
         """The words of train.py for a branch: the run in small, which begins with the base model.
@@ -95,7 +97,8 @@ class Whole:
         scaled = {}
         for flag in PHASES:
             if self.values.get(flag):
-                scaled[flag] = str(max(1, round(int(self.values[flag]) * steps / self.steps)))
+                # Rounded down: together they may be as long as the run.
+                scaled[flag] = str(max(1, int(self.values[flag]) * steps // self.steps))
         for flag in RATES:
             if self.values.get(flag):
                 scaled[flag] = f"{float(self.values[flag]) * lr / self.lr:.6g}"
@@ -103,7 +106,8 @@ class Whole:
         sources = {}
         for source, flag, part in ((NEW, "train_data_dir", 1 - share), (REPLAY, "replay", share)):
             sources[source] = {"path": self.values[flag], "weight": f"{part:.12g}"}
-        own = {"data_mix": json.dumps({"sources": sources}), "max_step": steps, "resume": "auto"}
+        mix = json.dumps({"sources": sources}, ensure_ascii=False)
+        own = {"data_mix": mix, "max_step": steps, "resume": "auto"}
         own |= {"run_name": name, "output_dir": folder, "log_step_interval": max(1, steps // 5)}
         off = by_flag(f"{drill.OWN} {OFF}".split())
         flags = {**self.given, **off, **scaled, **own}
@@ -131,12 +135,24 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
             values = read_yaml(Path(config)) or {}
         except OSError as error:
             raise ValueError(f"--config {config!r} can't be read: {error.strerror}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"--config {config!r} holds no flags: a line is `name: value`.")
     for name, words in given.items():
         value = words[-1] if words else None
         values[name] = None if value in ("null", "None") else value
     if not values.get("replay") or not values.get("train_data_dir"):
         raise ValueError("shares of --replay beside --train_data_dir are compared: give both.")
+    # A file may hold other types, which plan.py refuses.
+    for name in ("forgetting_budget", "eval_data", "steer_bounds"):
+        if values.get(name) is not None:
+            values[name] = str(values[name])
+    if values.get("checkpoint"):
+        raise ValueError("branches begin with --model_name: give the checkpoint as that.")
     budgets = parse_budgets(values.get("forgetting_budget"))
+    if hard_budgets(values.get("forgetting_budget")):
+        raise ValueError(
+            "with `:max` a run begins with the most replay, whichever share is chosen: leave it."
+        )
     if not budgets or 0 in budgets.values():
         raise ValueError("a share is chosen by --forgetting_budget: give one, each above 0.")
     known = [NEW, REPLAY, *parse_eval_data(values.get("eval_data")), *PROBES]
@@ -146,7 +162,10 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
         raise ValueError("forgetting depends on the learning rate: give --lr.")
     least, most = parse_bounds(values.get("steer_bounds") or "0:0.9")
     of_run = {name: words for name, words in given.items() if name not in PLAN}
-    return Whole(of_run, values, budgets, (float(least), float(most)))
+    whole = Whole(of_run, values, budgets, (float(least), float(most)))
+    if values.get("forgetting_action") == "steer" and not whole.steers:
+        raise ValueError(f"steering needs a budget for {REPLAY!r}, and none for {NEW!r}.")
+    return whole
 
 
 def planned(given: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -172,7 +191,9 @@ def measured(run: Path) -> Optional[tuple[Losses, Losses]]:
     found = []
     for _, line in files.json_lines(run / "metrics.jsonl", '"eval"'):
         if "eval" in line:
-            found.append({name: one["loss"] for name, one in line["eval"].items()})
+            losses = {name: one["loss"] for name, one in line["eval"].items()}
+            # A loss that isn't finite is null there.
+            found.append({name: math.nan if of is None else of for name, of in losses.items()})
     return found[0], found[-1]
 
 
@@ -186,7 +207,9 @@ class Branches:
         self.before: Losses = {}  # of the base model
         files.writable(folder / "flags.json")
         folder.mkdir(parents=True, exist_ok=True)
-        mine = json.dumps({**whole.given, "steps of a branch": steps}, indent=2)
+        flags = {name: value for name, value in whole.values.items() if name not in PLAN}
+        flags["steps of a branch"] = steps
+        mine = json.dumps(flags, indent=2, sort_keys=True, default=str)
         of_run = folder / "flags.json"
         if not of_run.is_file():
             files.write_atomically(of_run, mine)
@@ -270,8 +293,10 @@ def chosen(made: Branches, second_lr: float) -> None:
     choice |= {"laws": {name: law._asdict() for name, law in laws.items()}, "wrong": wrong}
     document, picture = made.folder / "choose.json", made.folder / "choose.png"
     files.write_atomically(document, json.dumps({**choice, "predicted": predicted}, indent=2))
-    shares.draw(choice, laws, picture)
-    print(f"Written: {document}, {picture.name}", flush=True)
+    written = [str(document)]
+    if shares.draw(choice, laws, picture):
+        written.append(picture.name)
+    print(f"Written: {', '.join(written)}", flush=True)
     if share is None:
         raise Fault(f"no share keeps the budgets even for {made.steps} steps.", NON_FINITE)
     if wrong:

@@ -174,6 +174,15 @@ GOOD = {
         ({"--lr": "null"}, "give --lr"),
         ({"--part": "2"}, "--part must be less than 1"),
         ({"--config": "/none/mine.yaml"}, "--config '/none/mine.yaml' can't be read: No such file"),
+        (
+            {"--forgetting_budget": "replay:0.1:max"},
+            "with `:max` a run begins with the most replay",
+        ),
+        ({"--checkpoint": "runs/a"}, "branches begin with --model_name"),
+        (
+            {"--forgetting_budget": "copy:0.1", "--forgetting_action": "steer"},
+            "steering needs a budget for 'replay', and none for 'new'",
+        ),
     ],
 )
 def test_each_mistake_is_one_sentence_before_anything_runs(changed, words, tmp_path, capsys):
@@ -182,6 +191,39 @@ def test_each_mistake_is_one_sentence_before_anything_runs(changed, words, tmp_p
     code, out, error = call(capsys, *given)
     assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
     assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]", "holds no flags"),
+        ("forgetting_budget: 5", "--forgetting_budget takes name:nats"),
+        ("eval_data: [a=b]", "--eval_data"),
+        ("steer_bounds: 0.5", "--steer_bounds takes"),
+    ],
+)
+def test_a_file_of_other_types_is_one_sentence(text, words, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    flags = dict(GOOD)
+    if text.startswith("forg"):
+        del flags["--forgetting_budget"]
+    given = [word for pair in flags.items() for word in pair]
+    code, out, error = call(capsys, *given, "--config", tmp_path / "run.yaml")
+    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+
+
+def test_phases_fit_into_a_branch_and_a_loss_may_be_no_number(tmp_path):
+    words = f"{RUN} --lr_schedule wsd --warmup_steps 300 --decay_steps 700"
+    whole = choose.whole_of(by_flag(words.split()))
+    whole.steps = 1000
+    flags = parse_train(whole.branch("b", tmp_path, 0.5, 0.001, 25)[2:])
+    assert flags.training.warmup_steps + flags.training.decay_steps <= 25
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "STATUS.json").write_text(json.dumps({"code": 0, "state": "done", "step": 1}))
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval": {"new": {"loss": null}}}\n')
+    [losses, _] = choose.measured(run)
+    assert math.isnan(losses["new"])
 
 
 def test_a_word_without_a_flag_is_refused(capsys):
@@ -279,7 +321,7 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(base, tmp_path, capsys
 
     # Another run's branches aren't taken for its own.
     choose.Branches(whole, undisturbed, 20)
-    whole.given["weight_decay"] = ["0"]
+    whole.values["weight_decay"] = "0"
     with pytest.raises(ValueError, match="has branches of a run with other flags"):
         choose.Branches(whole, undisturbed, 20)
 

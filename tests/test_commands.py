@@ -33,8 +33,13 @@ def run(command, folder, expected_code=0):
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=1200,
+        words,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == expected_code, f"{command}\n{done.stdout}\n{done.stderr}"
     assert not re.search(r"\r|\wWarning: ", done.stderr), "bars, or warnings in Python's own format"
@@ -97,8 +102,11 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     prepare, general, train, export, resume = (
         readme_commands(word)[0]
         for word in (
-            "--input corpus/", "--input general/", "train.py --devices 4 --model_name",
-            "export_hf.py ", "--resume true",
+            "--input corpus/",
+            "--input general/",
+            "train.py --devices 4 --model_name",
+            "export_hf.py ",
+            "--resume true",
         )
     )
     name = "meta-llama/Meta-Llama-3-8B"
@@ -118,7 +126,7 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     )
     flags = "--save_step_interval 10 --eval_step_interval 1 --eval_iters 1"
     train = train.replace("--devices 4", "--devices 2").replace(name, "model")
-    train = re.sub(r"--(number_epochs 1|eval_step_interval 50|save_step_interval 500)", "", train)
+    train = re.sub(r"--(max_step 2000|eval_step_interval 50|save_step_interval 500)", "", train)
     run(f"{train} {flags} --max_step 10 --strategy fsdp2", tmp_path)
     resume = resume.replace("Meta-Llama-3-8B-mine", "model-mine").replace(
         "--devices 2", "--devices 1"

@@ -2,6 +2,7 @@
 it ends within its budgets. Its mixture stays exact, elastic and verified by row."""
 
 import random
+import re
 import shutil
 from fractions import Fraction
 
@@ -11,10 +12,13 @@ from test_forgetting import base, evaluated, flags, lines, replayed  # noqa: F40
 
 from fabric_llm.checkpoint.keep import Progress, read_progress
 from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.mixture_text import parse
+from fabric_llm.data.mixture_text import DataMix, Source, parse
+from fabric_llm.data.periods import Stage
+from fabric_llm.plan.checks import check_training
 from fabric_llm.plan.schedule import FINEST, Schedule, lay_out
 from fabric_llm.training.forgetting import MARGIN, MAX_CHANGE, Forgetting, parse_bounds
 from fabric_llm.verify import __main__ as verify
+from parse_arguments import parse_train
 
 BUDGET = 0.3
 STEER = ("--forgetting_action", "steer", "--forgetting_budget", f"replay:{BUDGET}")
@@ -71,8 +75,8 @@ def test_a_steered_mixture_is_exact_in_each_of_its_stages(seed):
         now = now.steered(shares, (low, high), there)
         found = now.mixture.shares_at(there.position)
         assert sum(found.get(name, 0) for name in steered) <= high + 1e-9
-        if len(steered) * low <= high and len(steered) == 1:
-            assert found.get(steered[0], 0) >= float(low) - 1 / FINEST
+        if len(steered) * low <= high:
+            assert all(found.get(name, 0) >= float(low) - 1 / FINEST for name in steered)
         # What was read so far stays what it was.
         assert now.mixture.read_before(there.position).keys() == set(names)
     total = now.end_of_run()
@@ -191,12 +195,47 @@ def test_a_steered_run_goes_on_with_another_number_of_ranks(base, tmp_path):  # 
     assert segments[0] == segments[1]
 
 
-@pytest.mark.longer
-def test_a_budget_of_nothing_is_refused(base, tmp_path):  # noqa: F811
-    words = steered(base, tmp_path)
-    words[words.index(f"replay:{BUDGET}")] = "replay:0"
-    refused = Job(1, *words)
-    assert refused.wait(60) == [2] and "each above 0" in refused.output[0]
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"--forgetting_budget": "old:0"}, "each above 0"),
+        ({"--forgetting_budget": "new:1,old:1,code:1"}, "none is left whose share could fall"),
+        ({"--forgetting_budget": "copy:1"}, "'copy' is no source"),
+        ({"--max_step": "null"}, "needs --max_step"),
+        ({"--data_mix": "new=d/new:0.5,old=d/old:0.5:2"}, "leave its max_epochs"),
+        ({"--steer_bounds": "0.5:0.6", "--forgetting_budget": "old:1,code:1"}, "2 sources"),
+        ({"--forgetting_action": "stop", "--forgetting_budget": "old:1:max"}, "`:max` belongs to"),
+    ],
+)
+def test_what_cannot_be_steered_is_refused(changed, sentence):
+    given = {
+        "--data_mix": "new=d/new:0.5,old=d/old:0.3,code=d/code:0.2", "--model_name": "d/model",
+        "--forgetting_action": "steer", "--forgetting_budget": "old:1", "--max_step": "100",
+        "--eval_step_interval": "10", **changed,
+    }  # fmt: skip
+    parsed = parse_train([word for pair in given.items() for word in pair])
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check_training(parsed)
+
+
+def test_a_later_stage_of_longer_rows_keeps_its_shares():
+    """Its sources can't be tried before it begins."""
+    names, contexts, rows = ("new", "old", "new8k", "old8k"), (64, 64, 512, 512), (4000,) * 4
+    sources = tuple(Source(name, f"/d/{name}") for name in names)
+    long = Stage(Fraction(4, 5), (0, 0, 7, 3))
+    mix = DataMix(sources, (Stage(Fraction(0), (7, 3, 0, 0)), long))
+    stages, end, last = lay_out(mix, rows, 8, 100, 1)
+    mixture = Mixture(names, rows, contexts, stages, 1)
+    now = Schedule(Progress(), 8, 1, 8, 100, 1, mix, mixture, last, end, {}, True)
+    forgetting = Forgetting({"old": 0.2, "old8k": 0.2}, "steer")
+    forgetting.accept_evaluation(0, {"old": 2.0, "old8k": 2.0})
+    there = Progress()
+    for _ in range(20):
+        there = now.after(there)
+    shares = forgetting.steered({"old": 2.0, "old8k": 2.1}, mixture.fitting(there.position))
+    now = now.steered(shares, parse_bounds("0:0.9"), there)
+    assert shares.keys() == {"old"}
+    assert now.mixture.stages[-1].weights == (0, 0, 7, 3)
 
 
 @pytest.mark.longer
@@ -215,5 +254,6 @@ def test_without_room_it_ends_in_the_last_third(base, tmp_path):  # noqa: F811
     more = ("--steer_bounds", "0:0.1", "--lr", 1e-2, "--lr_schedule", "constant")
     [code] = Job(1, *steered(base, tmp_path, *more)).wait(120)
     assert code == 76
-    last = metrics(tmp_path / "run", "step")[-1]
-    assert 40 < last < 60
+    last = lines(tmp_path / "run")[-1]
+    assert 40 < last["step"] < 60
+    assert "eval" in last and last["shares"]["replay"] == 0.1, "the largest share was tried"

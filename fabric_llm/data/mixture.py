@@ -77,6 +77,12 @@ class Mixture:
         weights = periods.stage_at(self.stages, position).weights
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
+    def fitting(self, position: int) -> dict[str, float]:
+        """The same of all sources whose rows are as long as those at `position`."""
+        shares, length = self.shares_at(position), self.context_at(position)
+        contexts = zip(self.names, self.contexts)
+        return {name: shares.get(name, 0.0) for name, context in contexts if context == length}
+
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
         """{name: {"tokens", "epochs"}} of each source that was read before `position`, including
         what a rewind has undone. {} if the mixture isn't `is_named`."""
@@ -130,7 +136,7 @@ def seed_of(seed: int, name: str) -> int:
     return int(random_key(seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=periods.KEPT)
 def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(source of each slot, how many slots of that source come before it, weights), int64."""
     # Cached, because each batch asks for it and a period may have thousands of slots.

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
+# Weights whose periods are kept. Each step asks for those of all stages, and a steered run has a
+# stage for each evaluation.
+KEPT = 256
 ONE_SET = "validation"  # the name of the only source, and of its validation set
 
 
@@ -22,7 +25,7 @@ class Stage(NamedTuple):
     weights: tuple[int, ...]  # of each source: slots of a period
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
     """The source of each slot of a period: after any number of slots each source has its share,
     less than one row off.
@@ -52,7 +55,7 @@ def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(slots)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def places(weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The slots of each source in the period, in order."""
     slots: list[list[int]] = [[] for _ in weights]

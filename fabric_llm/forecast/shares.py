@@ -80,15 +80,15 @@ def as_learned(law: Law, loss: float) -> Optional[float]:
     return float(shares[np.abs(losses - loss).argmin()])
 
 
-def draw(choice: Mapping[str, Any], laws: Mapping[str, Law], file: Path) -> None:
-    """Draw what choose.json holds, or print what is missing for it: on the left what was learned
-    against what was forgotten, on the right each set over shares."""
+def draw(choice: Mapping[str, Any], laws: Mapping[str, Law], file: Path) -> bool:
+    """Draw what choose.json holds: on the left what was learned against what was forgotten, on the
+    right each set over shares. False where matplotlib is missing, which is printed."""
     try:
         # Unlike pyplot, a Figure of its own needs no display.
         from matplotlib.figure import Figure
     except ImportError:
         print("Not drawn: this needs matplotlib: pip install -e '.[report]'", flush=True)
-        return
+        return False
     new, before, budgets = choice["new"], choice["before"], choice["budgets"]
     left, right = Figure((12, 5), 120, layout="constrained").subplots(1, 2)
     shares = np.linspace(0, 1, 101)
@@ -116,3 +116,4 @@ def draw(choice: Mapping[str, Any], laws: Mapping[str, Law], file: Path) -> None
     for axes in (left, right):
         axes.legend()
     left.figure.savefig(file)
+    return True

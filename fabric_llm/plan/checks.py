@@ -94,6 +94,7 @@ def check_training(flags: Flags) -> None:
     # Without --max_step the length follows from the data, and make_plan.py checks again.
     check_length(flags, training.max_step)
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
+    _check_steering(flags, mix)
     freezing.check(training.freeze, training.train_only)
     overrides(flags)
     # Rank 0 reads them for all ranks.
@@ -258,21 +259,37 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
             f"--forgetting_action {action} reads more of a source: {others[0]!r} is no source of "
             "--data_mix."
         )
-    parse_bounds(evaluation.steer_bounds)
-    if action != "steer" and hard_budgets(evaluation.forgetting_budget):
+
+
+def _check_steering(flags: Flags, mix: Optional[mixture_text.DataMix]) -> None:
+    """Raises ValueError where shares can't follow the budgets."""
+    evaluation, steer = flags.evaluation, "--forgetting_action steer"
+    budgets = parse_budgets(evaluation.forgetting_budget)
+    least, most = parse_bounds(evaluation.steer_bounds)
+    if evaluation.forgetting_action != "steer":
+        if hard_budgets(evaluation.forgetting_budget):
+            raise ValueError(
+                f"--forgetting_budget: `:max` belongs to {steer}; with the others a budget holds "
+                "at every evaluation."
+            )
+        return
+    if not budgets or 0 in budgets.values():
+        raise ValueError(f"{steer} keeps budgets: give --forgetting_budget, each above 0.")
+    steered = budgets.keys() & set(mix.names)
+    if len(steered) == len(mix.names):
         raise ValueError(
-            "--forgetting_budget: `:max` belongs to --forgetting_action steer; with the others a "
-            "budget holds at every evaluation."
+            f"{steer}: all sources have a budget, so none is left whose share could fall."
         )
-    if action == "steer" and (not budgets or 0 in budgets.values()):
+    if least * len(steered) > most:
         raise ValueError(
-            "--forgetting_action steer keeps budgets: give --forgetting_budget, each above 0."
+            f"--steer_bounds {evaluation.steer_bounds}: {len(steered)} sources with so much each "
+            "have more than that together."
         )
-    if action == "steer" and not set(of_training) - budgets.keys():
-        raise ValueError(
-            "--forgetting_action steer: all sources have a budget, so none is left whose share "
-            "could fall."
-        )
+    # How often a source is read follows from shares that aren't known yet.
+    if flags.training.max_step is None:
+        raise ValueError(f"{steer} needs --max_step: how long an epoch takes isn't known before.")
+    if capped := [source.name for source in mix.sources if source.max_epochs]:
+        raise ValueError(f"{steer} reads {capped[0]!r} as often as it must: leave its max_epochs.")
 
 
 def require_set(flag: str, name: str, names: Collection[str]) -> None:

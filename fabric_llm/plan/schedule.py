@@ -129,13 +129,15 @@ class Schedule:
         bounds: the least of each of them, and the most of all together.
         """
         least, most = bounds
-        within = {
-            name: max(least, min(most, Fraction(round(share * FINEST), FINEST)))
-            for name, share in shares.items()
-        }
-        scale = min(Fraction(1), most / max(sum(within.values()), Fraction(1, FINEST)))
-        within = {name: share * scale for name, share in within.items()}
-        return self._laid_out(there, within, shortens=True)
+        above, room = {}, most - least * len(shares)
+        for name, share in shares.items():
+            asked = Fraction(round(share * FINEST), FINEST)
+            above[name] = max(Fraction(0), min(room, asked - least))
+        # What all ask for above the least is scaled to the room.
+        scale = min(Fraction(1), room / max(sum(above.values()), Fraction(1, FINEST)))
+        within = {name: least + share * scale for name, share in above.items()}
+        # Sources of a later stage with rows of another length keep what they have.
+        return self._laid_out(there, {**self.raised, **within})
 
     def _laid_out(
         self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False

@@ -48,8 +48,7 @@ def steer(run: Run) -> None:
     if forgetting.action != "steer" or there.step == 0 or schedule.is_over(there):
         return
     before = schedule.mixture.shares_at(there.position)
-    of_all = {name: before.get(name, 0.0) for name in schedule.mixture.names}
-    shares = forgetting.steered(run.losses, of_all)
+    shares = forgetting.steered(run.losses, schedule.mixture.fitting(there.position))
     bounds = parse_bounds(run.flags.evaluation.steer_bounds)
     try:
         run.schedule = schedule.steered(shares, bounds, there)
@@ -70,6 +69,9 @@ def stops(run: Run) -> bool:
     forgetting, there, schedule = run.forgetting, run.progress, run.schedule
     if forgetting.verdict != "steer":
         return forgetting.verdict == "stop"
+    # What was judged before holds no more: a larger share may have been read since.
+    if run.losses is None:
+        return False
     if not forgetting.hard.isdisjoint(forgetting.over):
         return True
     shares = schedule.shares_at(there.position)  # up to here: what begins now wasn't tried yet
@@ -81,7 +83,7 @@ def stops(run: Run) -> bool:
 def require_budget(run: Run) -> None:
     """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that
     only warns, or the run that was asked to stop will steer on."""
-    verdict, is_over = run.forgetting.verdict, run.schedule.is_over(run.progress) or stops(run)
+    verdict, is_over = run.forgetting.verdict, run.is_over or stops(run)
     if verdict in ("stop", "rewind") or verdict == "steer" and is_over:
         advice = "--forgetting_budget: more replay or a larger budget may help"
         raise _fault_of_all(run, f"{run.forgetting.forgotten} ({advice})", forgot=True)
