@@ -1,7 +1,7 @@
 """Ways to keep what a model knows while it learns something new, at equal tokens: constant shares of
 replay, shares that are steered, a rewind, replay at the end only, and a merge with the base model.
 
-    python benchmarks/keep_the_old.py WORK [--seeds 1 2 3] [--budgets 0.05 0.02]
+    python benchmarks/keep_the_old.py WORK [--seeds 1 2 3] [--budgets 0.2 0.1]
 
 The old text is Python's library, the new text the C++ headers of torch, the model a Llama of a sixth of a
 million parameters. What is done in WORK isn't done again.
@@ -39,7 +39,7 @@ def main() -> None:
     parser = page.parser(__doc__)
     parser.add_argument("work", type=Path, help="the folder of datasets and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.02], help="nats")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1], help="nats")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
     given = page.parse(parser)
     work = given.work.resolve()
