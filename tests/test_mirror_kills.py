@@ -23,6 +23,7 @@ from uploads import ROOT, RUN, Mirror, mirrored, read, save
 
 from fabric_llm.base import failpoints, files
 from fabric_llm.mirror import fetch
+from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.fetch import checkpoints, restore
 from fabric_llm.mirror.store import PART_BYTES, Store
 
@@ -145,6 +146,8 @@ def test_whatever_happens_each_manifest_is_a_checkpoint(place, run, tmp_path, se
         with Mirror(place, here, failpoint=point, lease_seconds=2) as mirror:
             try:
                 ready = mirror.wait("ready")
+                # As the trainer does: this disk holds what is there.
+                (here / LEFT).unlink(missing_ok=True)
                 behind = [path.name for path in files.checkpoints(here)]
                 for name in behind:
                     if name not in ready["checkpoints"]:
