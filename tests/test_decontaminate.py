@@ -224,7 +224,7 @@ def test_the_others_come_into_the_split_where_they_were(drawn, clean, tmp_path):
 )
 def test_packed_rows_are_taken_apart_where_documents_end(packing, expected):
     rows = [{"input_ids": np.array(ids)} for ids in ([5, 6, 7, 8], [9, 0, 3, 0], [4, 2])]
-    found = contamination._documents(rows, {"eos_token_id": 0, "packing": packing})
+    found = contamination._documents(rows, packing, 0)
     assert [ids.tolist() for ids in found if len(ids)] == expected
 
 
@@ -461,11 +461,33 @@ def test_a_set_that_is_none_is_refused_in_one_sentence(drawn, clean, tmp_path, c
     assert "can't be read as a list of splits" in refused(capsys, folder, *out, without)
     itself = ("--output", output, "--overwrite", "true", "--decontaminate", output)
     assert "--decontaminate names the output" in refused(capsys, folder, *itself)
+    for words in ("", " , "):
+        assert "--decontaminate names no dataset" in refused(capsys, folder, *out, words)
+    address = "s3://bucket/tasks"
+    assert f"{address}: it takes folders, no addresses" in refused(capsys, folder, *out, address)
+    shutil.copytree(folder / "one", tmp_path / "pieces")
+    file = tmp_path / "pieces" / "tokenizer" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": None}))
+    assert "has no decoder" in refused(capsys, folder, *out, tmp_path / "pieces")
     with_tasks = ["--tasks", "x", "--tokenizer", "y", "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
         prepare_data.main([*with_tasks, "--decontaminate", str(folder / "one")])
     assert "not --decontaminate" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_a_file_name_may_hold_any_bytes_and_a_text_may_be_one_word(drawn, tmp_path):
+    folder, sets, _ = drawn
+    names = [os.fsdecode(b"\xff0.txt"), "genome.txt"]
+    texts = [max(sets["two"], key=len), "acgt" * 50_000]
+    for name, text in zip(names, texts):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text("\n---\n".join([text, *written(WORDS, random)]))
+    given = arguments(folder, tmp_path / "out", decontaminate=str(folder / "two"))
+    given |= {"inputs": [tmp_path / "in"], "document_separator": "\\n---\\n"}
+    prepare(**given)
+    [line] = (tmp_path / "out" / "contaminated.jsonl").read_text().splitlines()
+    assert json.loads(line)["file"].endswith("\udcff0.txt")
 
 
 def test_where_nothing_is_left_it_says_why(drawn, tmp_path):

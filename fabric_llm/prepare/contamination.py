@@ -9,8 +9,9 @@ are enough there.
 An evaluation set is the validation split of a folder that prepare_data.py has written. Its text is
 what its tokenizer makes of its tokens: of tasks, each context with each of its choices; of packed
 rows, each document. Texts of fewer than 13 words can't be found, and are counted. Nor can words on
-both sides of where `best_fit` has cut a long document. Documents are left out of both splits,
-whatever they are meant for. A tokenizer is trained on all of them.
+both sides of where `best_fit` has cut a long document, or with accents that the tokenizer drops.
+Documents are left out of both splits, whatever they are meant for. A tokenizer is trained on all of
+them.
 """
 
 import hashlib
@@ -23,10 +24,11 @@ from functools import cache, lru_cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from fabric_llm.base.faults import one_line
 from fabric_llm.prepare.documents import Part, lines_in, load_splits
@@ -35,6 +37,7 @@ GRAM = 13  # words
 LISTED = "contaminated.jsonl"  # in the dataset: a line for each document and set that share words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word is lost
 WORDS_AT_ONCE = 2**16
+LONG = 64  # characters of a word
 TEXTS_AT_ONCE = 1024
 # Thai and Lao, Burmese, Khmer, kana, ideographs.
 UNSPACED = (
@@ -51,8 +54,13 @@ def _word() -> re.Pattern[str]:
     return re.compile(rf"{letter}+(?:{mark}+{letter}*)*|(?=\w|{mark})[{UNSPACED}]")
 
 
-@lru_cache(2**16)
 def _number(word: str) -> int:
+    # A text may be one word, such as a genome, and isn't kept.
+    return _kept_number(word) if len(word) <= LONG else zlib.crc32(word.encode())
+
+
+@lru_cache(2**16)
+def _kept_number(word: str) -> int:
     return zlib.crc32(word.encode())
 
 
@@ -112,14 +120,20 @@ def read(name: str) -> EvaluationSet:
         manifest = json.loads(Path(name, "manifest.json").read_bytes())
         tokenizer = Tokenizer.from_file(str(Path(name, "tokenizer", "tokenizer.json")))
         about: dict[str, Any] = {"path": name, "sha256": manifest["sha256"]}
+        packing, end = manifest.get("packing"), manifest.get("eos_token_id")
     except Exception as error:  # tokenizers raises no other
         raise ValueError(
             f"--decontaminate {name}: this isn't a dataset of prepare_data.py: {one_line(error)}"
         ) from error
+    # Its tokens would be joined by spaces, so that pieces of words would be words.
+    if tokenizer.decoder is None and not isinstance(tokenizer.model, WordLevel):
+        raise ValueError(
+            f"--decontaminate {name}: its tokenizer has no decoder, so the words aren't known"
+        )
     splits = load_splits("dataset", name)
     if "validation" not in splits:
         raise ValueError(f"--decontaminate {name}: this has no split 'validation'")
-    documents = _documents(splits["validation"].with_format("numpy"), manifest)
+    documents = _documents(splits["validation"].with_format("numpy"), packing, end)
     about |= {"documents": 0, "texts": 0, "short": 0}
     hashes = np.array([2**64 - 1], np.uint64)
     # Some at a time: tasks have the same context again and again.
@@ -137,8 +151,9 @@ def read(name: str) -> EvaluationSet:
     return EvaluationSet(hashes, about)
 
 
-def _documents(rows: Any, manifest: dict[str, Any]) -> Iterator[np.ndarray]:
-    """The tokens of each document of packed rows, or of each request of tasks."""
+def _documents(rows: Any, packing: Optional[str], end: Optional[int]) -> Iterator[np.ndarray]:
+    """The tokens of each document of packed rows, or of each request of tasks. end: the token
+    behind a document."""
     held: list[np.ndarray] = []  # of a document that goes on in the next row
     for row in rows:
         ids = row["input_ids"]
@@ -146,13 +161,13 @@ def _documents(rows: Any, manifest: dict[str, Any]) -> Iterator[np.ndarray]:
         if "labels" in row:
             yield ids
             continue
-        *ended, rest = np.split(ids, np.flatnonzero(ids == manifest["eos_token_id"]) + 1)
+        *ended, rest = np.split(ids, np.flatnonzero(ids == end) + 1)
         for document in ended:
             yield np.concatenate([*held, document])
             held.clear()
         held.append(rest)
         # What is left of a document that best_fit cuts may be in any row.
-        if manifest["packing"] == "best_fit":
+        if packing == "best_fit":
             yield held.pop()
     if held:
         yield np.concatenate(held)
@@ -178,4 +193,5 @@ def listing(
         about["documents"] += 1
         file = given(part.path) + f" [{part.split}]" * bool(part.split)
         line = {"file": file, "number": number, "set": about["path"], "words": words}
-        yield json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        # A name of a file may hold bytes that aren't UTF-8.
+        yield json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

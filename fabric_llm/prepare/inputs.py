@@ -54,7 +54,11 @@ def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
         raise ValueError(
             f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})"
         )
+    if given.decontaminate is not None and not names_of(given.decontaminate):
+        raise ValueError("--decontaminate names no dataset")
     for name in names_of(given.decontaminate):
+        if is_address(name):
+            raise ValueError(f"--decontaminate {name}: it takes folders, no addresses")
         if place_of(name) == place_of(given.output):
             raise ValueError(f"--decontaminate names the output {name}: name other datasets")
 
