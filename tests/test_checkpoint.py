@@ -40,13 +40,25 @@ from fabric_llm.weights.export import export
 from parse_arguments import parse_train
 
 FLAGS = (
-    "--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true",
-    "--max_step", 3,
+    "--micro_batch_size",
+    4,
+    "--eval_iters",
+    0,
+    "--lr",
+    1e-2,
+    "--precision",
+    "32-true",
+    "--max_step",
+    3,
 )
 EXTEND = ("--resume_override", "max_step")
 # beside checkpoints
 LEFT = [
-    ".lock", "STATUS.json", "arguments.yaml", "events.jsonl", "metrics.jsonl",
+    ".lock",
+    "STATUS.json",
+    "arguments.yaml",
+    "events.jsonl",
+    "metrics.jsonl",
 ]
 FLAGS += ("--save_step_interval", 1)
 
@@ -101,8 +113,14 @@ def assert_same_weights(run, undisturbed):
 
 def test_layout_of_a_full_checkpoint(runs):
     assert names(runs / "full") == [
-        ".lock", "STATUS.json", "arguments.yaml", "events.jsonl", "metrics.jsonl", "step-00000001",
-        "step-00000002", "step-00000003",
+        ".lock",
+        "STATUS.json",
+        "arguments.yaml",
+        "events.jsonl",
+        "metrics.jsonl",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
     ]
     assert files_of(runs / "full" / "step-00000003") == [
         "MANIFEST.json",
@@ -324,7 +342,10 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
     (run / ".STATUS.json-12ab34cd").touch()  # killed while it was written
     for name in (
-        ".tmp-step-00000004-ab12", ".trash-step-00000001-cd34", ".tmp-mine", ".trash",
+        ".tmp-step-00000004-ab12",
+        ".trash-step-00000001-cd34",
+        ".tmp-mine",
+        ".trash",
         "aside-step-00000002-x",
     ):
         (run / name).mkdir()
@@ -429,7 +450,12 @@ def test_latest_is_the_highest_complete_step(run):
 
 def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
     for name in (
-        "step-x", "step-", "step-9", "step-00000009x", "xstep-00000009", "aside-step-00000009-a",
+        "step-x",
+        "step-",
+        "step-9",
+        "step-00000009x",
+        "xstep-00000009",
+        "aside-step-00000009-a",
     ):
         (run / name).mkdir()
         (run / name / "MANIFEST.json").write_text("{}")
@@ -576,6 +602,19 @@ def test_a_directory_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     assert held == [True] and not folder.exists() and not run_directory._locks
 
 
+def test_what_was_fetched_into_a_new_directory_stays_and_says_how_it_ended(tmp_path):
+    """A STATUS.json that came with it, of a run that is at work, would have it started again."""
+    folder = tmp_path / "run"
+    run_directory.lock(folder)
+    (folder / "step-00000001").mkdir()
+    (folder / ".mirror-owner").write_text("me")
+    (folder / run_directory.STATUS).write_text('{"code": null, "reason": "running"}')
+    run_directory.leave(Fault("wrong"))
+    assert run_directory.read_status(folder)["code"] == 2 and not run_directory._locks
+    left = {path.name for path in folder.iterdir()}
+    assert left > {"step-00000001", ".mirror-owner"}
+
+
 def test_a_lock_that_was_removed_is_made_anew(tmp_path, monkeypatch):
     folder, flock, tries = tmp_path / "run", run_directory.fcntl.flock, []
 
@@ -622,7 +661,9 @@ def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):
     )
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
     assert [path.name for path in checkpoints(run)] == [
-        "step-00000001", "step-00000002", "step-00000003",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
     ]
 
 
@@ -686,8 +727,16 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, never)
     one_rank(
-        toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--max_step", 2,
-        "--num_workers", 0,
+        toys,
+        tmp_path,
+        "--run_name",
+        "run",
+        "--state_dict_type",
+        kind,
+        "--max_step",
+        2,
+        "--num_workers",
+        0,
     )
     one_rank(
         toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true", *EXTEND
@@ -725,7 +774,14 @@ def test_optimizer_state_of_any_strategy_loads_on_one_device(
     gets."""
     flags = (*toy_run(toys, tmp_path, model=model), *FLAGS)
     flags += (
-        "--run_name", "run", "--global_batch_size", 6, "--micro_batch_size", 1, "--max_step", 2,
+        "--run_name",
+        "run",
+        "--global_batch_size",
+        6,
+        "--micro_batch_size",
+        1,
+        "--max_step",
+        2,
     )
     train_ranks(
         ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2

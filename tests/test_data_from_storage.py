@@ -590,6 +590,41 @@ def test_of_two_writers_one_waits_or_is_refused(tmp_path, mine, monkeypatch):
     assert sorted(files.files_in(tmp_path / "out/mine")) == sorted(files.files_in(mine))
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_writer_that_wakes_destroys_nothing(tmp_path, mine, monkeypatch, follows):
+    """It was suspended while another one took over and ended, of whose lease nothing is left, or
+    while a third one has begun, whose lease has its own number."""
+    out, bring, began = tmp_path / "out" / "mine", storage._bring, []
+    place = f"file://{out}"
+
+    def suspended(store, name, *words):
+        bring(store, name, *words)
+        if began:
+            return
+        second, third = (Lease(Store(place), owner, 0.2) for owner in ("second", "third"))
+        began.append(second)
+        second.acquire()
+        assert second.number == 2
+        for path in files.files_in(out):
+            if not path.startswith(".leases"):
+                (out / path).unlink()
+        (out / "manifest.json").write_text("of the second")
+        second.remove()
+        if follows:
+            third.acquire()
+            assert third.number == 1
+            began.append(third)
+
+    monkeypatch.setattr(storage, "_bring", suspended)
+    with pytest.raises(Fault, match=f"has taken over {place}") as raised:
+        storage.send(mine, place, True)
+    assert raised.value.code == UNWRITABLE
+    left = [name for name in files.files_in(out) if not name.startswith(".leases")]
+    assert left == ["manifest.json"] and (out / left[0]).read_text() == "of the second"
+    if follows:
+        began[1].check()
+
+
 def test_another_dataset_below_is_left_alone(tmp_path, mine):
     """Also below what a start that was killed has left, and whatever the flag says."""
     for beside in (None, ".preparing", "manifest.json"):

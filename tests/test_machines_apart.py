@@ -162,12 +162,17 @@ def test_rank_0_joins_before_it_fetches(toys, tmp_path):
     moves = elsewhere(tmp_path)
 
     def slow():
+        from fabric_llm.mirror.store import Store
         from fabric_llm.plan import mirrored
 
         moves()
         apart_ranks.SECONDS_TO_SEE = 0.5
         opened = mirrored.open_mirror
         mirrored.open_mirror = lambda *given: [time.sleep(6), opened(*given)][1]
+        # The other machine, too, before it sees the mirror.
+        below = Store.below
+        if os.environ["RANK"] == "1":
+            Store.below = lambda *given: [time.sleep(6), below(*given)][1]
 
     job = Job(2, *apart(toys, tmp_path, "--join_timeout", 4), before=slow)
     assert job.wait(120) == [DONE, DONE], job.output

@@ -423,6 +423,27 @@ def test_a_folder_below_the_root(monkeypatch, tmp_path):
     assert first in store.folders("") and store.size(f"{first}/nothing") is None
 
 
+def test_patience_counts_from_the_first_error(place, clock):
+    """A file may take longer than that."""
+    tries = []
+
+    def long_then_fails():
+        tries.append(clock.now)
+        clock.sleep(1000)
+        if len(tries) == 1:
+            raise OSError(5, "lost")
+        return "whole"
+
+    assert fetch.patiently(Store(place), long_then_fails, sleep=clock.sleep) == "whole"
+    began = clock.now
+
+    def fails():
+        raise OSError(5, "lost")
+
+    refused(lambda: fetch.patiently(Store(place), fails, sleep=clock.sleep), 74)
+    assert 60 <= clock.now - began <= fetch.PATIENCE_SECONDS
+
+
 # ------------------------------------------------------------------------------- the lease
 
 
@@ -546,6 +567,22 @@ def test_only_one_of_many_takes_over(place):
             pass
     assert [owner.number for owner in holding if owner.number == newest] and set(errors) <= {73}
     assert len({*numbers}) == newest
+
+
+def test_an_owner_that_begins_while_another_process_probes(place, monkeypatch):
+    """It takes the object of the probe for one that a kill left."""
+    create, owners = Store.create, []
+
+    def interrupted(own, name, content):
+        made = create(own, name, content)
+        if store.PROBE in name and not owners:
+            owners.append(Lease(Store(place), "a"))
+            owners[0].acquire()
+        return made
+
+    monkeypatch.setattr(Store, "create", interrupted)
+    probe(Store(place))
+    assert owners and Store(place).below(".leases") == [".leases/lease-000001.json"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"ended": 1}', b"\xff"])
@@ -714,6 +751,24 @@ def test_a_server_that_is_away_at_the_start_is_waited_for(on_moto, run, monkeypa
             mirror.wait("warning")
             mirror.process.stdin.close()
             assert mirror.exit(20) == 0
+
+
+@pytest.mark.parametrize("words", ["/lease-", f"{RUN}%2F"])  # of a request for the lease, a list
+def test_what_is_refused_after_the_probe_ends_the_start(on_moto, run, monkeypatch, words):
+    """Where the server goes away then, or a key has rights to a part of the prefix alone."""
+    place, _ = on_moto
+    slow = (503, DENIED.replace("AccessDenied", "SlowDown"))
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        for answer, code in ((slow, 74), ((403, DENIED), 2)):
+
+            def refuses(method, path, count, answer=answer):
+                return answer if words in path else None
+
+            proxy.answer = refuses
+            with Mirror(place, run, "--timeout", "1") as mirror:
+                assert mirror.wait("refused")["code"] == code
+                assert mirror.exit() == code
 
 
 def test_rights_that_miss_one_of_four(on_moto, monkeypatch):

@@ -458,6 +458,20 @@ def test_a_refused_run_leaves_the_mirror_to_the_next(toys, tmp_path, place):
     ended(Job(1, *words))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "mistake"), [(1, ("--seed", 9)), (2, ("--train_data_dir", "file:///tmp/none"))]
+)
+def test_a_mistake_on_an_empty_disk_is_in_its_status(toys, tmp_path, ranks, mistake):
+    """The status that came with the checkpoint says that the run is at work: a scheduler would
+    start it again for ever. One without the mistake goes on at once."""
+    again, new = lost(toys, tmp_path, ranks), tmp_path / "new" / RUN
+    ended(Job(ranks, *again, *mistake), BAD_INPUT)
+    assert status(new)["code"] == BAD_INPUT and (new / ".mirror-owner").is_file()
+    assert status(new)["retryable"] is False
+    ended(Job(ranks, *again))
+    assert status(new)["code"] == DONE
+
+
 @pytest.mark.parametrize("name", [RUN, "another"])
 def test_two_runs_on_one_prefix(toys, tmp_path, place, name):
     words = flags(toys, tmp_path / "one", "--mirror", place)

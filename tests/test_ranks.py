@@ -1,5 +1,6 @@
 """One rank's fault is raised on all ranks, with its sentence and code, and none is left waiting."""
 
+import threading
 import time
 
 import pytest
@@ -96,3 +97,28 @@ def test_ranks_wait_together_for_one_that_takes_long(world_size):
     found = run_ranks(world_size, waits, slow, ValueError("a  7"))
     assert {fault[:3] for fault, _ in found} == {("a  7", BAD_INPUT, False)}
     assert found[slow][0][3] == "ValueError('a  7')" and all(marked for _, marked in found)
+
+
+def fails_first(failing):
+    """(what `together` makes of a rank that fails, whether the others' actions had ended by
+    then)."""
+    from fabric_llm.base import ranks
+
+    ranks.SECONDS_TO_WAIT, over, release = 0.05, [], threading.Event()
+
+    def action():
+        if rank() == failing:
+            raise ValueError("a  7")
+        release.wait(20)
+        over.append(1)
+
+    found = told(ranks.together, action, lambda: None)
+    ended = list(over)
+    release.set()
+    return found[:3], ended
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_is_heard_of_while_others_are_at_work(failing):
+    """As one without credentials, while another one fetches a large checkpoint."""
+    assert run_ranks(2, fails_first, failing) == [(("a  7", BAD_INPUT, False), [])] * 2

@@ -1,7 +1,7 @@
 """Communication between all ranks. Without a process group there is one rank."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, Optional, TypeVar
 
@@ -84,22 +84,35 @@ def together(action: Callable[[], T], mark: Callable[[], Any]) -> T:
     """What `action` returns on this rank, in a thread, however long it takes. All ranks call it, and
     ask each other until all are done, so that no collective times out; `mark` is called meanwhile.
 
-    If any raises, all ranks raise a Fault, as `from_rank_zero` does.
+    If any raises, all ranks raise a Fault, as `from_rank_zero` does, also those that aren't done:
+    their actions go on until the process ends.
     """
     pool = ThreadPoolExecutor(1)
     future = pool.submit(action)
-    while not all(gather(not wait([future], SECONDS_TO_WAIT).not_done)):
+    pool.shutdown(wait=False)  # after this action
+    while True:
+        is_done = not wait([future], SECONDS_TO_WAIT).not_done
+        problem = None
+        if is_done:
+            problem = _problem_of(future)
+        found = gather((is_done, problem))
+        for _, fault in found:
+            if fault is not None:
+                raise problem or fault
+        if all(done for done, _ in found):
+            return future.result()
         mark()
-    pool.shutdown()
-    problem, error = None, future.exception()
-    if error is not None:
-        problem = as_mistake(error)
-        if problem is not error:
-            problem.__cause__ = error  # for the traceback
-    for fault in gather(problem):
-        if fault is not None:
-            raise problem or fault
-    return future.result()
+
+
+def _problem_of(future: Future) -> Optional[Fault]:
+    """What an action that is done has raised."""
+    error = future.exception()
+    if error is None:
+        return None
+    problem = as_mistake(error)
+    if problem is not error:
+        problem.__cause__ = error  # for the traceback
+    return problem
 
 
 def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:

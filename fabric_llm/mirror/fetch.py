@@ -359,18 +359,21 @@ def patiently(
     trouble: Callable[[str], Any] = lambda why: None,
     sleep: Callable[[float], Any] = time.sleep,
 ) -> T:
-    """What `action` returns, tried again for `seconds` (default: PATIENCE_SECONDS). Raises Fault
-    (74, 2) then, and OSError of the local disk. trouble: called with what went wrong each time."""
-    end = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
+    """What `action` returns, tried again for `seconds` (default: PATIENCE_SECONDS) from its first
+    error, since it may take long itself. Raises Fault (74, 2) then, and OSError of the local disk.
+    trouble: called with what went wrong each time."""
+    end = None
     for pause in pauses():
         try:
             return action()
         except _Disk as error:
             raise error.__cause__ from None
         except errors() as error:
-            fault = as_fault(error, store.address)
+            fault, now = as_fault(error, store.address), time.monotonic()
+            if end is None:
+                end = now + (PATIENCE_SECONDS if seconds is None else seconds)
             # Keys that are wrong aren't right a minute later.
-            if not fault.retryable or time.monotonic() + pause > end:
+            if not fault.retryable or now + pause > end:
                 raise fault from error
             trouble(reason(error))
         sleep(pause)

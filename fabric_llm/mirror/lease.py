@@ -92,10 +92,14 @@ class Lease:
         self.store.put(_name(self.number), self._document())
 
     def check(self) -> None:
-        """Raises Lost if there is a higher number."""
-        number, content = self._newest()
-        if number > self.number:
-            raise Lost(f"{_who(content)} has taken over {self.store.address}")
+        """Raises Lost if there is a higher number, or this one isn't the own one any more: whoever
+        had it meanwhile may have left nothing, so that numbers begin anew."""
+        number, content = self._newest(self.number)
+        is_own = _decoded(content).get("owner") == self.owner
+        if number == self.number and is_own:
+            return
+        who = _who(content) if content else "another process, which has ended,"
+        raise Lost(f"{who} has taken over {self.store.address}")
 
     def end(self) -> None:
         """Let the next owner begin at once. Raises Lost."""
@@ -104,8 +108,9 @@ class Lease:
         self._remove_older()
 
     def remove(self) -> None:
-        """As `end`, and nothing is left."""
+        """As `end`, and nothing is left. Raises Lost."""
         self.ended = True
+        self.check()
         self.store.remove([_name(self.number)])
 
     def _document(self) -> bytes:
@@ -122,9 +127,9 @@ class Lease:
             }
         ).encode()
 
-    def _newest(self) -> tuple[int, bytes]:
-        """(the highest number, what it says), (0, b"") without any."""
-        number, content = 0, b""
+    def _newest(self, number: int = 0) -> tuple[int, bytes]:
+        """(the highest number from `number` on, what it says), b"" where there is none."""
+        content = b""
         for name in self.store.below(FOLDER):
             digits = name.removeprefix(f"{FOLDER}/lease-").removesuffix(".json")
             if digits.isdecimal():

@@ -56,9 +56,7 @@ class Uploader:
     def run(self) -> None:
         """Obey until the end. Raises Fault, before anything was changed, where it is refused."""
         with suppress(Over):
-            seconds = self.commands.timeout_seconds
-            patiently(self.store, lambda: probe(self.store), seconds, self._trouble, self._sleep)
-            self._recovered()
+            self._at_start(self.store, lambda: probe(self.store))
             lock = self._lock()
             self._own()
             self._ready()
@@ -101,7 +99,10 @@ class Uploader:
         )
         # What is here may be of before, which a second start must know as well (plan/mirrored.py).
         left = self.directory / LEFT
-        self._again(lambda: self.lease.acquire(self._sleep, self._say, before=left.touch))
+        self._at_start(
+            self.lease.store,
+            lambda: self.lease.acquire(self._sleep, self._say, before=left.touch),
+        )
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _say(self, sentence: str) -> None:
@@ -114,7 +115,7 @@ class Uploader:
             self.lost = str(lost)
 
     def _ready(self) -> None:
-        names = self._again(self._sweep)
+        names = self._at_start(self.store, self._sweep)
         own = not (self.directory / LEFT).exists()
         self.commands.has_begun = True
         self.report({"ready": True, "checkpoints": names, "own": own})
@@ -294,6 +295,14 @@ class Uploader:
         return f"{self.run_name}/{name}"
 
     # ------------------------------------------------------------------------- what may go wrong
+
+    def _at_start(self, store: Store, action: Callable[[], T]) -> T:
+        """As `_again`, for as long as a trainer waits that hasn't begun. Raises Fault (74, 2)
+        then."""
+        seconds = self.commands.timeout_seconds
+        done = patiently(store, action, seconds, self._trouble, self._sleep)
+        self._recovered()
+        return done
 
     def _again(self, action: Callable[[], T]) -> T:
         """What `action` returns, tried until it succeeds. Raises Over, Lost, GivenUp."""

@@ -218,11 +218,12 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
     and unlock it.
 
     has_plan: False if the flags, the data or the model are wrong. A directory that was created for
-    the run is then removed, as after any mistake.
+    the run is then removed, as after any mistake, unless it holds what was fetched.
     """
     has_plan = has_plan and fault.code not in (BAD_INPUT, NO_CHECKPOINT)
     for folder in list(_locks):
-        if not has_plan and folder in _made and not fault.retryable:
+        is_new = folder in _made and not _has_content(folder)
+        if not has_plan and is_new and not fault.retryable:
             # It is removed while it is locked, so that no other run begins in it.
             for path in (folder / LOCK, *folder.glob(".mirror*")):
                 path.unlink(missing_ok=True)
@@ -234,6 +235,13 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             sweep(folder)
         record_fault(folder, fault)
         unlock(folder)
+
+
+def _has_content(folder: Path) -> bool:
+    """Whether there is more than what a start makes: what --mirror has fetched is left, and scripts
+    read in its STATUS.json how this start ended."""
+    names = [path.name for path in folder.glob("*")]
+    return any(name != LOCK and not name.startswith(".mirror") for name in names)
 
 
 def record_fault(folder: Path, fault: Fault) -> None:

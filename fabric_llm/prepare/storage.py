@@ -191,7 +191,7 @@ def _held(lease: Lease) -> Iterator[None]:
         over.set()
         beats.join()
         # Where that fails, the next one waits a minute.
-        with suppress(*errors()):
+        with suppress(Lost, *errors()):
             lease.remove()
 
 
@@ -200,6 +200,7 @@ def _send(folder: Path, store: Store, lease: Lease) -> None:
     entries = json.loads(own)["written"]
     size = sum(entry["bytes"] for entry in entries.values())
     say_at_once(f"Sending {size / 2**20:,.1f} MiB to {store.address}.")
+    again(lease.check)
     again(lambda: store.put(MARK, b""))
     again(lambda: store.remove([OF_DATA]))
     for name, entry in entries.items():

@@ -7,10 +7,10 @@ import shutil
 import time
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from fabric_llm.base.faults import SAVE_FAILED, Fault, as_fault
-from fabric_llm.base.ranks import first_fault, gather, together
+from fabric_llm.base.ranks import gather, together
 from fabric_llm.checkpoint.apart import Apart
 from fabric_llm.plan import mirrored
 
@@ -59,22 +59,25 @@ def readable(
     return together(bring, mark)
 
 
-def require_seen(address: str, ranks_apart: Apart) -> None:
+def require_seen(address: str, ranks_apart: Apart, mark: Callable[[], Any]) -> None:
     """Raises Fault on all ranks where a machine that doesn't see rank 0's disk doesn't see the
-    mirror, either: it would be found only where it is read. All ranks call it."""
+    mirror, either: it would be found only where it is read. All ranks call it. mark: see
+    `together`."""
     from fabric_llm.mirror.fetch import patiently
     from fabric_llm.mirror.store import FOLDER, Store
 
-    problem = None
-    if ranks_apart.is_here:
+    def look() -> None:
+        if not ranks_apart.is_here:
+            return
         try:
             store = Store(address)
             # Rank 0's lease is there.
             if not patiently(store, lambda: store.below(FOLDER)):
                 raise Fault(f"{address} isn't what rank 0 sees there.")
         except Exception as error:
-            problem = _on_this_machine(error)
-    first_fault(problem)
+            raise _on_this_machine(error) from error
+
+    together(look, mark)
 
 
 def _on_this_machine(error: Exception) -> Fault:

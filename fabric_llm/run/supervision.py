@@ -170,7 +170,7 @@ def _fetch_together(this: ThisRank, flags: Flags) -> None:
         mark()
         ranks.together(open_mirror, mark)
         if this.ranks_apart is not None:
-            copies.require_seen(flags.save.mirror, this.ranks_apart)
+            copies.require_seen(flags.save.mirror, this.ranks_apart, mark)
     ranks.together(lambda: checks.fetch_data(flags), mark)
     _require_one_command(ranks.gather({"train_data_dir as fetched": fetched.versions()}))
 
