@@ -213,6 +213,8 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     assert sets == ["all sets, weighted", "new", "old", reading.AVERAGE]
     assert re.search(r"best \d\.\d+ at step 1[0-6]; before step 10 it had other shares", shown.text)
     kinds = {event["kind"]: event for event in shown.events()}
+    shares = {line["set"]: line["y"] for line in shown.lines("share")}
+    assert (shares["new"][0], shares["new"][-1], shares["old"][-1]) == (0.5, 0.25, 0.75)
     assert kinds["stage"]["x"] == 8 and kinds["stage"]["words"] == "from here on new 25 %, old 75 %"
     assert [mark["x0"] for mark in shown.data["marks"]] == [8, 12], "the stage and the rewind"
     row = r"12 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d Rewound [^;]*; at sequence 56; 192 tokens discarded"

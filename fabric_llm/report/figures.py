@@ -56,6 +56,7 @@ FIGURES = (
         "Below 0 a set was learned.",
         yaxis={"zeroline": True},
     ),
+    Figure("share", "Shares of the sources", "fraction of the tokens"),
     Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits"),
     Figure(
         "by_position", "Validation loss by position in the document", "nats a token", BY_POSITION

@@ -174,13 +174,19 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     """Add the numbers of the lines to the run; sort its sets, and name what is of all of them."""
     # array holds plain numbers: a long run has millions, which lists would make objects of.
     columns: Columns = defaultdict(lambda: (array("q"), array("d")))
+    sources: dict[str, None] = {}  # in the order of the log
     for record in lines:
         if "verdict" in record:
             run.verdicts.append(record)
             continue
         _collect(columns, record["step"], record)
         shares = record.get("shares")
-        if isinstance(shares, dict) and (not run.shares or run.shares[-1][1] != shares):
+        if not isinstance(shares, dict):
+            continue
+        sources.update(dict.fromkeys(shares))
+        for name in sources:  # one that isn't named is not read
+            _collect(columns, record["step"], {"share": shares.get(name, 0.0)}, of_what=name)
+        if not run.shares or run.shares[-1][1] != shares:
             run.shares.append((record["step"], shares))
     # A number that is never there, such as the loss of a set without targets, has no curve.
     numbers: dict[str, dict[str, Series]] = defaultdict(dict, run.numbers)
@@ -188,6 +194,9 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         series = Series(*map(np.array, column))
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
+    # Shares that never change are no curves.
+    if len(run.shares) < 2:
+        numbers.pop("share", None)
     losses = dict(sorted(numbers["eval_loss"].items()))
     # Probes aren't text, so their losses have a figure of their own.
     numbers["copy"] = {name: losses.pop(name) for name in PROBES if name in losses}
