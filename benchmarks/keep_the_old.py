@@ -41,42 +41,35 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1], help="nats")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
+    parser.add_argument("--picture", type=Path, help="PNG to draw")
     given = page.parse(parser)
     work = given.work.resolve()
     prepare(work)
     rows: list[list[str]] = []
+    drawn: dict[str, list[Result]] = {}
     for seed in given.seeds:
         base = train_base(work, seed)
         for schedule in given.schedules:
             folder = work / f"seed-{seed}" / schedule
-            common = {
-                "model_name": base,
-                "seed": seed,
-                **COMMON,
-                **CONTINUED,
-                **SCHEDULES[schedule],
-            }
+            common = {"model_name": base, "seed": seed, **COMMON, **CONTINUED}
+            common |= SCHEDULES[schedule]
             grid = [constant(folder, work, common, share) for share in SHARES]
             results = [*grid, replay_at_the_end(folder, work, common)]
             for budget in given.budgets:
                 results += kept(folder, work, common, budget)
                 results.append(merged(folder, base, budget, work))
+            drawn[f"seed {seed}, {schedule} rate"] = results
             for name, new, rise, highest in results:
                 best = new_at(grid, rise)
                 apart = "" if best is None else f"{new - best:+.4f}"
                 cells = [name, f"{new:.4f}", f"{rise:+.4f}", highest, apart]
                 rows.append([str(seed), schedule, *cells])
                 page.progress(" | ".join(rows[-1]))
-    titles = [
-        "seed",
-        "rate",
-        "run",
-        "new, nats",
-        "old, rise at the end",
-        "highest in the last third",
-    ]
+    titles = ["seed", "rate", "run", "new, nats", "old, rise at the end", "highest, last third"]
     table = page.table([*titles, "new beside the best constant share"], rows, words=3)
     page.write("Ways to keep what a model knows", [], given, table, rows)
+    if given.picture is not None:
+        draw(drawn, given.picture)
 
 
 def prepare(work: Path) -> None:
@@ -163,6 +156,23 @@ def merged(folder: Path, base: Path, budget: float, work: Path) -> Result:
     losses = json.loads((output / "average.json").read_text())["eval_loss"]
     before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
     return f"merge with no replay, {budget:g} nats", losses["new"], losses["old"] - before, ""
+
+
+def draw(results: dict[str, list[Result]], file: Path) -> None:
+    """What was learned against what was forgotten, a panel for each seed and rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((5 * len(results), 4.5), 120, layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
+    for panel, (title, of_panel) in zip(panels, results.items()):
+        grid = [(rise, new) for name, new, rise, _ in of_panel if name.endswith("% replay")]
+        panel.plot(*zip(*grid), "o-", color="gray", label="constant shares")
+        for name, new, rise, _ in of_panel[len(grid) :]:
+            panel.plot(rise, new, "X" if "steer" in name else "s", label=name, markersize=8)
+        panel.set(title=title, xlabel="Forgotten of the old text, nats a token")
+        panel.legend(fontsize=8)
+    panels[0].set(ylabel="Loss of the new text, nats a token")
+    figure.savefig(file)
 
 
 def new_at(grid: list[Result], rise: float) -> float | None:
