@@ -306,16 +306,17 @@ def _publish(run: Run, pending: writing.Pending) -> None:
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
     if run.fabric.global_rank != 0:
         return
-    # Only now, when the new checkpoint has its name, may older ones go.
     step, position = pending.progress.step, pending.progress.position
     flags, folder = run.flags, run.plan.run_directory
-    if run.mirror is not None:
-        run.mirror.upload(pending.target.name)
-    # Without --keep_last all checkpoints stay.
-    if flags.save.keep_last is not None:
-        prune(run)
+    # Before the upload, which takes the logs with it: another machine may go on from there.
     run_directory.write_status(folder, None, "running", step, True)
     run_directory.record_event(folder, "saved", step, position=position)
+    if run.mirror is not None:
+        run.mirror.upload(pending.target.name)
+    # Only now, when the new checkpoint has its name, may older ones go. Without --keep_last all
+    # checkpoints stay.
+    if flags.save.keep_last is not None:
+        prune(run)
     run.log.line(f"step {step}/{run.schedule.max_step}  saved {pending.target}")
     if flags.logging.log_model == "all":
         run.log.trackers.upload(pending.target)
