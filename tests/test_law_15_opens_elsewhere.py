@@ -17,10 +17,17 @@ from conftest import TOY_CONFIGS, make_dataset
 from families import CONTEXT, FAMILIES, toy_config, write_model
 from numpy.random import default_rng
 from ranks import Job, train_ranks
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaTokenizer,
+    LlamaConfig,
+)
 
 from fabric_llm.checkpoint import keep, whole
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
+from fabric_llm.model.tokenizer import load_tokenizer, save_tokenizer
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.weights import export as exporting
 
@@ -127,6 +134,14 @@ def test_the_tokenizer_says_nothing_of_this_machine_and_keeps_its_files(run):
             "<|endoftext|>",
             "<question>",
         ]
+
+
+def test_a_sentencepiece_model_stays_where_the_tokenizers_class_does_not_read_it(tmp_path):
+    GemmaTokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"of SentencePiece")
+    save_tokenizer(load_tokenizer(str(tmp_path)), tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == b"of SentencePiece"
+    assert str(tmp_path) not in (tmp_path / "again" / "tokenizer_config.json").read_text()
 
 
 def test_older_names_of_positions_are_written_beside_the_new_ones(run):

@@ -38,6 +38,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED
             ) from error
         raise
+    # Asked for here, since classes of transformers that don't read it, such as Gemma's, don't
+    # fetch it.
+    with suppress(OSError):
+        tokenizer.sentencepiece = cached_file(name, SENTENCEPIECE)
     # The names of several templates become names of files when the tokenizer is saved.
     for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
         check_name(template, Path(name) / "tokenizer_config.json")
@@ -61,7 +65,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if isinstance(document.get("extra_special_tokens"), list):
         document["additional_special_tokens"] = document.pop("extra_special_tokens")
     file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    # The file is only named there, and may be gone by now.
-    beside = Path(tokenizer.init_kwargs.get("vocab_file") or "")
-    if beside.name == SENTENCEPIECE and beside.is_file() and not (folder / SENTENCEPIECE).exists():
+    # One that `load_tokenizer` hasn't read has none. The file may be gone by now.
+    beside = Path(getattr(tokenizer, "sentencepiece", ""))
+    if beside.is_file() and not (folder / SENTENCEPIECE).exists():
         shutil.copyfile(beside, folder / SENTENCEPIECE)
