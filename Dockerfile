@@ -23,7 +23,8 @@ COPY fabric_llm ./fabric_llm
 # Nothing is fetched any more: all that it needs, also to build, is of the lock, with the extra `mirror`.
 RUN python -m pip install --no-cache-dir --no-index --no-deps --no-build-isolation -e .
 COPY . .
-# Whoever `docker run --user` names isn't known here, and may write into the mounts and into these two.
-RUN mkdir -m 1777 /home/anyone /hub
+# Whoever `docker run --user` names isn't known here, may read this also where the checkout's umask was 077, and may write into
+# the mounts and into these two.
+RUN chmod -R a+rX . && mkdir -m 1777 /home/anyone /hub
 ENV HOME=/home/anyone USER=anyone HF_HOME=/hub
 CMD ["python", "train.py", "--devices", "4"]
