@@ -49,6 +49,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         print(prepare.summary(manifest), flush=True)
         # Whatever comes from here on, such as a closed pipe, must not read as a failure.
         ending.left = f"{arguments.output} is complete"
+        if arguments.train_tokenizer is not None:
+            print(
+                "A model for this tokenizer begins with random weights: --model_name is a folder "
+                f"with a config.json, whose vocab_size is at least {manifest['vocab_size']} "
+                "(such as configs/demo_llama)."
+            )
         following = command(
             "python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output
         )

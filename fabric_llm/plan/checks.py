@@ -47,10 +47,10 @@ def check_training(flags: Flags) -> None:
     needed = {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}
     for name, value in needed.items():
         if not value:
-            raise ValueError(
-                f"--{name} is missing: a run needs --model_name and --train_data_dir (or "
-                "--data_mix)."
-            )
+            why = "a run needs --model_name and --train_data_dir (or --data_mix)."
+            if flags.checkpoint.resume:
+                why = "a resumed run takes its flags from arguments.yaml only without all of them."
+            raise ValueError(f"--{name} is missing: {why}")
     if data.train_data_dir and data.data_mix:
         raise ValueError(
             "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture."
@@ -255,9 +255,12 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     others = [name for name in budgets if not is_mixture or name not in of_training]
     has_source = action == "steer" and len(others) < len(budgets)
     if action in ("rewind", "steer") and others and not has_source:
+        instead = ""
+        if action == "steer" and is_mixture:
+            instead = f" One that has a budget, too, answers for {others[0]!r}."
         raise ValueError(
             f"--forgetting_action {action} reads more of a source: {others[0]!r} is no source of "
-            "--data_mix."
+            f"--data_mix.{instead}"
         )
 
 

@@ -28,7 +28,7 @@ def prepare_demo(folder: Path, context_length: int) -> None:
         print(
             (
                 f"Preparing {folder} from the source of the Python standard library (once, about "
-                "half a minute)."
+                "a minute)."
             ),
             flush=True,
         )

@@ -183,11 +183,13 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
     for dataset in datasets:
         # On a GPU such a token would end in an assertion that names nothing.
         if dataset.max_token_id >= text_config.vocab_size:
+            words = {"tokenizer": source}
+            if loading.tokenizer_beside(source) is None:
+                words = {"train_tokenizer": text_config.vocab_size}
             raise ValueError(
                 f"{dataset.given!r} holds token id {dataset.max_token_id}, but the "
                 f"vocabulary of {source!r} has {text_config.vocab_size} tokens: the dataset was "
-                "made with another tokenizer; make it with "
-                f"{command('prepare_data.py', tokenizer=source)}."
+                f"made with another tokenizer; make it with {command('prepare_data.py', **words)}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
             rows = f"Rows of {dataset.given!r} hold {dataset.context_length} tokens"

@@ -404,8 +404,7 @@ def _make_dataset(
         left_out += f": {sentences[0]}"
     # Without a document nothing can be divided into splits.
     if not work.total("documents"):
-        count = len(input_files.sources)
-        raise ValueError(f"no document with text in {count} inputs and files: {left_out}")
+        raise ValueError(f"no document with text in --input: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
     # A former start may have been killed while it wrote rows.

@@ -1,5 +1,6 @@
 """The tokenizer of a dataset: loaded or trained, and what it puts around a document."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +24,10 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Fault:
         raise
     except Exception as error:
-        neither = f"tokenizer {name} is neither a folder here nor one that can be read from the hub"
-        raise ValueError(f"{neither}: {one_line(error)}") from error
+        wrong = "is neither a folder here nor one that can be read from the hub"
+        if os.path.isdir(name):
+            wrong = "is a folder without a tokenizer that can be read; --train_tokenizer makes one"
+        raise ValueError(f"tokenizer {name} {wrong}: {one_line(error)}") from error
     # `encoding` uses the library `tokenizers`, which reads nothing else.
     if not tokenizer.is_fast:
         raise ValueError(

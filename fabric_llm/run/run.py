@@ -138,6 +138,8 @@ def say_what_comes_next(run: Run) -> None:
     result = "No step was left"
     if log.speed.steps:
         result = f"Loss {log.first_loss:.4f} -> {log.last_loss:.4f}"
+        if plan.start.step > 0:
+            result += f" since step {plan.start.step}"
     if not math.isnan(log.eval_loss):
         result += f", validation loss {log.eval_loss:.4f}"
     print(f"\n{result}")

@@ -1,6 +1,7 @@
 """Evaluation: the loss of each validation set, the same on any number of devices."""
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
@@ -17,6 +18,7 @@ from fabric_llm.data.columns import IGNORED
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.sharded import reshard
 
+SECONDS_OF_SILENCE = 20.0  # until an evaluation says how far it is
 FIRST_PLACE = 256  # tokens
 # Where the second and each further range of positions begins, each twice as far as the one before.
 EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
@@ -47,6 +49,7 @@ class Evaluation:
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
     in_bytes: Collection[str] = ()  # sets that have a loss in bits per byte
     was_stopped: bool = False
+    said_at: float = 0.0  # when it last said how far it is, of time.monotonic()
 
     @property
     def is_on(self) -> bool:
@@ -57,6 +60,7 @@ class Evaluation:
         """Evaluate the model and, if there is one, its moving average (`ema.Average`). None if
         asked to stop before the end. The loss of a set without batches is 0."""
         self.was_stopped, of_average = False, None
+        self.said_at = time.monotonic()
         sets = self._sets(model)
         if average is not None and not self.was_stopped:
             with average.in_place():
@@ -70,7 +74,7 @@ class Evaluation:
             token_bytes = None
             if name in self.in_bytes and batches.questions is None:
                 token_bytes = self.token_bytes
-            read = self._until_stopped(batches, is_first=not sets)
+            read = self._until_stopped(name, batches, is_first=not sets)
             sets[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
             # The report and the log say that the loss is of a part of the set.
             if len(batches.rows) > batches.end:
@@ -79,13 +83,17 @@ class Evaluation:
                 break
         return sets
 
-    def _until_stopped(self, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
+    def _until_stopped(self, name: str, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
         for number, batch in enumerate(batches.stream(0)):
             # All ranks ask together before each batch but the very first, and stop at the same one.
             if (number > 0 or not is_first) and any_rank(self.fabric, self.is_asked_to_stop()):
                 self.was_stopped = True
                 return
             self.working()
+            if time.monotonic() - self.said_at > SECONDS_OF_SILENCE:
+                self.said_at = time.monotonic()
+                done = f"{number} of {batches.micro_batches} batches of {name}"
+                self.fabric.print(f"evaluating: {done}", flush=True)
             yield batch
 
 

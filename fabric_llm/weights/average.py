@@ -266,8 +266,9 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     # Written so that a loss that is NaN returns, too.
     if not of_parts[best] < whole:
         return None
+    mean = f" in the mean of {' and '.join(of_training)}" if len(of_training) > 1 else ""
     print(
-        f"Warning: the average, {whole:.4f}, is worse than {parts[best].name}, "
+        f"Warning: the average, {whole:.4f}, is worse{mean} than {parts[best].name}, "
         f"{of_parts[best]:.4f}.",
         flush=True,
     )

@@ -266,8 +266,9 @@ def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> s
     but = ""
     if with_unknown:
         but = f", but for {with_unknown} with characters that were unknown before"
+    gained = "" if count_now < count else " Nothing is gained: the old tokenizer is as good."
     return (
         f"Held-out text ({len(held_out)} texts, {whole:,} bytes): {count / max(1, whole):.4f} "
         f"tokens a byte before, {count_now / max(1, whole):.4f} now ({1 - count_now / count:.1%} "
-        f"fewer); all texts decode to what they did{but}."
+        f"fewer); all texts decode to what they did{but}.{gained}"
     )
