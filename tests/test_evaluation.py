@@ -10,6 +10,7 @@ from ranks import Job, metrics, toy_run, train_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import restarting_positions
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.training import evaluation
@@ -233,3 +234,17 @@ def test_the_loss_by_position_is_that_of_the_tokens_there(
 def test_short_documents_have_no_loss_by_position(toys, data, tmp_path):
     train_ranks(1, *flags(toys, data, tmp_path, "--run_name", "run"))
     assert not any("loss_from_0" in one["validation"] for one in metrics(tmp_path / "run", "eval"))
+
+
+def test_a_slow_evaluation_says_how_far_it_is(monkeypatch, capsys):
+    class Slow:
+        micro_batches = 3
+
+        def stream(self, position):
+            return iter(["a batch"] * 3)
+
+    monkeypatch.setattr(evaluation, "SECONDS_OF_SILENCE", -1.0)
+    slow = evaluation.Evaluation(Fabric(accelerator="cpu"), {}, lambda: False, lambda: None)
+    assert len(list(slow._until_stopped("old", Slow(), is_first=True))) == 3
+    said = [f"evaluating: {done} of 3 batches of old" for done in range(3)]
+    assert capsys.readouterr().out.splitlines() == said

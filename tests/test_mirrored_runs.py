@@ -212,6 +212,7 @@ def test_a_run_outlives_its_machine_and_its_disk(toys, tmp_path, place):
     again = lost(toys, tmp_path, 1)
     said = ended(Job(1, *again))
     assert f"Fetched {checkpoint(2 * INTERVAL)} from {place}/{RUN}." in said
+    assert f" since step {2 * INTERVAL}, validation loss" in said
     assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
     same_files(tmp_path / "mirror" / RUN, tmp_path / "new" / RUN, [INTERVAL])
     # The logs of the time before are there, too.

@@ -1035,7 +1035,7 @@ MISTAKES = [
         for name in "./corpus /data/corpus a/b/c corpus/ ../x book.txt data/a.jsonl".split()
     ),
     ("in", {"tokenizer": "no-such/tokenizer"}, NO_TOKENIZER),
-    ("in", {"tokenizer": "in"}, "^tokenizer in is a folder without a tokenizer .*--train_tokenizer"),
+    ("in", {"tokenizer": "in"}, "^tokenizer in is a folder without a tokenizer that can be read; "),
     ("in", {"validation_fraction": 0}, "validation_fraction is 0, and no input has a validation"),
 ]
 
