@@ -217,8 +217,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         following = f"AutoModelForCausalLM.from_pretrained({str(best)!r})"
         # A checkpoint may be sharded, and is loaded once it is exported.
         if better is not None and better.progress is not None:
-            exports = command("python", "export_hf.py", better.path, output="hf/NAME")
-            following = f"{exports} exports that part"
+            following = command("python", "export_hf.py", better.path, output="hf/NAME")
         print(f"Next: {following}", flush=True)
 
 

@@ -509,7 +509,7 @@ def test_an_average_that_is_worse_than_a_part_says_so_and_names_that_part(
         f"Warning: the average, {losses[0]:.4f}, is worse than full/step-00000006, "
         f"{losses[2]:.4f}.\n"
     ) in out
-    following = f"python export_hf.py {full / 'step-00000006'} --output hf/NAME exports that part"
+    following = f"python export_hf.py {full / 'step-00000006'} --output hf/NAME"
     assert out.splitlines()[-1] == f"Next: {following}"
     assert f"| the average | | {losses[0]:.4f} |" in card(tmp_path / "hf")
 

@@ -340,7 +340,7 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
             str(tmp_path / "two" / name)
         )
     sentence = refused("--train_data_dir", tmp_path / "two")
-    command = re.search(r"(echo .*) writes it", sentence)[1]
+    command = re.search(r"`(echo .*)` writes it", sentence)[1]
     subprocess.run(command, shell=True, check=True)
     assert len(open_dataset(tmp_path / "two").train) == 3
 

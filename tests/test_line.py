@@ -87,7 +87,7 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     monkeypatch.chdir(tmp_path)
     reason = json.loads((work / "run" / "STATUS.json").read_text())["reason"]
     command = shlex.split(
-        re.search(r"Next: (python -m fabric_llm\.average .*) merges it with its base", reason)[1]
+        re.search(r"Next: `(python -m fabric_llm\.average .*)` merges it with its base", reason)[1]
     )
     assert command[3:5] == [str(work / "base"), str(work / "run")] and command[5:] == [
         "--forgetting_budget",

@@ -104,7 +104,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             listed = shlex.quote(json.dumps({"splits": splits}))
             path = shlex.quote(str(folder / "dataset_dict.json"))
             raise ValueError(
-                f"{message} If it holds the splits of one, echo {listed} > {path} writes it."
+                f"{message} If it holds the splits of one, `echo {listed} > {path}` writes it."
             )
         raise ValueError(f"{message} If it holds text, {MAKE_IT} {command(**words)}.")
 

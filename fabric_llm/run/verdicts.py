@@ -262,6 +262,6 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
         merging = command(
             "python", "-m", "fabric_llm.average", base, folder, forgetting_budget=budget
         )
-        merge = f"Next: {merging} merges it with its base model inside the budget. Or: "
+        merge = f"Next: `{merging}` merges it with its base model inside the budget. Or: "
     at = f"at step {run.progress.step}; the last checkpoint is {latest or 'none'}"
     return Fault(f"{reason} {at}. {merge}{following}", NON_FINITE)

@@ -20,6 +20,7 @@ from typing import Any
 
 from fabric_llm.base import failpoints, files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.base.names import command as command_line
 from fabric_llm.processes.launch import PARENT
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -141,7 +142,7 @@ def run_training(
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    print(f"  tail -f {log}", flush=True)
+    print(f"  {command_line('tail', '-f', log)}", flush=True)
     try:
         process.wait()
     finally:  # the next run needs the memory of all that it has started
