@@ -25,7 +25,7 @@ from fabric_llm.base.program import plain_output
 from fabric_llm.data.mixture_text import NEW, REPLAY
 from fabric_llm.data.sources import PROBES, parse_eval_data
 from fabric_llm.forecast import shares
-from fabric_llm.plan.checks import MIN_EVALUATIONS, require_set
+from fabric_llm.plan.checks import MANY_STEPS, MIN_EVALUATIONS, require_set
 from fabric_llm.plan.run_directory import read_status
 from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 from fabric_llm.verify import drill
@@ -46,7 +46,9 @@ PHASES = "warmup_steps decay_steps cooldown_steps".split()
 RATES = "lr min_lr constant_lr".split()
 # What a branch neither needs nor may do, besides what a drill may not.
 OFF = "--train_data_dir null --replay null --replay_fraction null --eval_step_interval null "
-OFF += "--sample_prompts null --profile null --forgetting_action warn --keep_last 1 --keep_best 0"
+OFF += "--sample_prompts null --profile null --forgetting_action warn --keep_last 1 --keep_best 0 "
+# What would have no effect in it, as default, so that no branch warns of it.
+OFF += "--number_epochs 1 --async_save false --mirror_timeout 600 --entity null --project null"
 
 Losses = dict[str, float]  # {set: its loss, nats}
 
@@ -102,6 +104,10 @@ class Whole:
         for flag in RATES:
             if self.values.get(flag):
                 scaled[flag] = f"{float(self.values[flag]) * lr / self.lr:.6g}"
+        # The interval of a long run may be longer than a branch, which is saved if that takes long.
+        interval = int(self.values.get("save_step_interval") or steps)
+        if interval >= steps:
+            scaled["save_step_interval"] = str(steps // 2) if steps >= MANY_STEPS else "null"
         # As a mixture, a source may have all of the tokens, or none.
         sources = {}
         for source, flag, part in ((NEW, "train_data_dir", 1 - share), (REPLAY, "replay", share)):
@@ -171,9 +177,9 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
 def planned(given: Mapping[str, list[str]]) -> dict[str, Any]:
     """What plan.py says of the whole run. Raises Fault as it ends."""
     words = [sys.executable, drill.TRAIN.with_name("plan.py")]
-    made = subprocess.run(
-        shlex.split(command(*words, **given, json="true")), capture_output=True, text=True
-    )
+    # What steering needs is given where the run is advised.
+    flags = {**given, "forgetting_action": "warn", "json": "true"}
+    made = subprocess.run(shlex.split(command(*words, **flags)), capture_output=True, text=True)
     if made.returncode != DONE:
         message = (made.stderr.strip().splitlines() or ["it printed nothing."])[-1]
         code = made.returncode if made.returncode in CODES else UNEXPECTED
@@ -313,6 +319,15 @@ def chosen(made: Branches, second_lr: float) -> None:
     )
 
 
+def longer(steps: int) -> str:
+    """What to do where the branches of a run of so many steps are too short."""
+    least = MIN_STEPS * BRANCHES
+    if steps <= least:
+        return f"{BRANCHES} branches need a run of more than {least} steps"
+    # Rounded up: a little less would be refused again.
+    return f"take --part {math.ceil(10_000 * least / steps) / 10_000:g} or more"
+
+
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     with in_one_sentence(PROGRAM) as ending:
@@ -337,8 +352,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         if steps < MIN_STEPS:
             raise ValueError(
                 f"--part {own.part:g} of {whole.steps:,} steps gives branches of {steps} steps, "
-                f"and fewer than {MIN_STEPS} say nothing: take --part "
-                f"{MIN_STEPS * BRANCHES / whole.steps:.2g} or more, if the run is so long."
+                f"and fewer than {MIN_STEPS} say nothing: {longer(whole.steps)}."
             )
         part = BRANCHES * steps / whole.steps
         price = "" if plan["price"] is None else f", {part * plan['price']:,.2f} for them"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from ranks import train_ranks
 from test_forgetting import base, language  # noqa: F401
+from test_warnings import warned
 
 from arguments import PlanArguments
 from fabric_llm import choose
@@ -212,6 +214,32 @@ def test_a_file_of_other_types_is_one_sentence(text, words, tmp_path, capsys):
     assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
 
 
+def test_the_part_that_is_advised_is_taken():
+    for steps in (101, 103, 953, 9500, 10**6, *random.Random(0).sample(range(102, 9999), 50)):
+        part = float(re.fullmatch("take --part (.*) or more", choose.longer(steps))[1])
+        own = choose.parse("choose", "", [choose.ChooseArguments], ["--part", str(part)])
+        assert round(own["part"] * steps / choose.BRANCHES) >= choose.MIN_STEPS
+    assert choose.longer(100) == "5 branches need a run of more than 100 steps"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--save_step_interval 20 --async_save true",
+        "--save_step_interval 500 --warmup_steps 999 --number_epochs 3",
+        "--logger wandb --entity e --project p --mirror s3://b/p --mirror_timeout 5",
+        "--profile 1:2 --keep_every 10 --eval_step_interval 100",
+        "",
+    ],
+)
+@pytest.mark.parametrize("steps", [20, 300])
+def test_a_branch_warns_of_nothing_that_is_meant_for_the_run(more, steps, tmp_path):
+    whole = choose.whole_of(by_flag(f"{RUN} {more}".split()))
+    whole.steps = 1000
+    flags = parse_train(whole.branch("b", tmp_path, 0.5, 0.001, steps)[2:])
+    assert warned(flags, max_step=steps) == []
+
+
 def test_phases_fit_into_a_branch_and_a_loss_may_be_no_number(tmp_path):
     words = f"{RUN} --lr_schedule wsd --warmup_steps 300 --decay_steps 700"
     whole = choose.whole_of(by_flag(words.split()))
@@ -237,7 +265,11 @@ def test_a_word_without_a_flag_is_refused(capsys):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--max_step", 100), "branches of 0 steps, and fewer than 20 say nothing: take --part 1"),
+        (
+            ("--max_step", 100),
+            "branches of 0 steps, and fewer than 20 say nothing: 5 branches need a run of more "
+            "than 100 steps.",
+        ),
         (("--max_stpe", 100), "unknown flag --max_stpe. Did you mean --max_step?"),
         (("--lr", "fast"), "--lr takes a number, not 'fast'"),
         (("--second_lr", "0.001"), "--second_lr 0.001 is --lr"),

@@ -21,7 +21,8 @@ FACTS = {
     **{"max_step": 100, "context_length": 64, "positions": 64, "start_step": 0},
     "shifted": [],  # datasets
     "unread": (),  # columns
-    "sequences": None,  # of a step that starts from trained weights, None from random ones
+    "sequences": 64,  # of a step
+    "weights": True,
 }
 
 
@@ -36,7 +37,7 @@ def warned(flags, **facts):
             num_nodes=known.num_nodes,
         ),
         schedule=Has(
-            max_step=known.max_step, global_batch_size=known.sequences or 1, epochs=dict
+            max_step=known.max_step, global_batch_size=known.sequences, epochs=dict
         ),
         start=Has(step=known.start_step),
         data=Has(
@@ -50,7 +51,7 @@ def warned(flags, **facts):
     module = "fabric_llm.plan.warnings"
     with (
         mock.patch(f"{module}.cores", lambda: known.cores),
-        mock.patch(f"{module}.has_weights", lambda source: known.sequences is not None),
+        mock.patch(f"{module}.has_weights", lambda source: known.weights),
     ):
         return list(warnings_of(flags, plan))
 
@@ -62,6 +63,7 @@ def said_of(flags, **facts):
 
 
 TABLE = [  # flags, facts, the beginning of the one warning
+    ("", {"weights": False}, "'m' holds no weights: training starts from random ones."),
     ("--profile 3:5", {"start_step": 5}, (
         "--profile 3:5 has no effect: the run goes on after step 5."
     )),
@@ -287,8 +289,7 @@ def test_rank_0_says_it_once(toys, tmp_path):
     assert job.wait() == [0, 0], job.output
     warnings = [line for line in job.output[0].splitlines() if line.startswith("Warning: ")]
     warnings = [line for line in warnings if "--model_name is given 2 times" not in line]
-    assert len(warnings) == 3 and warnings[0].startswith(
-        "Warning: rows hold 24 tokens, but the model was made for 16"
-    )
-    assert warnings[1] == "Warning: --sharding_strategy has no effect with --strategy ddp."
+    assert len(warnings) == 4 and "short' holds no weights" in warnings[0]
+    assert warnings[1].startswith("Warning: rows hold 24 tokens, but the model was made for 16")
+    assert warnings[2] == "Warning: --sharding_strategy has no effect with --strategy ddp."
     assert "Warning: " not in job.output[1]

@@ -33,6 +33,7 @@ from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_bud
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
 MIN_EVALUATIONS = 10  # to steer by
+MANY_STEPS = 200  # too many to lose in a crash
 
 
 def check_training(flags: Flags) -> None:

@@ -11,7 +11,7 @@ from fabric_llm.base.command_line import Flag, Flags
 from fabric_llm.base.program import cores
 from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights
-from fabric_llm.plan.checks import profiled_steps
+from fabric_llm.plan.checks import MANY_STEPS, profiled_steps
 from fabric_llm.plan.plan import DataPlan, Plan
 
 # AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and
@@ -23,12 +23,14 @@ FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
 # Up to here, text that is read again is nearly as good as new text: Muennighoff et al. 2023,
 # Scaling Data-Constrained Language Models, arXiv 2305.16264.
 MAX_EPOCHS = 4
-MANY_STEPS = 200  # too many to lose in a crash
 
 
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     """One sentence for each flag, or group of flags, that is probably a mistake."""
     flat, placement = flags.flat(), plan.placement
+    # The demo's model has none on purpose.
+    if not flags.demo and not has_weights(plan.model.source):
+        yield without_weights(plan.model.source)
     # Steps of the whole run, and those that were done before this start.
     last, done = plan.schedule.max_step, plan.start.step
     context_length = plan.data.dataset.context_length
@@ -96,6 +98,11 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         )
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
+
+
+def without_weights(model_name: str) -> str:
+    """Of a folder for which `has_weights` is False."""
+    return f"{model_name!r} holds no weights: training starts from random ones."
 
 
 def _of_columns(data: DataPlan) -> Iterator[str]:
