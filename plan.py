@@ -5,12 +5,14 @@ no dataset."""
 import json
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Optional
 
 from arguments import PlanArguments
 from fabric_llm.base import files, names
+from fabric_llm.base.command_line import read_yaml
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import plain_output, without_collection
@@ -30,7 +32,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         # After the flags are parsed, so that --help and mistakes don't wait for torch.
         with without_collection():
             from fabric_llm.forecast import changes, sweep  # import torch
+            from fabric_llm.forecast.prediction import require_trainable
 
+        name = flags.model.model_name
         # The sizes of a preset's model lie in this repository, so no network is needed.
         if (sizes := sizes_of_preset(words)) is not None:
             flags = changes.changed(flags, {"model_name": str(sizes)})
@@ -58,6 +62,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             return 0
         # What the flags alone give; --auto may replace it.
         prediction, chosen = changes.predict(own, flags), None
+        require_trainable(own, flags, prediction.steps, name)
         if own.auto:
             chosen = changes.fastest(own, flags, progress)
         chosen_words: list[str] = []
@@ -73,9 +78,9 @@ def main(argv: Optional[list[str]] = None) -> int:
             document = numbers(prediction)
             if chosen is not None:
                 document["chosen"] = " ".join(chosen_words)
-            document["changes"] = []
-            for change_words, one in tried:
-                document["changes"].append({"change": " ".join(change_words), **numbers(one)})
+            document["changes"] = [
+                {"change": " ".join(words), **numbers(one)} for words, one in tried
+            ]
             print(json.dumps(document, indent=2))
             return 0
         show(prediction, own)
@@ -96,9 +101,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 "more nodes."
             )
             return 0
-        if own.tokens is not None:  # train.py takes steps
-            words += ["--max_step", str(prediction.steps)]
-        print(f"\nNext: {command(words)}")
+        print("", *following(own, words, flags, name, prediction.steps), sep="\n")
     return 0
 
 
@@ -166,7 +169,9 @@ def show(prediction: Any, own: PlanArguments) -> None:
     for name, part in prediction.host_bytes.items():
         print(f"  {name:<51}{part / size:10,.2f}")
     disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
-    print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
+    # How many of them is unknown for a run of unknown length that keeps all.
+    held = "all kept" if kept is None else f"{kept} kept: {disk * kept:,.1f} {unit}"
+    print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {held}")
     # The speed is the least certain number, so its source is told.
     seconds, source = prediction.seconds, "assumed, see --mfu and --like"
     if own.like is not None:
@@ -248,11 +253,36 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
         )
 
 
-def command(words: list[str]) -> str:
-    """train.py with these flags, each as it was given last, without those that plan.py alone
-    has."""
+def following(
+    own: PlanArguments, words: list[str], flags: Any, name: str, steps: Optional[int]
+) -> list[str]:
+    """What to do next: train.py with these flags, below a warning where that would train random
+    weights. name: of the model that it trains."""
+    from fabric_llm.model.loading import has_weights
+    from fabric_llm.plan.warnings import without_weights
+
+    given, left, warnings = names.by_flag(words), list(OWN), []
+    if own.tokens is not None:  # train.py takes steps
+        words = [*words, "--max_step", str(steps)]
+    # The folder has the sizes of a model that the preset names.
+    if "config" in given and "model_name" in given and not has_weights(name):
+        of_preset = read_yaml(Path(names.at_home(given["config"][-1]))).get("model_name")
+        if of_preset is not None:
+            name = of_preset
+            left.append("model_name")
+    # Of what it does without flags, and of a run that exists, train.py knows the data and weights.
+    if not flags.demo and not flags.checkpoint.resume:
+        if not has_weights(name):
+            warnings = [f"Warning: {without_weights(name)}"]
+        if not flags.data.train_data_dir and not flags.data.data_mix:
+            words = [*words, "--train_data_dir", "data/NAME"]
+    return [*warnings, f"Next: {command(words, left)}"]
+
+
+def command(words: list[str], left: Collection[str] = OWN) -> str:
+    """train.py with these flags, each as it was given last, without those that are `left` out."""
     given = names.by_flag(words)
-    of_training = {name: values for name, values in given.items() if name not in OWN}
+    of_training = {name: values for name, values in given.items() if name not in left}
     return names.command("python", "train.py", **of_training)
 
 

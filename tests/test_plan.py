@@ -2,6 +2,7 @@
 mistakes in one sentence."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
-from transformers import LlamaConfig
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import plan
 from benchmarks import plan as published
-from fabric_llm.forecast import changes, trace
+from fabric_llm.forecast import changes, prediction, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
 from fabric_llm.forecast.prediction import ROW
 from fabric_llm.model.strategy_rules import Placement
-from parse_arguments import parse_plan
+from parse_arguments import parse_plan, parse_train
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--context_length", "128", "--max_step", "10")
@@ -217,7 +219,7 @@ def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
     [text] = run_ranks(
         1, captured, ["--model_name", str(toys / "llama"), *SHORT[:2], "--tokens", "1e4"]
     )
-    assert text.endswith("--context_length 128 --max_step 79\n")
+    assert text.endswith("--context_length 128 --max_step 79 --train_data_dir data/NAME\n")
 
 
 def test_a_command_has_each_flag_once_as_it_was_given_last():
@@ -225,6 +227,93 @@ def test_a_command_has_each_flag_once_as_it_was_given_last():
         "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2".split()
     )
     assert plan.command(words) == "python train.py --micro_batch_size 2 --lr 1e-4"
+
+
+SIZES = "configs/models/gpt2"  # a folder without weights
+DATA = "--train_data_dir data/NAME"
+
+
+@pytest.mark.parametrize(
+    ("words", "warns", "command"),
+    [
+        # the preset names the model whose sizes were planned
+        (f"--config configs/gpt2.yaml --model_name {SIZES}", "", f"--config configs/gpt2.yaml {DATA}"),
+        (f"--config=configs/gpt2.yaml --model_name={SIZES} --train_data_dir d --json true", "", (
+            "--config configs/gpt2.yaml --train_data_dir d"
+        )),
+        ("--config configs/gpt2.yaml", "", f"--config configs/gpt2.yaml {DATA}"),
+        ("--config configs/gpt2.yaml --model_name other/model", "", (
+            f"--config configs/gpt2.yaml --model_name other/model {DATA}"
+        )),
+        (f"--model_name {SIZES} --data_mix a=b:1", SIZES, f"--model_name {SIZES} --data_mix a=b:1"),
+        (f"--model_name {SIZES} --tokens 9", SIZES, f"--model_name {SIZES} --max_step 7 {DATA}"),
+        ("--config configs/demo.yaml", "configs/demo_llama", "--config configs/demo.yaml"),
+        ("--devices 2", "", "--devices 2"),  # the demo
+    ],
+)  # fmt: skip
+def test_what_follows_trains_the_model_that_was_meant(words, warns, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    own, flags = parse_plan(words.split())
+    *warnings, last = plan.following(own, words.split(), flags, flags.model.model_name, 7)
+    assert last == f"Next: python train.py {command}"
+    sentence = f"Warning: {warns!r} holds no weights: training starts from random ones."
+    assert warnings == [sentence] * bool(warns)
+
+
+# What train.py says of data and flags: the beginning of a sentence.
+UNTRAINABLE = {
+    "--model_name {large} --train_data_dir {data} --tokens 9": "",
+    "--model_name {small} --train_data_dir {data}": "'{data}' holds token id 130, but the voc",
+    "--model_name {large} --train_data_dir {data} --context_length 9": "--context_length 9: the r",
+    "--model_name {large} --train_data_dir {data} --global_batch_size 999": "A step takes 999 seq",
+    "--model_name {large} --train_data_dir {data} --max_step 9 --profile 10:11": "--profile 10:11",
+    "--model_name {large} --data_mix a={data}:1 --eval_data a={data}": "--eval_data: 'a' is eval",
+    "--model_name {large} --train_data_dir {data} --eval_data a={text}": "'{text}' isn't a datas",
+    "--model_name {small} --train_data_dir {missing}": "",  # which is elsewhere
+}
+
+
+@pytest.mark.parametrize("words", UNTRAINABLE)
+def test_a_plan_refuses_the_data_that_train_py_refuses(words, toys, tmp_path):
+    config = json.loads((toys / "llama" / "config.json").read_text())
+    for name, vocabulary in (("small", 130), ("large", 131)):
+        (tmp_path / name).mkdir()
+        config["vocab_size"] = vocabulary
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text").mkdir()
+    places = {"data": toys / "data"}
+    places |= {name: tmp_path / name for name in ("small", "large", "text", "missing")}
+    own, flags = parse_plan(words.format(**places).split())
+    said = ""
+    try:
+        prediction.require_trainable(own, flags, 3, flags.model.model_name)
+    except ValueError as error:
+        said = str(error)
+    expected = UNTRAINABLE[words].format(**places)
+    assert said.startswith(expected) and bool(said) == bool(expected)
+
+
+@pytest.mark.longer
+def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
+    """No command is printed that is refused."""
+    for name, text in (("one", "a b c d"), ("other", "d c b a")):
+        tokens = text.split()
+        model = models.WordLevel({token: number for number, token in enumerate(tokens)}, "a")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+        tokenizer.save_pretrained(tmp_path / name)
+    shutil.copy(toys / "llama" / "config.json", tmp_path / "one")
+    shutil.copytree(toys / "data", tmp_path / "data")
+    (tmp_path / "other").rename(tmp_path / "data" / "tokenizer")
+    ends = []
+    for script in ("plan.py", "train.py"):
+        words = ["--model_name", "one", "--train_data_dir", "data", "--max_step", "1"]
+        done = subprocess.run(
+            [sys.executable, ROOT / script, *words, "--accelerator", "cpu"],
+            capture_output=True, text=True, cwd=tmp_path, timeout=120,
+        )  # fmt: skip
+        assert "Next:" not in done.stdout
+        ends.append((done.returncode, done.stderr.splitlines()[-1].removeprefix(script)))
+    assert ends[0] == ends[1] and ends[0][0] == 2 and "different tokenizer" in ends[0][1], ends
 
 
 @pytest.mark.parametrize(
@@ -491,6 +580,24 @@ def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
     saves = ("--max_step", 10_000, "--save_step_interval", 100, "--keep_last", 2)
     assert said(*words, *saves)["kept_checkpoints"] == 3
     assert said(*words, *saves, "--keep_every", 500)["kept_checkpoints"] == 23
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        ("", 1),
+        ("--save_step_interval 100", None),
+        ("--save_step_interval 100 --keep_last 3", 4),
+        ("--save_step_interval 100 --keep_last 3 --keep_best 0", 3),
+        ("--save_step_interval 100 --keep_last 3 --keep_every 500", None),
+        ("--save_step_interval 100 --keep_last 3 --forgetting_action rewind", 5),
+    ],
+)
+def test_a_run_of_unknown_length_keeps_as_many_checkpoints_as_a_long_one(words, most):
+    flags = parse_train(["--model_name", "m", "--train_data_dir", "d", *words.split()])
+    assert prediction._kept_checkpoints(flags, None) == most
+    if most is not None:
+        assert prediction._kept_checkpoints(flags, 10_000) == most
 
 
 @pytest.mark.longer

@@ -64,11 +64,15 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
             page.duration(3600 * prediction.hours),
             f"{prediction.steps:,} steps of {time[1]}",
         )
-    disk_gib = prediction.checkpoint_bytes * prediction.kept_checkpoints / GIB
+    # A run of unknown length may keep as many as it writes, which then are of one size each.
+    kept = prediction.kept_checkpoints
+    disk = f"{prediction.checkpoint_bytes * (kept or 1) / GIB:,.2f} GiB"
+    if kept is None:
+        disk += " a checkpoint"
     drawn["headline"] += [
         ("Memory at the peak", f"{peak / GIB:,.2f} GiB", below),
         time,
-        ("Disk", f"{disk_gib:,.2f} GiB", costs),
+        ("Disk", disk, costs),
     ]
     # The last row of the table is the sum.
     parts = {**prediction.memory.parts, "together": peak}

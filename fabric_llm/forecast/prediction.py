@@ -2,7 +2,9 @@
 Nothing is loaded or started."""
 
 import json
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from math import ceil, lcm
 from pathlib import Path
@@ -32,7 +34,7 @@ from fabric_llm.model import (
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks, fetched
-from fabric_llm.plan.make_plan import model_plan, require_shares
+from fabric_llm.plan.make_plan import model_plan, require_data, require_shares
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.schedule import lay_out
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
@@ -62,7 +64,7 @@ class Prediction:
     device_bytes: Optional[int]  # that a device has, None where that isn't known
     host_bytes: dict[str, int]  # of a node
     checkpoint_bytes: int
-    kept_checkpoints: int
+    kept_checkpoints: Optional[int]  # None: all, of a run of unknown length
     tokens_a_step: int
     steps: Optional[int]  # None where neither flags nor a dataset say how many
     flops_a_step: float
@@ -165,7 +167,7 @@ def predict(
         device_bytes=None if device_gib is None else int(device_gib * GIB),
         host_bytes=host,
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
-        kept_checkpoints=_kept_checkpoints(flags, steps or 1),
+        kept_checkpoints=_kept_checkpoints(flags, steps),
         tokens_a_step=tokens,
         steps=steps,
         flops_a_step=operations,
@@ -176,6 +178,26 @@ def predict(
         price=price,
         assumed=assumed,
     )
+
+
+def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: str) -> None:
+    """Raises ValueError and Fault as train.py would for a new run, where the flags name its data
+    and that is here. steps: those of --tokens. source: how sentences name the model."""
+    data = flags.data.train_data_dir or flags.data.data_mix
+    # The demo makes its data, and a resumed run is compared with its checkpoint.
+    if not data or flags.demo or flags.checkpoint.resume:
+        return
+    if own.tokens is not None:
+        flags = replace(flags, training=replace(flags.training, max_step=steps))
+    checks.check_flags(flags)
+    evaluated = map(Path, checks.evaluated_on(flags))
+    is_here = all(source_of(Path(given)) for given in checks.trained_on(flags))
+    if is_here and all(folder.is_dir() for folder in evaluated):
+        placement = _place(flags, "cpu")
+        batches = batch_sizes(flags, placement.devices, placement.num_nodes)
+        # stdout may be read as JSON, and a warning isn't part of it.
+        with redirect_stdout(sys.stderr):
+            require_data(flags, batches, source)
 
 
 def _launch(
@@ -240,15 +262,24 @@ def _exchange(
     return exchanged / (own.network * 1e9 / 8 / placement.devices)
 
 
-def _kept_checkpoints(flags: Flags, steps: int) -> int:
+def _kept_checkpoints(flags: Flags, steps: Optional[int]) -> Optional[int]:
+    """How many there are at most. None where that grows with steps of which nobody knows how
+    many."""
     save = flags.save
-    interval, kept = save.save_step_interval or steps, save.keep_last
+    interval, kept = save.save_step_interval, save.keep_last
+    if interval is None:
+        return 1
+    if steps is None and save.keep_every:
+        return None
+    if kept is not None:
+        kept += save.keep_best
+        kept += flags.evaluation.forgetting_action == "rewind"  # one to go back to
+    if steps is None:
+        return kept
     # A run also saves after its last step.
     saves = 1 + (steps - 1) // interval
     if kept is None:
         return saves
-    kept += save.keep_best
-    kept += flags.evaluation.forgetting_action == "rewind"  # one to go back to
     if save.keep_every:
         # Only a step at which the run saves can be kept for good.
         kept += steps // lcm(interval, save.keep_every)
@@ -317,10 +348,8 @@ def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     """(training rows, tokens in each) of each dataset that the flags name, None for one that
     doesn't say so."""
     folders = []
-    if flags.data.data_mix:
-        folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
-    elif flags.data.train_data_dir is not None:
-        folders = [flags.data.train_data_dir]
+    if flags.data.data_mix or flags.data.train_data_dir is not None:
+        folders = checks.trained_on(flags)
     datasets: list[Optional[tuple[int, int]]] = []
     for given in folders:
         # A source of --code has to be opened. Others say their size in their manifest.

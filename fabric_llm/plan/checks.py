@@ -43,7 +43,7 @@ def check_training(flags: Flags) -> None:
     machines may not see its directory yet, and what may take long follows once they have met. If the run directory exists, the model is checked later,
     so that a mistake is written into STATUS.json.
     """
-    data, training, model_name = flags.data, flags.training, flags.model.model_name
+    data, model_name = flags.data, flags.model.model_name
     # One of two flags gives the data.
     needed = {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}
     for name, value in needed.items():
@@ -52,16 +52,43 @@ def check_training(flags: Flags) -> None:
             if flags.checkpoint.resume:
                 why = "a resumed run takes its flags from arguments.yaml only without all of them."
             raise ValueError(f"--{name} is missing: {why}")
+    check_flags(flags)
+    # Rank 0 reads them for all ranks.
+    if flags.logging.sample_prompts is not None and is_rank_zero():
+        read_prompts(flags.logging.sample_prompts)
+    meets_others = started_by_other() or flags.devices.num_nodes > 1
+    # Folders are read now, unless another machine may not see them yet.
+    if not flags.checkpoint.resume or not meets_others:
+        # The demo's dataset may have to be made first.
+        read = [] if flags.demo else trained_on(flags)
+        named = [*evaluated_on(flags), *read]
+        _check_folders(flags, [given for given in named if not address.is_address(given)])
+    if not meets_others:
+        fetch_data(flags)
+
+
+def trained_on(flags: Flags) -> list[str]:
+    """The datasets to train on, as --train_data_dir or --data_mix names them."""
+    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
+    return [source.path for source in mix.sources]
+
+
+def evaluated_on(flags: Flags) -> list[str]:
+    """The datasets of --eval_data."""
+    return list(parse_eval_data(flags.evaluation.eval_data).values())
+
+
+def check_flags(flags: Flags) -> None:
+    """The flags of a run that names its data, of which nothing is read."""
+    data, training = flags.data, flags.training
     if data.train_data_dir and data.data_mix:
         raise ValueError(
             "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture."
         )
     # Parsed for its errors; the names of its sources are validation sets as well.
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
-    folders = [data.train_data_dir] if mix is None else [source.path for source in mix.sources]
-    evaluated = parse_eval_data(flags.evaluation.eval_data).values()
     flag = "--train_data_dir" if mix is None else "--data_mix or --replay"
-    addresses = _addresses(flags, {flag: folders, "--eval_data": evaluated})
+    _check_addresses(flags, {flag: trained_on(flags), "--eval_data": evaluated_on(flags)})
     # Called for its error: the word itself is used once there is a model.
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     # --compile auto switches compiling off instead.
@@ -98,24 +125,11 @@ def check_training(flags: Flags) -> None:
     _check_steering(flags, mix)
     freezing.check(training.freeze, training.train_only)
     overrides(flags)
-    # Rank 0 reads them for all ranks.
-    if flags.logging.sample_prompts is not None and is_rank_zero():
-        read_prompts(flags.logging.sample_prompts)
-    meets_others = started_by_other() or flags.devices.num_nodes > 1
-    # Folders are read now, unless another machine may not see them yet.
-    if not flags.checkpoint.resume or not meets_others:
-        read = [] if flags.demo else folders  # the demo's dataset may have to be made first
-        here = [folder for folder in (*evaluated, *read) if folder not in addresses]
-        _check_folders(flags, here)
-    if not meets_others:
-        fetch_data(flags)
 
 
 def fetch_data(flags: Flags) -> None:
     """Bring the datasets that flags name by addresses to this machine. Raises Fault."""
-    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
-    evaluated = parse_eval_data(flags.evaluation.eval_data).values()
-    for given in (*[source.path for source in mix.sources], *evaluated):
+    for given in (*trained_on(flags), *evaluated_on(flags)):
         if address.is_address(given):
             check_tokenizer_file(fetched.folder(given) / "tokenizer" / "tokenizer.json")
 
@@ -204,18 +218,16 @@ def overrides(flags: Flags) -> tuple[str, ...]:
     return names
 
 
-def _addresses(flags: Flags, datasets: Mapping[str, Collection[str]]) -> list[str]:
-    """Those among the datasets of flags. Raises ValueError for one that can't be read."""
+def _check_addresses(flags: Flags, datasets: Mapping[str, Collection[str]]) -> None:
+    """Raises ValueError for one that can't be read. datasets: {flag: what it names}."""
     if flags.save.mirror is not None:
         address.require(flags.save.mirror, "--mirror")
-    model_name, found = flags.model.model_name, []
+    model_name = flags.model.model_name
     if address.is_address(model_name):
         raise ValueError(f"--model_name {model_name} is read from a disk: copy it there first.")
     for flag, folders in datasets.items():
         for given in filter(address.is_address, folders):
             address.require(given, flag, is_folder=True)
-            found.append(given)
-    return found
 
 
 def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:

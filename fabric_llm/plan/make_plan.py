@@ -100,19 +100,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     if is_rank_zero():
         _require_rows_for(config.get_text_config(), datasets, source)
     skeleton = loading.checked_skeleton(source, config, loading.DTYPES[asked.precision])
-    # The model's tokenizer, or else that of the first dataset that has one.
-    tokenizer = of_model = loading.tokenizer_beside(source)
-    for dataset in datasets:
-        of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
-        # Where one of them has no tokenizer, there is nothing to compare.
-        if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
-            raise ValueError(
-                f"{dataset.given!r} was made with a different tokenizer from that of "
-                f"{source!r}{differing}; "
-                f"make it with {command('prepare_data.py', tokenizer=source)}."
-            )
-        _require_known_end(dataset, of_model, config, source)
-        tokenizer = tokenizer or of_data
+    tokenizer = _tokenizer_of(datasets, loading.tokenizer_beside(source), config, source)
     model = replace(
         model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope
     )
@@ -136,6 +124,39 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     if (Path(source) / MANIFEST).is_file():
         config_file = keep.read_progress(Path(source)).get("config_file")
     return replace(model, router_aux_loss_coef=coefficient, config_file=config_file), skeleton
+
+
+def _tokenizer_of(
+    datasets: Sequence[TokenDataset], of_model: Optional[Any], config: Any, source: str
+) -> Optional[Any]:
+    """The model's tokenizer, or else that of the first dataset that has one. Raises ValueError for
+    a dataset of another."""
+    tokenizer = of_model
+    for dataset in datasets:
+        of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
+        # Where one of them has no tokenizer, there is nothing to compare.
+        if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
+            raise ValueError(
+                f"{dataset.given!r} was made with a different tokenizer from that of "
+                f"{source!r}{differing}; "
+                f"make it with {command('prepare_data.py', tokenizer=source)}."
+            )
+        _require_known_end(dataset, of_model, config, source)
+        tokenizer = tokenizer or of_data
+    return tokenizer
+
+
+def require_data(flags: Flags, batches: tuple[int, int, int], source: str) -> None:
+    """Raises ValueError where a new run couldn't read its datasets, or its model not their tokens.
+
+    batches: see `batch_sizes`. source: how sentences name the model.
+    """
+    data, mix = _plan_data(flags, {})
+    _plan_schedule(flags, batches, data.sources, mix, {})
+    model_name = flags.model.model_name
+    config = loading.load_config(model_name)
+    _require_rows_for(config.get_text_config(), data.opened, source)
+    _tokenizer_of(data.opened, loading.tokenizer_beside(model_name), config, source)
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:
