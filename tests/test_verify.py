@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -540,3 +541,10 @@ def test_a_drill_that_ends_in_other_bits_fails(runs, tmp_path, monkeypatch, caps
     )
     assert code == 66 and "isn't the same" in error and "verdict         different" in out
     assert os.listdir(tmp_path) == []
+
+
+def test_the_log_to_look_at_is_named_as_a_shell_takes_it(tmp_path, capsys):
+    log = tmp_path / "my choice" / "one's.log"
+    log.parent.mkdir()
+    drill.run_training([sys.executable, "-c", ""], {}, log, patient=True)
+    assert shlex.split(capsys.readouterr().out) == ["tail", "-f", str(log)]
