@@ -36,7 +36,9 @@ class PrepareArguments:
     train_tokenizer: Optional[int] = option(None, at_least=257)
     """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text,
     and more"""
-    context_length: int = option(2048, at_least=2)
+    context_length: int = option(
+        2048, at_least=2, aliases="block_size cutoff_len max_seq_len seq_len sequence_len"
+    )
     """tokens per sequence"""
     validation_fraction: float = option(
         0.01,

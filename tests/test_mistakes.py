@@ -351,7 +351,10 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "'twice.yaml' can't be read as YAML: 'new' comes twice, in line 1.",
     ),
-    ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
+    ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file or directory.\n"),
+    ("--config smal.yaml", 2, "directory. Did you mean 'small.yaml'?"),
+    ("--config smollm2_135m", 2, "/configs/smollm2_135m.yaml'?"),
+    ("--config configs/smolm2_135m.yaml", 2, "/configs/smollm2_135m.yaml'?"),
     (
         "--config typo.yaml",
         2,
@@ -378,6 +381,8 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
 OTHERS = [
     ("prepare_data", "--output out --train_tokenizer 300", 2, "no input: name at least one"),
     ("prepare_data", "--input corpus --output out", 2, "give exactly one of --tokenizer"),
+    ("prepare_data", "--seq_len 64", 2, "Did you mean --context_length?"),
+    ("train", "--help oblivion", 2, "The groups are devices, data, "),
     ("prepare_data", "--input corpus --output out --train_tokenizer 9", 2, "at least 257"),
     (
         "prepare_data",

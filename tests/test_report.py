@@ -515,10 +515,16 @@ def test_many_runs_stay_small(tmp_path):
 def test_mistakes_are_one_sentence(tmp_path, capsys):
     run = made(tmp_path / "run", [training(1)])
     (run / "step-00000001" / "trainer").mkdir(parents=True)
+    many = tmp_path / "other runs"
+    for number in range(12):
+        made(many / f"run {number}", [training(1)])
     for argv, words in (
         ([], "the following arguments are required"),
         ([tmp_path / "rum"], "Did you mean"),
         ([tmp_path], "It holds the runs run."),
+        ([many], "run 1, run 10, run 11, run 2, run 3, run 4, run 5, run 6, run 7 and 2 more."),
+        ([many / "run"], "No run"),
+        ([tmp_path / "other"], f"Did you mean '{tmp_path}/other runs'?"),
         ([run / "step-00000001"], "is a checkpoint; its run is"),
         ([run, "--output", tmp_path], "must name a file"),
         ([run, "--output", tmp_path / "no" / "x.html"], "in a folder that is there"),

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin
 from fabric_llm.base.faults import BAD_INPUT, missing_package, printable
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.help import answer_help
-from fabric_llm.base.names import at_home, unknown
+from fabric_llm.base.names import at_home, nearest_of, unknown
 
 try:
     import yaml
@@ -355,7 +355,10 @@ def _check_config(
         text = yaml_text(Path(config))
         values = load_yaml(text, repr(config))
     except OSError as error:
-        fail(program, f"--config {config!r} can't be read: {error.strerror}.")
+        meant = ""
+        if isinstance(error, FileNotFoundError):
+            meant = nearest_of(Path(config), files=True) or _preset(config)
+        fail(program, f"--config {config!r} can't be read: {error.strerror}.{meant}")
     except ValueError as error:
         fail(program, f"--config: {error}.")
     if not isinstance(values, dict):
@@ -394,6 +397,13 @@ def _check_config(
                 many = f"is a text of {len(item):,} characters: {item[:60]!r} ..."
                 fail(program, f"line {lines[key]}: {key!r} in {config} {many}")
     return lines
+
+
+def _preset(config: str) -> str:
+    """The end of a message about a file that doesn't exist: the preset that its name may mean."""
+    # The checkout may not be the working directory.
+    presets = Path(os.path.relpath(Path(__file__).parents[2] / "configs"))
+    return nearest_of(presets / f"{Path(config).stem}.yaml", files=True)
 
 
 def _refuse_other_numbers(

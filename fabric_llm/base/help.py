@@ -82,7 +82,9 @@ def _meant(word: str, groups: Groups) -> Groups:
     if flag is not None and (word.startswith("-") or not close):
         return {title: {flag: flags[flag]} for title, group in groups.items() if flag in group}
     if not close:
-        raise ValueError(unknown("flag or group of --help", {name: repr(word)}, flags))
+        sentence = unknown("flag or group of --help", {name: repr(word)}, flags)
+        words = ", ".join(title.split()[0] for title in titles if title)
+        raise ValueError(f"{sentence} The groups are {words}.")
     return {titles[title]: groups[titles[title]] for title in close}
 
 

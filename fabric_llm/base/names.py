@@ -18,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 from fabric_llm.base.faults import printable
 
 MAX_CHARACTERS = 300  # of a path
+MOST_NAMED = 10  # of one kind in a sentence
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a data source, and of a set that is evaluated
 SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
@@ -32,6 +33,13 @@ def shown(name: object, most: int = MAX_CHARACTERS) -> str:
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return printable(text)
+
+
+def listed(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
+    """The first of many names, and how many more there are."""
+    words = [str(name) for name in names]
+    first = separator.join(words[:most])
+    return f"{first} and {len(words) - most} more" if len(words) > most else first
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -193,4 +201,8 @@ def nearest_of(path: Path, files: bool = False) -> str:
             other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()
         ]
     close = nearest(path.name, sorted(beside))
+    # Or the beginning of a single name. Such a name of a file may be meant for the hub.
+    longer = [name for name in beside if name.startswith(path.name) and not files]
+    if not close and len(longer) == 1:
+        close = longer
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

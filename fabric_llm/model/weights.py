@@ -8,7 +8,7 @@ rank its part of it, whatever the strategy.
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Optional, Protocol
 
@@ -26,6 +26,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, Fault
+from fabric_llm.base.names import listed
 from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
 from fabric_llm.model.sharded import (
     PREFIX,
@@ -177,12 +178,12 @@ class Stored:
         problems = []
         if wrong:
             missing = f"{len(wrong)} of the model's weights are missing or have another shape"
-            problems.append(f"{missing}: {_first(wrong)}")
+            problems.append(f"{missing}: {listed(sorted(wrong))}")
         if foreign:
             problems.append(
                 f"{len(foreign)} of the tensors in the files have no place in "
                 f"{type(self.skeleton).__name__} as config.json describes it, and would be "
-                f"dropped: {_first(foreign)}; correct config.json where it isn't that of these "
+                f"dropped: {listed(sorted(foreign))}; correct config.json where it isn't that of these "
                 "weights, or take a model that transformers has whole"
             )
         if problems:
@@ -201,14 +202,9 @@ class Stored:
             if tensor.is_floating_point() and not is_finite(tensor):
                 bad.append(self.first.get(name, name))
         if bad:
-            sentence = f"{self.model_name!r} holds NaN or infinity in {_first(bad)}."
+            sentence = f"{self.model_name!r} holds NaN or infinity in {listed(sorted(bad))}."
             raise Fault(sentence, NON_FINITE)
         return tensors
-
-
-def _first(names: Iterable[str]) -> str:
-    """The first ten names."""
-    return ", ".join(sorted(names)[:10])
 
 
 class Drawn:

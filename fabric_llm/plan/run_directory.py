@@ -26,7 +26,7 @@ from fabric_llm.base.faults import (
     Fault,
 )
 from fabric_llm.base.files import MANIFEST, no_link, write_atomically
-from fabric_llm.base.names import command
+from fabric_llm.base.names import command, listed
 from fabric_llm.base.program import wait_until
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
@@ -122,7 +122,7 @@ def _require_demo_alone(parent: Path, default: str) -> None:
         if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", other):
             raise ValueError(
                 f"--resume true doesn't say which run of {str(parent)!r} goes on, "
-                f"{', '.join(map(repr, runs[:MAX_DIFFERENCES]))}: name it, such as "
+                f"{listed(map(repr, runs))}: name it, such as "
                 f"{command(run_name=other)}."
             )
 

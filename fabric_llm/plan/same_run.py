@@ -8,7 +8,7 @@ from typing import Any, Optional
 from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.base.names import command
+from fabric_llm.base.names import command, listed
 from fabric_llm.checkpoint.keep import is_evaluated
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_stream
@@ -16,7 +16,7 @@ from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.run_directory import MAX_DIFFERENCES, given_checkpoint
+from fabric_llm.plan.run_directory import given_checkpoint
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.training.forgetting import Forgetting, hard_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
@@ -151,7 +151,7 @@ def _refuse(plan: Plan, differing: dict[str, tuple[Any, Any]], advice: str) -> N
     if differing:
         # A foreign checkpoint may differ in everything, so only the first differences are listed.
         words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
-        first = "; ".join(words[:MAX_DIFFERENCES])
+        first = listed(words, separator="; ")
         raise ValueError(f"{str(plan.resume_from)!r} was written with {first}. {advice}")
 
 

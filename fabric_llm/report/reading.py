@@ -18,7 +18,7 @@ import numpy as np
 
 from fabric_llm.base import command_line, files
 from fabric_llm.base.faults import DONE, STOPPED, Fault
-from fabric_llm.base.names import nearest_of
+from fabric_llm.base.names import listed, nearest_of
 from fabric_llm.data.sources import PROBES
 from fabric_llm.plan import run_directory
 from fabric_llm.run.metrics import METRICS_UNDONE
@@ -104,7 +104,7 @@ def read_run(folder: Path) -> Run:
         inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
         held = ""
         if inside:
-            held = f" It holds the runs {', '.join(inside[:5])}."
+            held = f" It holds the runs {listed(inside)}."
         raise Fault(
             f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{held}"
         )

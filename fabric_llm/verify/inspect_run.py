@@ -9,7 +9,7 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault, one_line
+from fabric_llm.base.names import listed
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.reading import optimizer_state
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
@@ -38,7 +39,6 @@ from fabric_llm.model.loading import (
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import VerificationError, export, read_proof
 
-MAX_NAMED = 10  # names of one kind in a sentence
 MAX_ROWS = 2**28  # that are compared: a minute
 # What reading a file raises that isn't what it should be.
 WRONG_KIND = (KeyError, TypeError, AttributeError)
@@ -89,15 +89,6 @@ class Report:
             self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
         if len(self.findings) == before:
             say(f"  {good}")
-
-
-def listed(names: Iterable[Any]) -> str:
-    """The first of many names, and how many more there are."""
-    words = [str(name) for name in names]
-    first = ", ".join(words[:MAX_NAMED])
-    if len(words) > MAX_NAMED:
-        return f"{first} and {len(words) - MAX_NAMED} more"
-    return first
 
 
 def verify_run(run: Path, exports: bool) -> Report:

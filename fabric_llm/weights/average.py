@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
+from fabric_llm.base.names import listed
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
@@ -95,7 +96,7 @@ def require_same_model(first: Part, other: Part) -> None:
         if one.get(key) != two.get(key) and not NO_MATTER.search(key):
             differing.append(f"{key} {one.get(key)}, and {two.get(key)}")
     if differing:
-        raise ValueError(f"{both} are different models: {'; '.join(differing[:10])}.")
+        raise ValueError(f"{both} are different models: {listed(differing, separator='; ')}.")
     # A folder without a tokenizer is taken at its word.
     if first.tokenizer is None or other.tokenizer is None:
         return
