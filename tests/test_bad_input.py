@@ -49,7 +49,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
             and lines[0].startswith("train.py: error: ")
             and lines[0].endswith((".", "?"))
         ), error
-        assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+        assert not (tmp_path / "runs").exists()
         return lines[0].removeprefix("train.py: error: ")
 
     return call
@@ -402,11 +402,26 @@ def test_data_of_another_tokenizer(refused, toys, tmp_path):
     assert sentence.count(", not ") == 10
 
 
+@pytest.mark.parametrize("there", ["disk/mirror", "file/mirror"])
+def test_what_is_refused_leaves_no_folder(refused, tmp_path, monkeypatch, there):
+    """Without obstore, and where a file is in the way of the mirror."""
+    (tmp_path / "file").write_text("")
+    if there == "disk/mirror":
+        monkeypatch.setitem(sys.modules, "obstore", None)
+    else:
+        pytest.importorskip("obstore")
+    before = sorted(tmp_path.rglob("*"))
+    output = tmp_path / "none" / "such" / "runs"
+    sentence = refused("--output_dir", output, "--mirror", f"file://{tmp_path}/{there}")
+    assert ("obstore" if there == "disk/mirror" else f"--mirror file://{tmp_path}/") in sentence
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_rank_0_alone_checks_ends_all_ranks(toys, tmp_path):
     with pytest.raises(AssertionError) as error:
         train_ranks(
             2,
-            *toy_run(toys, tmp_path),
+            *toy_run(toys, tmp_path / "disk" / "runs"),
             "--number_epochs",
             1,
             "--profile",
@@ -414,7 +429,7 @@ def test_what_rank_0_alone_checks_ends_all_ranks(toys, tmp_path):
             timeout_seconds=60,
         )
     assert "--profile 900:901: the run ends at step" in str(error.value)
-    assert not (tmp_path / "llama-data").exists(), "nothing was done"
+    assert not any(tmp_path.iterdir()), "nothing was done"
 
 
 def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):

@@ -602,6 +602,22 @@ def test_a_directory_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     assert held == [True] and not folder.exists() and not run_directory._locks
 
 
+def test_parents_that_a_start_has_made_are_named_and_go_with_it(tmp_path):
+    """What another run has begun there stays."""
+    all_of_them = {"disk", "disk/runs", "disk/runs/other"}
+    for other, left in ((None, set()), ("disk/runs/other", all_of_them)):
+        folder = tmp_path / "disk" / "runs" / "run"
+        run_directory.lock(folder)
+        assert run_directory.created_parent(folder) == tmp_path / "disk"
+        if other is not None:
+            (tmp_path / other).mkdir()
+        run_directory.leave(Fault("wrong"), has_plan=False)
+        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == left
+    run_directory.lock(folder)
+    assert run_directory.created_parent(folder) is None
+    run_directory.unlock(folder)
+
+
 def test_what_was_fetched_into_a_new_directory_stays_and_says_how_it_ended(tmp_path):
     """A STATUS.json that came with it, of a run that is at work, would have it started again."""
     folder = tmp_path / "run"

@@ -1,6 +1,7 @@
 """The mirror: law 18, a checkpoint is there if and only if its manifest is. Kills are in
 test_mirror_kills.py."""
 
+import errno
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from fabric_llm.mirror import address, fetch, leftovers, store
 from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import Store
+from fabric_llm.prepare import storage
 
 # In CI the longer suite has the servers.
 pytestmark = pytest.mark.longer
@@ -95,6 +97,10 @@ def test_an_address_is_told_from_a_folder():
         ("file://host/x", "must name a folder"),
         ("file:///", "must name a folder"),
         ("memory://x", "must begin with one of s3://"),
+        ("/mnt/my disk", "Did you mean file:///mnt/my%20disk?"),
+        ("file:///mnt/%2e%2e/x", "must be plain"),
+        ("file:///mnt/a%2Fb", "must be plain"),
+        ("file:///mnt/a%07", "must be plain"),
     ],
 )
 def test_a_bad_address_is_refused_in_a_sentence(text, says):
@@ -105,6 +111,79 @@ def test_a_bad_address_is_refused_in_a_sentence(text, says):
 def test_good_addresses_pass():
     for text in ("s3://b", "s3://b/p/q", "gs://b.c/p", "az://c/p", "file:///m/n"):
         address.require(text, "--mirror")
+
+
+def test_names_of_a_folder_may_be_encoded_and_keys_are_what_they_say(tmp_path):
+    for given, name in (("my%20100%25", "my 100%"), ("my disk", "my disk"), ("%C3%A9", "é")):
+        place = f"file://{tmp_path}/{given}"
+        Store(place).put("a%20b/c", b"x")
+        (tmp_path / name / "a%20b" / "c#1").write_bytes(b"")
+        assert leftovers.remove(place, "a%20b") == 1
+        assert (tmp_path / name / "a%20b" / "c").read_bytes() == b"x"
+        assert address.split(place) == (f"file://{tmp_path}", name)
+    assert address.split("s3://b/my%20x") == ("s3://b", "my%20x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my 100%", "my disk", "é"]
+
+
+def test_who_reads_makes_no_folder(tmp_path):
+    place = f"file://{tmp_path}/nowhere/x"
+    for read_it in (fetch.local, fetch.dataset, lambda place: storage.corpus(place)):
+        assert "no such folder" in refused(lambda: read_it(place), 2)
+    assert not (tmp_path / "nowhere").exists()
+
+
+LASTING = "ENOENT ENOTDIR EEXIST ELOOP ENAMETOOLONG EACCES EPERM EROFS".split()
+
+
+@pytest.mark.parametrize("name", [*LASTING, "EIO", "ESTALE", "ETIMEDOUT", "ENOSPC", "EDQUOT"])
+def test_what_a_folder_keeps_refusing_is_a_mistake_unless_the_run_has_used_it(
+    tmp_path, monkeypatch, clock, name
+):
+    """A start would be tried again for ever."""
+    number, began = getattr(errno, name), clock.now
+
+    def open_store(address):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store, "open_store", open_store)
+    place = f"file://{tmp_path}/x"
+
+    def use(in_run):
+        there = Store(place, in_run)
+        return fetch.patiently(there, lambda: there.below(""), sleep=clock.sleep)
+
+    sentence = refused(lambda: use(False), 2 if name in LASTING else 74)
+    assert sentence.startswith(place) and (clock.now == began) == (name in LASTING)
+    began = clock.now
+    refused(lambda: use(True), 74)
+    assert clock.now > began + 60
+
+
+def test_a_folder_that_goes_in_the_middle_is_tried_again(place, run, tmp_path):
+    save(run, 1, random.Random(1))
+    (tmp_path / "mirror").write_text("")
+    with Mirror(place, run) as mirror:
+        first = mirror.wait("refused")
+        assert first["code"] == 2 and "exists" in first["refused"] and place in first["refused"]
+    (tmp_path / "mirror").unlink()
+    with Mirror(place, run) as mirror:
+        mirror.wait("ready")
+        (tmp_path / "mirror").rename(tmp_path / "aside")
+        (tmp_path / "mirror").write_text("")
+        mirror.say(upload="step-00000001")
+        assert "It is tried again" in mirror.wait("warning")["warning"]
+        (tmp_path / "mirror").unlink()
+        (tmp_path / "aside").rename(tmp_path / "mirror")
+        mirror.wait("mirrored")
+        assert mirror.end() == []
+
+
+def test_a_parent_that_had_to_be_made_is_said(run, tmp_path):
+    place = f"file://{tmp_path}/disk/mirror"
+    for said in ([f"The folder '{tmp_path}/disk' wasn't there and was made."], []):
+        with Mirror(place, run) as mirror:
+            mirror.wait("ready")
+            assert mirror.all("warning") == said and mirror.end() == []
 
 
 def test_help_needs_no_obstore():

@@ -275,7 +275,7 @@ def test_rank_0_says_it_once(toys, tmp_path):
         json.dumps({**config, "max_position_embeddings": 16})
     )
     flags = (
-        *toy_run(toys, tmp_path / "runs"),
+        *toy_run(toys, tmp_path / "disk" / "runs"),
         "--model_name",
         tmp_path / "short",
         "--max_step",
@@ -289,7 +289,9 @@ def test_rank_0_says_it_once(toys, tmp_path):
     assert job.wait() == [0, 0], job.output
     warnings = [line for line in job.output[0].splitlines() if line.startswith("Warning: ")]
     warnings = [line for line in warnings if "--model_name is given 2 times" not in line]
-    assert len(warnings) == 4 and "short' holds no weights" in warnings[0]
+    made = f"Warning: {str(tmp_path / 'disk')!r} wasn't there and was made for --output_dir."
+    assert len(warnings) == 5 and warnings[4] == made
+    assert "short' holds no weights" in warnings[0]
     assert warnings[1].startswith("Warning: rows hold 24 tokens, but the model was made for 16")
     assert warnings[2] == "Warning: --sharding_strategy has no effect with --strategy ddp."
     assert "Warning: " not in job.output[1]

@@ -1,7 +1,7 @@
 """A copy of a run's checkpoints in object storage, and the way back. A checkpoint is there if and
 only if its manifest is, which is put last.
 
-address      `is_address`, `require`, `open_store`: s3://bucket/prefix and its like
+address      `is_address`, `require`, `local_folder`, `open_store`: s3://bucket/prefix and its like
 credentials  `find`: keys for S3 that the environment, a file or the machine has
 store        `Store`, `probe`, `reason`: what is done with objects, and what went wrong in few words
 lease        `Lease`: one run on one prefix

@@ -3,9 +3,10 @@ and when it is needed."""
 
 import re
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Optional
+from urllib.parse import quote, unquote, urlsplit
 
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.names import shown
@@ -36,7 +37,8 @@ def require(address: str, flag: str, is_folder: bool = False) -> None:
             "credentials (environment, profile, role of the machine) is asked for them."
         )
     if url.scheme not in SCHEMES or not is_address(address):
-        raise Fault(f"{flag} {shown(address)!r} must begin with one of {known}.")
+        meant = f" Did you mean file://{quote(address)}?" * address.startswith("/")
+        raise Fault(f"{flag} {shown(address)!r} must begin with one of {known}.{meant}")
     if url.scheme == "file" and (url.netloc or len(url.path) < 2):
         raise Fault(f"{flag} {shown(address)!r} must name a folder, such as file:///mnt/mirror.")
     if url.scheme in CLOUDS and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", url.netloc):
@@ -45,8 +47,14 @@ def require(address: str, flag: str, is_folder: bool = False) -> None:
         )
     if is_folder and url.path in ("", "/"):
         raise Fault(f"{flag} {address!r} must name a folder, such as {address}/data/mine.")
-    parts = url.path.strip("/").split("/")
-    if any(part in (".", "..") for part in parts) or "//" in url.path or not address.isprintable():
+    path = url.path
+    if url.scheme == "file":
+        path = unquote(path)
+    parts = path.strip("/").split("/")
+    is_plain = not any(part in (".", "..") for part in parts) and "//" not in path
+    # A slash that was encoded would be part of a name.
+    is_plain = is_plain and path.count("/") == url.path.count("/")
+    if not is_plain or not (address + path).isprintable():
         raise Fault(f"{flag} {shown(address)!r} must be plain: no '.', '..' or empty part in it.")
 
 
@@ -54,27 +62,45 @@ def split(address: str) -> tuple[str, str]:
     """(the address of what an address lies in, its last name): s3://b/runs/RUN -> s3://b/runs,
     RUN."""
     place, _, name = address.rstrip("/").rpartition("/")
-    return place, name
+    return place, unquote(name) if local_folder(address) else name
+
+
+def local_folder(address: str) -> Optional[Path]:
+    """Of file://, whose names may be percent-encoded (RFC 8089), None of other addresses: a key is
+    what it says."""
+    url = urlsplit(address)
+    if url.scheme != "file":
+        return None
+    return Path(unquote(url.path) or "/")  # file:// is what file:///data lies in
+
+
+def require_there(address: str) -> None:
+    """Raises Fault (2) for a folder that doesn't exist: who reads makes none."""
+    there = local_folder(address)
+    if there is not None and not there.is_dir():
+        raise Fault(f"{shown(address)}: there is no such folder.")
+
+
+def require_obstore(address: str) -> None:
+    """Raises Fault (2) where it isn't installed, without the time of an import."""
+    if find_spec("obstore") is None:
+        raise Fault(
+            f"{address.partition('://')[0]}:// needs obstore: pip install obstore (or pip install "
+            "-e '.[mirror]')."
+        )
 
 
 def open_store(address: str) -> Any:
     """obstore's store for what `address` names, of which `require` approves; no request is made.
 
-    Credentials are found as the cloud's own tools find them. Raises Fault (2) without obstore.
+    Credentials are found as the cloud's own tools find them. Raises what `store.errors` names.
     """
-    try:
-        from obstore import store
-    except ModuleNotFoundError as error:
-        raise Fault(
-            f"{address.partition('://')[0]}:// needs obstore: pip install obstore (or pip install "
-            "-e '.[mirror]')."
-        ) from error
-    url = urlsplit(address)
-    if url.scheme == "file":
-        folder = Path(url.path or "/")  # file:// is what file:///data lies in
-        folder.mkdir(parents=True, exist_ok=True)
+    from obstore import store
+
+    if local := local_folder(address):
+        local.mkdir(parents=True, exist_ok=True)
         # Folders that are empty go with their last file, as in a bucket.
-        return store.LocalStore(folder, automatic_cleanup=True)
+        return store.LocalStore(local, automatic_cleanup=True)
     options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=REQUEST_SECONDS),
@@ -86,6 +112,6 @@ def open_store(address: str) -> Any:
             "retry_timeout": timedelta(seconds=RETRY_SECONDS),
         },
     }
-    if url.scheme == "s3":
+    if urlsplit(address).scheme == "s3":
         options["config"] = credentials.of_profile()
     return store.from_url(address.rstrip("/"), **options)

@@ -69,8 +69,11 @@ class Mirror:
             if "warning" in first:
                 print(f"--mirror: {first['warning']}", flush=True)
         if "ready" not in first:
-            self.process.kill()
+            with self.process:
+                self.process.kill()
             sentence = first.get("refused", "the process of --mirror ended before it had begun.")
+            if sentence.startswith(self.address):
+                sentence = f"--mirror {sentence}"
             raise Fault(sentence, first.get("code", SAVE_FAILED))
         self.names.update(first["checkpoints"])
         self.is_own = first["own"]

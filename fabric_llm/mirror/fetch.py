@@ -24,7 +24,7 @@ from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
 from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
-from fabric_llm.mirror.address import is_address, require, split
+from fabric_llm.mirror.address import is_address, require, require_there, split
 from fabric_llm.mirror.store import Store, as_fault, errors, pauses, reason
 
 # Of a run directory, beside its checkpoints.
@@ -118,6 +118,7 @@ def local(given: str, only_logs: bool = False) -> str:
     cache, where it stays."""
     if not is_address(given):
         return given
+    require_there(split(given)[0])
     return str(folder_of(given, cache(), only_logs))
 
 
@@ -145,6 +146,7 @@ def dataset(address: str, whole: bool = True) -> Path:
     from filelock import FileLock
 
     place, name = split(address)
+    require_there(place)
     store = Store(place)
     content = patiently(store, lambda: store.content(f"{name}/{OF_DATA}"))
     if content is None:
@@ -180,19 +182,20 @@ def folder_of(
     only_logs: bool = False,
     say: Callable[[str], Any] = print,
     wanted: Callable[[str], bool] = lambda name: True,
+    in_run: bool = False,
 ) -> Path:
     """A local folder with the checkpoint or the run (its newest checkpoint and its logs) at
     `address`, fetched once for all processes of this machine.
 
-    only_logs: of a run. wanted(name): whether a file of the checkpoint is needed. Raises Fault: for
-    a bad address (2), where there is nothing (66), and as `restore` does.
+    only_logs: of a run. wanted(name): whether a file of the checkpoint is needed. in_run: as of a
+    Store. Raises Fault: for a bad address (2), where there is nothing (66), and as `restore` does.
     """
     from filelock import FileLock
 
     require(address, "The address", is_folder=True)
     place, name = split(address)
     files.check_name(name, Path("address"))
-    store = Store(place)
+    store = Store(place, in_run)
     content = patiently(store, lambda: store.content(f"{name}/{MANIFEST}"))
     # What is made anew under the same name is another folder, so that nobody's files change.
     key = hashlib.sha256(address.encode() + (content or b"")).hexdigest()[:16]
@@ -369,7 +372,7 @@ def patiently(
         except _Disk as error:
             raise error.__cause__ from None
         except errors() as error:
-            fault, now = as_fault(error, store.address), time.monotonic()
+            fault, now = as_fault(error, store.address, store.in_run), time.monotonic()
             if end is None:
                 end = now + (PATIENCE_SECONDS if seconds is None else seconds)
             # Keys that are wrong aren't right a minute later.
@@ -377,5 +380,5 @@ def patiently(
                 raise fault from error
             trouble(reason(error))
         sleep(pause)
-        store.open()
+        store.reopen()
     raise AssertionError

@@ -83,7 +83,7 @@ class Lease:
             try:
                 self.beat()
             except errors():
-                self.store.open()  # the error itself is heard of where something is sent
+                self.store.reopen()  # the error itself is heard of where something is sent
 
     def beat(self) -> None:
         """Say that the owner is alive. Raises Lost."""

@@ -18,6 +18,7 @@ from typing import Any, Iterator
 from urllib.parse import quote, urlsplit
 
 from fabric_llm.mirror import credentials
+from fabric_llm.mirror.address import local_folder
 
 SECONDS = 30.0
 EMPTY = hashlib.sha256(b"").hexdigest()
@@ -29,9 +30,9 @@ def remove(address: str, folder: str) -> int:
 
     Raises OSError and ValueError if a request fails.
     """
+    if local := local_folder(address):
+        return _remove_files(local / folder)
     url = urlsplit(address)
-    if url.scheme == "file":
-        return _remove_files(Path(url.path) / folder)
     keys = credentials.find() if url.scheme == "s3" else None
     if keys is None:
         return 0

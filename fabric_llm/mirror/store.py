@@ -1,6 +1,7 @@
 """What is done with objects. Files are read and sent in parts, so that memory is bounded whatever
 their size."""
 
+import errno
 import hashlib
 import random
 import re
@@ -15,7 +16,7 @@ from typing import Any, Optional
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, Fault
 from fabric_llm.base.files import LARGEST_MANIFEST_BYTES, MANIFEST
-from fabric_llm.mirror.address import open_store
+from fabric_llm.mirror.address import open_store, require_obstore
 
 PART_BYTES = 8 * 2**20
 MOST_PARTS = 9_000  # S3 takes 10,000
@@ -35,6 +36,11 @@ WRONG_REGION = (
 NO_KEY = (
     *("169.254.169.254", "169.254.170.2", "metadata.google.internal", "NoCredentials"),
     *("Missing AccessKeyId", "Missing SecretAccessKey"),
+)
+# Of a folder. Others may go: EIO, ESTALE, ETIMEDOUT, ENOSPC, EDQUOT, EBUSY.
+LASTING = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
 NO_RIGHT = ("AccessDenied", "AllAccessDisabled", "403 Forbidden", "Permission denied")
 
@@ -64,19 +70,24 @@ class Store:
     Names are relative to the address.
     """
 
-    def __init__(self, address: str) -> None:
-        """Raises Fault (2) without obstore. No request is made."""
-        self.address, self.requests = address, 0
-        try:
-            self.open()
-        except Fault:  # there is no obstore to import
-            raise
-        except errors() as error:  # such as a key without its secret
-            raise as_fault(error, address) from error
+    def __init__(self, address: str, in_run: bool = False) -> None:
+        """in_run: the run has used it before, so that no error is a mistake. Raises Fault (2)
+        without obstore. No request is made."""
+        require_obstore(address)
+        self.address, self.in_run, self.requests = address, in_run, 0
+        self.opened: Any = None
 
-    def open(self) -> None:
-        """Again, after an error: the files with credentials may have changed."""
-        self.raw = open_store(self.address)
+    @property
+    def raw(self) -> Any:
+        """obstore's, opened by the first request, which has the patience for what that raises."""
+        opened = self.opened
+        if opened is None:
+            opened = self.opened = open_store(self.address)
+        return opened
+
+    def reopen(self) -> None:
+        """After an error: the files with credentials may have changed."""
+        self.opened = None
 
     def _count(self, requests: int = 1) -> Any:
         import obstore
@@ -227,7 +238,7 @@ def reason(error: BaseException) -> str:
     text = str(error)
     status = re.search(r"status code: (\d{3}[A-Za-z ]*)", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
-    local = re.search(r"([\w ]+) \(os error \d+\)", text)
+    local = re.search(r"([\w -]+) \(os error \d+\)", text)
     if any(word in text for word in NO_KEY):
         return "no credentials were found"
     if status:
@@ -242,9 +253,19 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def as_fault(error: BaseException, address: str) -> Fault:
-    """What obstore raised as a sentence about `address`: what the user can mend (2), or else (74),
-    which may go by itself."""
+def _lasts(error: BaseException) -> bool:
+    """Whether an error of a folder doesn't go by itself."""
+    number = getattr(error, "errno", None)
+    if number is not None:
+        return number in LASTING
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    # Below the folder, another process may have removed what was there.
+    return found is not None and int(found[1]) in {*LASTING} - {errno.ENOENT}
+
+
+def as_fault(error: BaseException, address: str, in_run: bool = False) -> Fault:
+    """What obstore raised as a sentence about `address`: what the user can mend (2), or else, as
+    anything in a run, (74), which may go by itself."""
     text = str(error)
     why, code = f"{reason(error)}: try again later", SAVE_FAILED
 
@@ -270,7 +291,9 @@ def as_fault(error: BaseException, address: str) -> Fault:
             "removes objects, and data is listed and read"
         )
         code = BAD_INPUT
-    return Fault(f"{address}: {why}.", code)
+    elif _lasts(error):
+        why, code = f"{reason(error)}: name another folder", BAD_INPUT
+    return Fault(f"{address}: {why}.", SAVE_FAILED if in_run else code)
 
 
 def probe(store: Store) -> None:

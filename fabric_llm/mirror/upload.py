@@ -17,6 +17,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.base.files import MANIFEST, write_atomically
 from fabric_llm.mirror import lease, leftovers
+from fabric_llm.mirror.address import local_folder
 from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.commands import Commands, Over
 from fabric_llm.mirror.fetch import LOGS, is_whole, patiently, pins, steps
@@ -56,7 +57,12 @@ class Uploader:
     def run(self) -> None:
         """Obey until the end. Raises Fault, before anything was changed, where it is refused."""
         with suppress(Over):
+            place = local_folder(self.store.address)
+            parent = place and place.parent
+            is_new = parent is not None and not parent.exists()
             self._at_start(self.store, lambda: probe(self.store))
+            if is_new:
+                self._say(f"The folder {str(parent)!r} wasn't there and was made.")
             lock = self._lock()
             self._own()
             self._ready()
@@ -317,8 +323,8 @@ class Uploader:
                 return done
             self._sleep(pause)
             # Of both: credentials that have expired may be new ones now.
-            self.store.open()
-            self.lease.store.open()
+            self.store.reopen()
+            self.lease.store.reopen()
         raise AssertionError
 
     def _trouble(self, why: str) -> None:

@@ -98,7 +98,8 @@ def newest(
         if here is not None and files.step_of(path) <= files.step_of(here):
             break
         if not path.exists() and suits(mirror.documents[path.name]):
-            return fetch.one(Store(mirror.address), directory.name, path.name, directory)
+            store = Store(mirror.address, in_run=True)
+            return fetch.one(store, directory.name, path.name, directory)
     return here
 
 

@@ -40,7 +40,8 @@ MAX_DIFFERENCES = 10  # that one error names
 MAX_CHARACTERS = 80  # of a mixture's sources in the name of a run
 LONGEST_NAME = 200  # characters in the name of a run; file systems take 255 bytes
 _locks: dict[Path, int] = {}  # descriptors of locks, held until this process ends in any way
-_made: set[Path] = set()  # locked directories that this process has created
+# Locked directories that this process has created, each with itself and the parents it has created.
+_made: dict[Path, list[Path]] = {}
 
 
 def directory(flags: Flags) -> Path:
@@ -162,9 +163,9 @@ def lock(folder: Path) -> None:
     # This process has the lock already, and a second descriptor would be refused.
     if folder in _locks:
         return
-    if not folder.exists():
+    if missing := [path for path in (folder, *folder.parents) if not path.exists()]:
         folder.mkdir(parents=True, exist_ok=True)
-        _made.add(folder)
+        _made[folder] = missing
     descriptor = -1
     try:
         for path in folder.iterdir():
@@ -207,6 +208,12 @@ def lock(folder: Path) -> None:
     _locks[folder] = descriptor
 
 
+def created_parent(folder: Path) -> Optional[Path]:
+    """The parent of --output_dir if `lock` had to create it: a disk may not be mounted."""
+    parent = folder.parent.parent
+    return parent if parent in _made.get(folder, ()) else None
+
+
 def unlock(folder: Path) -> None:
     """Release the lock, for a process that goes on after its run has ended."""
     if folder in _locks:
@@ -218,7 +225,8 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
     and unlock it.
 
     has_plan: False if the flags, the data or the model are wrong. A directory that was created for
-    the run is then removed, as after any mistake, unless it holds what was fetched.
+    the run is then removed, with the parents that were, as after any mistake, unless it holds what
+    was fetched.
     """
     has_plan = has_plan and fault.code not in (BAD_INPUT, NO_CHECKPOINT)
     for folder in list(_locks):
@@ -228,7 +236,8 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             for path in (folder / LOCK, *folder.glob(".mirror*")):
                 path.unlink(missing_ok=True)
             with suppress(OSError):  # another run has begun there since
-                folder.rmdir()
+                for path in _made[folder]:
+                    path.rmdir()
             unlock(folder)
             continue
         if fault.code == DONE:  # there will be no later start, which would sweep

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Optional
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
 from fabric_llm.base.program import cores, return_freed_memory
+from fabric_llm.mirror.address import require_obstore
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import mirrored, run_directory
@@ -196,6 +197,8 @@ def start(flags: Flags) -> ThisRank:
     # Rank 0 alone writes there.
     if is_rank_zero():
         try:
+            if flags.save.mirror is not None:
+                require_obstore(flags.save.mirror)
             named = run_directory.directory(flags)
             run_directory.require_writable(named)
             run_directory.lock(named)

@@ -17,7 +17,7 @@ from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault, one_line
 from fabric_llm.checkpoint.keep import remove
 from fabric_llm.mirror import fetch
-from fabric_llm.mirror.address import require, split
+from fabric_llm.mirror.address import require, require_there, split
 from fabric_llm.mirror.fetch import OF_DATA, download, patiently, say_at_once
 from fabric_llm.mirror.lease import LEASE_SECONDS, Lease, Lost
 from fabric_llm.mirror.store import FOLDER, Damaged, Store, errors, probe
@@ -44,6 +44,7 @@ def corpus(address: str) -> str:
     place, name = split(address)
     if place.endswith(":/"):  # all of a bucket
         place, name = address.rstrip("/"), ""
+    require_there(place)
     store = Store(place)
     found = _listed(store, name)
     if not found:

@@ -47,7 +47,8 @@ def readable(
             return checkpoint
         there = f"{str(address).rstrip('/')}/{checkpoint.parent.name}/{checkpoint.name}"
         try:
-            return fetch.folder_of(there, checkpoint.parent / COPIES, wanted=_is_read_by_all)
+            cache = checkpoint.parent / COPIES
+            return fetch.folder_of(there, cache, wanted=_is_read_by_all, in_run=True)
         except Exception as error:
             raise _on_this_machine(error) from error
 
