@@ -31,7 +31,8 @@ from benchmarks import inputs, page
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
 SETS = ("basque", "english", "sayings")
-HELD_OUT = 40  # one document of so many is of the test
+HELD_OUT = 40  # one document of so many isn't trained on
+TESTED_BYTES = 10_000  # about so much of those is of the test
 TRAINED = {
     **{"precision": "32-true", "global_batch_size": 4, "micro_batch_size": 4, "max_step": 100},
     **{"lr": 3e-4, "warmup_steps": 10, "lr_schedule": "constant", "resume": "auto", "devices": 1},
@@ -137,7 +138,8 @@ def prepare(packages: Path, work: Path) -> None:
     for name, of_set in documents(packages).items():
         held_out = of_set[::HELD_OUT]
         read = [text for place, text in enumerate(of_set) if place % HELD_OUT]
-        for file, chosen in ((name, read), (f"{name}-test", held_out)):
+        tested = held_out[: max(1, TESTED_BYTES * len(held_out) // sum(map(len, held_out)))]
+        for file, chosen in ((name, read), (f"{name}-test", tested)):
             lines = (json.dumps({"text": text}) + "\n" for text in chosen)
             (texts / f"{file}.jsonl").write_text("".join(lines))
         words = {"input": texts / f"{name}.jsonl", "output": work / "data" / name}
