@@ -80,7 +80,7 @@ class Store:
     @property
     def raw(self) -> Any:
         """obstore's, opened by the first request, which has the patience for what that raises."""
-        opened = self.opened
+        opened = self.opened  # another thread may call `reopen` in between
         if opened is None:
             opened = self.opened = open_store(self.address)
         return opened

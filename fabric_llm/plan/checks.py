@@ -48,10 +48,13 @@ def check_training(flags: Flags) -> None:
     needed = {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}
     for name, value in needed.items():
         if not value:
-            why = "a run needs --model_name and --train_data_dir (or --data_mix)."
+            why = "a run needs --model_name and --train_data_dir (or --data_mix)"
             if flags.checkpoint.resume:
-                why = "a resumed run takes its flags from arguments.yaml only without all of them."
-            raise ValueError(f"--{name} is missing: {why}")
+                why += (
+                    "; a resumed one takes its flags from arguments.yaml only without "
+                    "--model_name, --train_data_dir and --config"
+                )
+            raise ValueError(f"--{name} is missing: {why}.")
     check_flags(flags)
     # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():

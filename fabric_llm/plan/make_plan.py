@@ -15,7 +15,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.base.names import command
+from fabric_llm.base.names import MOST_NAMED, command
 from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
@@ -32,7 +32,6 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, fetched, same_run
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
-from fabric_llm.plan.run_directory import MAX_DIFFERENCES
 from fabric_llm.plan.schedule import Cursor, Schedule, last_step, lay_out
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
@@ -259,7 +258,7 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
     names = sorted(here.keys() | there.keys())
     if differing := [name for name in names if here.get(name) != there.get(name)]:
         words = []
-        for name in differing[:MAX_DIFFERENCES]:
+        for name in differing[:MOST_NAMED]:
             stored, wanted = list(there.get(name, ())), list(here.get(name, ()))
             words.append(f"{name} {stored or 'missing'}, not {wanted or 'there'}")
         raise ValueError(
@@ -545,7 +544,7 @@ def differing_tokens(one: Any, other: Any) -> str:
     differing = sorted(token for token in tokens if ids.get(token) != others.get(token))
     words = ", ".join(
         f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
-        for token in differing[:MAX_DIFFERENCES]
+        for token in differing[:MOST_NAMED]
     )
     if differing:
         return f": {len(differing)} tokens differ: {words}"

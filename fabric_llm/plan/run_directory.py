@@ -36,7 +36,6 @@ ENDED = (DONE, NON_FINITE)  # codes in STATUS.json that a command that trains no
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of network file systems without locks
 SECONDS_OF_NFS = 70.0  # NFS caches a directory for a minute
-MAX_DIFFERENCES = 10  # that one error names
 MAX_CHARACTERS = 80  # of a mixture's sources in the name of a run
 LONGEST_NAME = 200  # characters in the name of a run; file systems take 255 bytes
 _locks: dict[Path, int] = {}  # descriptors of locks, held until this process ends in any way
