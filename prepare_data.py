@@ -50,10 +50,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         # Whatever comes from here on, such as a closed pipe, must not read as a failure.
         ending.left = f"{arguments.output} is complete"
         if arguments.train_tokenizer is not None:
+            # Below "Next:", since the demo, which has a model, leaves out what begins there.
             print(
-                "A model for this tokenizer begins with random weights: --model_name is a folder "
-                f"with a config.json, whose vocab_size is at least {manifest['vocab_size']} "
-                "(such as configs/demo_llama)."
+                "Next: a folder with a config.json, such as configs/demo_llama, whose vocab_size "
+                f"is at least {manifest['vocab_size']}. It is a model with random weights."
             )
         following = command(
             "python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output
