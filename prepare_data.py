@@ -49,16 +49,16 @@ def main(argv: Optional[list[str]] = None) -> None:
         print(prepare.summary(manifest), flush=True)
         # Whatever comes from here on, such as a closed pipe, must not read as a failure.
         ending.left = f"{arguments.output} is complete"
-        if arguments.train_tokenizer is not None:
-            # Below "Next:", since the demo, which has a model, leaves out what begins there.
-            print(
-                "Next: a folder with a config.json, such as configs/demo_llama, whose vocab_size "
-                f"is at least {manifest['vocab_size']}. It is a model with random weights."
-            )
         following = command(
             "python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output
         )
         print(f"Next: {following}", flush=True)
+        if arguments.train_tokenizer is not None:
+            # Below "Next:", since the demo, which has a model, shows nothing from there on.
+            print(
+                "NAME_OR_DIR may be a folder with a config.json, such as configs/demo_llama, whose "
+                f"vocab_size is at least {manifest['vocab_size']}: a model with random weights."
+            )
 
 
 if __name__ == "__main__":
