@@ -46,6 +46,7 @@ def main() -> None:
     work = given.work.resolve()
     prepare(work)
     rows: list[list[str]] = []
+    choices: list[list[str]] = []
     drawn: dict[str, list[Result]] = {}
     for seed in given.seeds:
         base = train_base(work, seed)
@@ -58,6 +59,9 @@ def main() -> None:
             for budget in given.budgets:
                 results += kept(folder, work, common, budget)
                 results.append(merged(folder, base, budget, work))
+                cells = chosen(folder, work, common, budget)
+                choices.append([str(seed), schedule, *cells])
+                page.progress(" | ".join(choices[-1]))
             drawn[f"seed {seed}, {schedule} rate"] = results
             for name, new, rise, highest in results:
                 best = new_at(grid, rise)
@@ -67,7 +71,10 @@ def main() -> None:
                 page.progress(" | ".join(rows[-1]))
     titles = ["seed", "rate", "run", "new, nats", "old, rise at the end", "highest, last third"]
     table = page.table([*titles, "new beside the best constant share"], rows, words=3)
-    page.write("Ways to keep what a model knows", [], given, table, rows)
+    titles = ["seed", "rate", "budget", "share that choose advises", "old, rise by its law"]
+    titles += ["in its check branch", "at the end of the whole run", "new there, nats"]
+    table += "\n\n" + page.table(titles, choices, words=2)
+    page.write("Ways to keep what a model knows", [], given, table, [*rows, *choices])
     if given.picture is not None:
         draw(drawn, given.picture)
 
@@ -156,6 +163,26 @@ def merged(folder: Path, base: Path, budget: float, work: Path) -> Result:
     losses = json.loads((output / "average.json").read_text())["eval_loss"]
     before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
     return f"merge with no replay, {budget:g} nats", losses["new"], losses["old"] - before, ""
+
+
+def chosen(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[str]:
+    """The share that choose advises, and the old text's rise: by its law, in the branch that checks
+    it, and at the end of a whole run with that share."""
+    branches, data = folder / f"choose-{budget:g}", work / "data"
+    file = branches / "choose.json"
+    if not file.exists():
+        words = {"train_data_dir": data / "new", "replay": data / "old", "branches": branches}
+        words |= {"forgetting_budget": f"replay:{budget}", "part": 0.9}
+        with contextlib.suppress(subprocess.CalledProcessError):  # 1: it doesn't know
+            inputs.call("fabric_llm.choose", **common, **words)
+    choice = json.loads(file.read_text())
+    share, before = choice["share"], choice["before"]["replay"]
+    if share is None:
+        return [f"{budget:g}", "none"]
+    losses = [choice["predicted"], choice["branches"][-1]["losses"]]
+    rises = [f"{one['replay'] - before:+.4f}" for one in losses]
+    _, new, rise, _ = constant(folder, work, common, share)
+    return [f"{budget:g}", f"{share:g}", *rises, f"{rise:+.4f}", f"{new:.4f}"]
 
 
 def draw(results: dict[str, list[Result]], file: Path) -> None:
