@@ -283,7 +283,7 @@ def chosen(made: Branches, second_lr: float) -> None:
     laws = {name: shares.through(*(one[name] for one in of_law)) for name in of_law[0]}
     second = of_second_rate(made, laws, made.make("rate", 0.5, second_lr))
     share = shares.within(laws, made.before, budgets, NEW, whole.bounds)
-    predicted, wrong = {}, []
+    predicted, wrong, above = {}, [], []
     if share is not None:
         predicted = {name: law.at(share) for name, law in laws.items()}
         found = made.make("check", share, whole.lr)
@@ -292,6 +292,8 @@ def chosen(made: Branches, second_lr: float) -> None:
             # An error that is NaN is larger than any.
             if not error <= TOLERANCE * budget:
                 wrong.append(f"{error:.4f} nats for {name!r}, whose budget is {budget:g}")
+            if (rise := found[name] - made.before[name]) > budget:
+                above.append(f"{name} {rise:+.4f} of {budget:g}")
     made.show(predicted)
     print(second)
     choice = {"new": NEW, "lr": whole.lr, "second_lr": second_lr, "steps": made.steps}
@@ -311,9 +313,10 @@ def chosen(made: Branches, second_lr: float) -> None:
     following = "Steering follows it."
     if not whole.steers:
         following = f"Steering would follow it, if {REPLAY!r} had a budget as well."
+    measured_above = f", though its branch came to {', '.join(above)}" if above else ""
     print(
         f"\nBegin with a share of {share:g}, which by the law keeps the budgets for {made.steps} "
-        f"steps. It is no promise for {whole.steps:,}: what is forgotten grows with the steps, and "
+        f"steps{measured_above}. It is no promise for {whole.steps:,}: what is forgotten grows with the steps, and "
         f"short branches don't show how far. {following}\nNext: {whole.advised(share)}",
         flush=True,
     )
@@ -358,7 +361,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         price = "" if plan["price"] is None else f", {part * plan['price']:,.2f} for them"
         print(
             f"{BRANCHES} branches of {steps} steps, {100 * part:.1f} % of the run: "
-            f"{part * plan['hours']:.3g} hours{price} (plan.py, without evaluations and starts)",
+            f"{part * plan['hours']:.3g} hours{price} ({plan['on']} by plan.py, without "
+            "evaluations and starts)",
             flush=True,
         )
         ending.left = f"branches in {own.branches} are kept, and the same command goes on"

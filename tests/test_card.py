@@ -258,8 +258,8 @@ def test_a_checkpoint_without_its_run_and_a_base_without_a_card(made, work, tmp_
         and card.data.base_model is None
         and card.data.eval_results is None
     )
-    assert "Nothing was evaluated." in card.text and "wasn't at hand" in section(card, "Licence")
-    assert "put the README.md of the base beside the config.json" in section(card, "Licence")
+    assert "Nothing was evaluated." in card.text and "No card" in section(card, "Licence")
+    assert "put a README.md with `license:` beside the config.json" in section(card, "Licence")
     [(name, folder, tokens, epochs)] = rows(card, "Data")
     assert (name, folder, tokens) == ("all", f"`{work / 'new'}`", "576")
 

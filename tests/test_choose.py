@@ -344,6 +344,8 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(base, tmp_path, capsys
     error = check["losses"]["replay"] - choice["predicted"]["replay"]
     assert f"{error:+.4f}" in out.split("its error")[1].splitlines()[0]
     assert abs(error) <= 0.06 and "no promise for 400" in out
+    is_above = check["losses"]["replay"] - choice["before"]["replay"] > 0.3
+    assert ("though its branch came to replay +" in out) == is_above
     rise = choice["predicted"]["replay"] - choice["before"]["replay"]
     assert 0.28 < rise <= 0.3, "what the budget allows is used"
     # The command is a run that train.py begins.

@@ -168,12 +168,17 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ),
     ("--devices 100000 --global_batch_size 100000", 2, "or insist with --oversubscribe true."),
     ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),
-    ("--train_data_dir corpus/a.txt", 2, "No dataset at 'corpus/a.txt'. Make one with"),
+    (
+        "--train_data_dir corpus/a.txt",
+        2,
+        "'corpus/a.txt' is a file. If it holds text, make it with prepare_data.py",
+    ),
+    ("--lr -1e-4", 2, "A value that begins with a dash is written --lr=VALUE."),
     ("--train_data_dir model", 2, "'model' isn't a dataset folder: it has no dataset_dict.json"),
     (
         "--train_data_dir data/train",
         2,
-        "'data/train' isn't a dataset folder: it has no dataset_dict.json",
+        "'data/train' isn't a dataset folder: it has no dataset_dict.json. Did you mean 'data'?",
     ),
     (
         "--model_name ./modle",
@@ -188,7 +193,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--train_data_dir sets/text",
         2,
-        "make it with prepare_data.py --input sets/text --tokenizer model --output sets/text-t",
+        "make it with prepare_data.py --input sets/text --tokenizer NAME_OR_DIR --output sets/text-t",
     ),
     (
         "--eval_data a=sets/text",
@@ -198,7 +203,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--train_data_dir sets/body/train",
         2,
-        "--tokenizer model --output sets/body/train-tokens --text_field body.",
+        "--tokenizer NAME_OR_DIR --output sets/body/train-tokens --text_field body.",
     ),
     (
         "--train_data_dir null --data_mix a=data:1,b=sets/text:1",

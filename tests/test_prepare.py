@@ -19,13 +19,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_llm.prepare import rows as rows_module
 from fabric_llm.prepare.corpus import is_no_training_text
 from fabric_llm.prepare.documents import DRAWN, BadRecord, Part, read_part
 from fabric_llm.prepare.prepare import prepare, summary
-from fabric_llm.prepare.tokenizer import END_OF_TEXT, convention, train_byte_level_bpe
+from fabric_llm.prepare.tokenizer import (
+    END_OF_TEXT,
+    convention,
+    packing_tokenizer,
+    train_byte_level_bpe,
+)
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -263,6 +268,16 @@ def test_a_tokenizer_of_four_letters_has_a_convention():
         backend, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     )
     assert (found["before"], found["after"]) == ([], [4])
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gemma3_text", "qwen3", "gpt_neox", "opt", "llama", "mistral", "mt5"]
+)
+def test_a_folder_of_a_model_alone_has_no_tokenizer(family, tmp_path):
+    """transformers makes one of the special tokens for most of them."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a folder without a tokenizer that can be read"):
+        packing_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("padding", [{}, {"length": 64}, {"pad_to_multiple_of": 8}])
@@ -988,6 +1003,7 @@ def mistaken(tmp_path_factory):
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
         datasets.Dataset.from_dict(columns).save_to_disk(folder / name)
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(folder / "no_info")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(folder / "prepared")
     (folder / "no_info" / "dataset_info.json").unlink()
     (folder / "none.parquet").write_bytes(b"no table")
     for name in ("cut.jsonl.gz", "cut.txt.gz"):
@@ -1011,6 +1027,7 @@ MISTAKES = [
         r'body\.parquet has no field "text" \(fields: body, id\): .* --text_field',
     ),
     ("body", {}, r'body \[rows\] has no field "text" \(fields: body, id\)'),
+    ("prepared", {}, r"prepared \[rows\] holds tokens, not text: .* for --train_data_dir"),
     ("numbers.parquet", {}, r'numbers\.parquet holds int64, not strings, in its column "text"'),
     ("numbers", {}, r'numbers \[rows\] row 0 holds int, not a string, in its column "text"'),
     ("cut.jsonl.gz in", {"on_error": "stop"}, "cut.jsonl.gz is not a complete gzip file: "),

@@ -116,9 +116,11 @@ def steered(base, output, *more, steps=60):  # noqa: F811
 
 @pytest.mark.longer
 def test_a_steered_run_ends_within_its_budget_and_its_rows_are_verified(base, tmp_path):  # noqa: F811
-    train_ranks(1, *steered(base, tmp_path))
+    job = Job(1, *steered(base, tmp_path))
+    assert job.wait(120) == [0], job.output
     run = tmp_path / "run"
     forgotten = evaluated(run, "replay", "forgotten")
+    assert f"Forgotten: replay {forgotten[-1]:+.4f} of {BUDGET:g} nats\n" in job.output[0]
     assert 0.5 * BUDGET < forgotten[-1] <= BUDGET
     shares = [line["shares"].get("replay", 0.0) for line in lines(run) if "eval" in line]
     assert len(set(shares)) > 5, "the share follows the rise"

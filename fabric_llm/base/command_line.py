@@ -430,7 +430,7 @@ def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], s
         return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
         dash = ""
-        if str in flags[bare[1]].kinds:
+        if not {str, int, float}.isdisjoint(flags[bare[1]].kinds):
             dash = f" A value that begins with a dash is written --{bare[1]}=VALUE."
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):

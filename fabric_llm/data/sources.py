@@ -92,6 +92,11 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             raise ValueError(
                 f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {command(**words)}."
             )
+    if folder.is_file():
+        words["output"] = f"{folder.with_suffix('')}-tokens"
+        raise ValueError(
+            f"{str(folder)!r} is a file. If it holds text, {MAKE_IT} {command(**words)}."
+        )
     if not folder.is_dir():
         instead = (
             nearest_of(folder) or " Make one with prepare_data.py --input ... --output data/mine."
@@ -99,6 +104,8 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
         message = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
+        if (folder.parent / "dataset_dict.json").is_file():
+            raise ValueError(f"{message} Did you mean {str(folder.parent)!r}?")
         # The splits are there, but not the file that lists them, as after copying them one by one.
         if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
             listed = shlex.quote(json.dumps({"splits": splits}))

@@ -21,8 +21,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder or a hub name.
 
     Raises Fault (77) for one that needs Python code of its own or would write files elsewhere when
-    it is saved, and whatever transformers, huggingface_hub and the tokenizer's class raise where it
-    can't be loaded.
+    it is saved, ValueError for one without a vocabulary, and whatever transformers, huggingface_hub
+    and the tokenizer's class raise where it can't be loaded.
     """
     if not os.path.isdir(name):
         reach_hub()
@@ -38,6 +38,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED
             ) from error
         raise
+    # Where a folder has a model's configuration alone, transformers makes a tokenizer of the special
+    # tokens and of the mark of a space.
+    if not {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens, "▁"}:
+        raise ValueError("it has no vocabulary, such as tokenizer.json")
     # Asked for here, since classes of transformers that don't read it, such as Gemma's, don't
     # fetch it.
     with suppress(OSError):

@@ -260,6 +260,8 @@ def _is_utf8(text: str) -> bool:
 def _no_field(text_field: str, present: Iterable[str]) -> str:
     # Only the first MAX_FIELDS are named: a table may have thousands of columns.
     names = list(present)
+    if "input_ids" in names:
+        return "holds tokens, not text: it is a dataset for --train_data_dir"
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return (

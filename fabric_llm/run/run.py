@@ -142,6 +142,10 @@ def say_what_comes_next(run: Run) -> None:
             result += f" since step {plan.start.step}"
     if not math.isnan(log.eval_loss):
         result += f", validation loss {log.eval_loss:.4f}"
+    if used := [f"{name} {words}" for name, words in log.budgets.items() if words]:
+        result += f"\nForgotten: {', '.join(used)} nats"
+    if log.eval_rise > 0:
+        result += f"\nWarning: the validation loss is {log.eval_rise:.4f} above that before step 1."
     print(f"\n{result}")
     print(f"Checkpoint: {last}")
     print(
