@@ -156,6 +156,18 @@ def test_a_steered_run_that_is_killed_goes_on_to_the_same_end(
 
 
 @pytest.mark.longer
+def test_a_run_that_has_made_the_model_worse_says_so(base, tmp_path):  # noqa: F811
+    for lr in (3e-3, 1):
+        output = tmp_path / str(lr)
+        job = Job(1, *replayed(base, output, "--max_step", 8, "--lr", lr, share=0.3))
+        assert job.wait(120) == [0], job.output
+        before, *_, after = metrics(output / "run", "eval_loss")
+        said = re.findall("the validation loss is (.*) above", job.output[0])
+        assert said == ([f"{after - before:.4f}"] if after > before else []), (before, after)
+        assert (after > before) == (lr == 1)
+
+
+@pytest.mark.longer
 def test_sources_answer_for_sets_that_are_none(base, tmp_path):  # noqa: F811
     """The old text under another name, as a set that is evaluated only, steers as it does as a
     source."""

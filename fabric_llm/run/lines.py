@@ -59,8 +59,9 @@ def of_evaluation(record: dict[str, Any]) -> str:
         # The loss is of some rows of the set only.
         if "rows" in numbers:
             words.append(f"on {numbers['rows']:,} of {numbers['of_rows']:,} rows")
-        if used := budget(numbers):
-            words.append(used)
+        # A loss that wasn't measured before step 1 has no rise to judge.
+        if "budget" in numbers and "forgotten" in numbers:
+            words.append(f"{numbers['forgotten']:+.4f} of {numbers['budget']:g}")
         if words:
             sets.append(" ".join(words))
     line = f"validation loss {record['eval_loss']:.4f}"
@@ -69,14 +70,6 @@ def of_evaluation(record: dict[str, Any]) -> str:
     if "eval_loss_ema" in record:
         line += f"  of the moving average {record['eval_loss_ema']:.4f}"
     return line
-
-
-def budget(numbers: Mapping[str, float]) -> str:
-    """How much of its budget a set has used, by the numbers of an evaluation; "" where it has none."""
-    # A loss that wasn't measured before step 1 has no rise to judge.
-    if "budget" not in numbers or "forgotten" not in numbers:
-        return ""
-    return f"{numbers['forgotten']:+.4f} of {numbers['budget']:g}"
 
 
 def shares(of_sources: Mapping[str, float]) -> str:

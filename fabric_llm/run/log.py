@@ -45,9 +45,6 @@ class Log:
         self.waits, self.untimed = self.speed.waits, self.speed.other
         # NaN until there is one.
         self.first_loss = self.last_loss = self.eval_loss = math.nan
-        # Of the last evaluation: how far its loss is above that before step 1, and what each set
-        # has used of its budget, in words.
-        self.eval_rise, self.budgets = math.nan, dict[str, str]()
 
     def begin(self, step: int) -> None:
         """`step` begins."""
@@ -144,9 +141,6 @@ class Log:
             record["eval_loss_ema"] = self.overall(result.of_average)
         self._write(record)
         self.say(lines.of_evaluation(record))
-        self.budgets = {name: lines.budget(numbers) for name, numbers in sets.items()}
-        if rises.keys() >= self.schedule.shares_at(self.progress.position).keys():
-            self.eval_rise = self.overall(rises)
         # What the run does about it is a line of its own.
         if forgetting.over:
             action, reason = forgetting.verdict, forgetting.forgotten

@@ -142,13 +142,26 @@ def say_what_comes_next(run: Run) -> None:
             result += f" since step {plan.start.step}"
     if not math.isnan(log.eval_loss):
         result += f", validation loss {log.eval_loss:.4f}"
-    if used := [f"{name} {words}" for name, words in log.budgets.items() if words]:
-        result += f"\nForgotten: {', '.join(used)} nats"
-    if log.eval_rise > 0:
-        result += f"\nWarning: the validation loss is {log.eval_rise:.4f} above that before step 1."
+    if run.losses is not None:
+        result += how_it_compares(run, run.losses)
     print(f"\n{result}")
     print(f"Checkpoint: {last}")
     print(
         f"Next: {command('python', 'export_hf.py', directory, output=f'hf/{directory.name}')}",
         flush=True,
     )
+
+
+def how_it_compares(run: Run, losses: Mapping[str, float]) -> str:
+    """Lines about the last losses: what was forgotten of each budget, and whether the model is worse
+    than before step 1."""
+    rises, used, lines = run.forgetting.rises(losses), [], ""
+    for name, budget in run.forgetting.budgets.items():
+        if name in rises:
+            used.append(f"{name} {rises[name]:+.4f} of {budget:g}")
+    if used:
+        lines = f"\nForgotten: {', '.join(used)} nats"
+    is_known = rises.keys() >= run.schedule.shares_at(run.progress.position).keys()
+    if is_known and (rise := run.log.overall(rises)) > 0:
+        lines += f"\nWarning: the validation loss is {rise:.4f} above that before step 1."
+    return lines
