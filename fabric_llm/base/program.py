@@ -1,6 +1,7 @@
 """What each program of this package does around its work: print, and find out what the machine
 has."""
 
+import atexit
 import ctypes
 import gc
 import logging
@@ -185,6 +186,13 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
+def _collect_for_triton() -> None:
+    """At the end of a process: let Triton's objects be collected, which it reports as leaked
+    otherwise. Without Triton, the second or two that this takes are saved."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Around imports: switch the garbage collector off, because none of the million objects that
@@ -197,4 +205,5 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         gc.freeze()  # later collections leave these objects out, too
+        atexit.register(_collect_for_triton)
         gc.enable()
