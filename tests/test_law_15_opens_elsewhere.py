@@ -137,7 +137,9 @@ def test_the_tokenizer_says_nothing_of_this_machine_and_keeps_its_files(run):
 
 
 def test_a_sentencepiece_model_stays_where_the_tokenizers_class_does_not_read_it(tmp_path):
-    GemmaTokenizer().save_pretrained(tmp_path)
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "a"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    GemmaTokenizer(vocab=vocabulary, merges=[]).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"of SentencePiece")
     save_tokenizer(load_tokenizer(str(tmp_path)), tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer.model").read_bytes() == b"of SentencePiece"
