@@ -48,7 +48,8 @@ def steer(run: Run) -> None:
     if forgetting.action != "steer" or there.step == 0 or schedule.is_over(there):
         return
     before = schedule.mixture.shares_at(there.position)
-    shares = forgetting.steered(run.losses, schedule.mixture.fitting(there.position))
+    interval = run.flags.evaluation.eval_step_interval / schedule.max_step
+    shares = forgetting.steered(run.losses, schedule.mixture.fitting(there.position), interval)
     bounds = parse_bounds(run.flags.evaluation.steer_bounds)
     try:
         run.schedule = schedule.steered(shares, bounds, there)

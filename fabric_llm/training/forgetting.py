@@ -16,6 +16,9 @@ ROOM = 0.5
 # Of --forgetting_action steer: the largest change of a share after one evaluation, and the fraction
 # of a budget that is left free, since losses are measured on some rows only.
 MAX_CHANGE, MARGIN = 0.2, 0.05
+# The part of a run between evaluations from which on a share may change by MAX_CHANGE. It changes
+# by less where they are closer: what it does to a loss takes steps, so shares would swing.
+USUAL_INTERVAL = 1 / 24
 HARD = ":max"  # after a budget that holds at every evaluation
 
 
@@ -61,14 +64,21 @@ class Forgetting:
         known = self.before.keys() - self.changed
         return {name: loss - self.before[name] for name, loss in losses.items() if name in known}
 
-    def steered(self, losses: Mapping[str, float], shares: Mapping[str, float]) -> dict[str, float]:
+    def steered(
+        self,
+        losses: Mapping[str, float],
+        shares: Mapping[str, float],
+        interval: float = USUAL_INTERVAL,
+    ) -> dict[str, float]:
         """{source: its share from here on}, of the sources whose sets have a budget.
 
         A share moves in proportion to what is left of the budget: with nothing forgotten by
         MAX_CHANGE down, and with twice the budget or more by as much up. All of them answer for a
         set with a budget that is no source, such as a probe. shares: those of all sources so far.
+        interval: the part of the run between two evaluations.
         """
         rises, left = self.rises(losses), {}
+        most = MAX_CHANGE * min(1.0, interval / USUAL_INTERVAL)
         for name, budget in self.budgets.items():
             aim = (1 - MARGIN) * budget
             fraction = (aim - rises.get(name, 0.0)) / aim
@@ -76,7 +86,7 @@ class Forgetting:
             left[name] = max(-1.0, min(1.0, fraction)) if math.isfinite(fraction) else -1.0
         of_others = [fraction for name, fraction in left.items() if name not in shares]
         return {
-            name: shares[name] - MAX_CHANGE * min(fraction, *of_others, 1.0)
+            name: shares[name] - most * min(fraction, *of_others, 1.0)
             for name, fraction in left.items()
             if name in shares
         }
