@@ -130,6 +130,7 @@ def before_first_step(run: Run) -> bool:
     losses that are known then. True if the run stops here. All ranks call it."""
     from fabric_llm.run import save, verdicts
 
+    verdicts.steer_once_more(run)
     stops = save.evaluates_first(run.plan, run.flags) and not evaluate(run)
     if run.forgetting.verdict == "rewind":
         verdicts.rewind(run)

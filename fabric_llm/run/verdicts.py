@@ -63,6 +63,15 @@ def steer(run: Run) -> None:
         run.log.stage_begins(after)
 
 
+def steer_once_more(run: Run) -> None:
+    """In a resumed run: steer by the losses of an evaluation here that the log has, and that came
+    after the checkpoint, which lacks its stage. All ranks call it."""
+    begin = run.progress.position
+    is_steered = any(stage.begins == begin for stage in run.schedule.mixture.stages)
+    if run.plan.resumed and run.losses is not None and not is_steered:
+        steer(run)
+
+
 def stops(run: Run) -> bool:
     """Whether too much was forgotten to go on: with `stop`, and with `steer` above a hard budget or
     where there is no room left, which is judged in the last third. A rate that is young forgets
