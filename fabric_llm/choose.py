@@ -316,8 +316,8 @@ def chosen(made: Branches, second_lr: float) -> None:
     measured_above = f", though its branch came to {', '.join(above)}" if above else ""
     print(
         f"\nBegin with a share of {share:g}, which by the law keeps the budgets for {made.steps} "
-        f"steps{measured_above}. It is no promise for {whole.steps:,}: what is forgotten grows with "
-        f"the steps, and short branches don't show how far. {following}\n"
+        f"steps{measured_above}. It is no promise for {whole.steps:,}: what is forgotten grows "
+        f"with the steps, and short branches don't show how far. {following}\n"
         f"Next: {whole.advised(share)}",
         flush=True,
     )
