@@ -2,6 +2,7 @@
 """Raw text -> a packed dataset folder: `python prepare_data.py --input corpus/ --tokenizer NAME
 --output data/mine`."""
 
+from pathlib import Path
 from typing import Optional
 
 from fabric_llm.base.ending import in_one_sentence
@@ -49,8 +50,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         print(prepare.summary(manifest), flush=True)
         # Whatever comes from here on, such as a closed pipe, must not read as a failure.
         ending.left = f"{arguments.output} is complete"
+        # A tokenizer mostly comes with its model.
+        model = arguments.tokenizer
+        if model is None or Path(model).exists() and not (Path(model) / "config.json").is_file():
+            model = "NAME_OR_DIR"
         following = command(
-            "python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output
+            "python", "train.py", model_name=model, train_data_dir=arguments.output
         )
         print(f"Next: {following}", flush=True)
         if arguments.train_tokenizer is not None:

@@ -331,6 +331,7 @@ def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(
     assert first.wait() == [75] and [path.name for path in (tmp_path / "run").glob("step-*")] == [
         "step-00000002"
     ]
+    assert "\ncopy: whether the model uses its context (docs/" in first.output[0], first.output
     # That is made up, and too much was forgotten: the run goes back before it reads anything.
     second = Job(1, *run, "--resume", "true", failpoint="forward:do=term")
     assert second.wait() == [75] and "went back to the beginning" in second.output[0]

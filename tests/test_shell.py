@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -161,6 +162,25 @@ def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monk
     assert not (tmp_path / "~").exists()
     made_by = shlex.split(json.loads((folder / "manifest.json").read_text())["made_by"]["command"])
     assert parse_prepare(made_by[2:]).output == str(folder)
+
+
+def test_the_model_of_a_tokenizer_is_named_in_the_next_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"Line {n} of a text.\n\n" for n in range(300)))
+    flags = ["--input", "text.txt", "--context_length", "16", "--num_workers", "1"]
+
+    def next_model(*more):
+        prepare_data.main([*flags, *more])
+        following = shlex.split(re.search("Next: (.*)", capsys.readouterr().out)[1])
+        return following[following.index("--model_name") + 1]
+
+    assert next_model("--train_tokenizer", "300", "--output", "own") == "NAME_OR_DIR"
+    tokenizer = Path("own", "tokenizer")
+    assert next_model("--tokenizer", str(tokenizer), "--output", "again") == "NAME_OR_DIR"
+    shutil.copy(ROOT / "configs" / "demo_llama" / "config.json", tokenizer)
+    model = Path("my model").resolve()
+    tokenizer.rename(model)
+    assert next_model("--tokenizer", str(model), "--output", "of_model") == str(model)
 
 
 # ------------------------------------------------------------------------------- quotes

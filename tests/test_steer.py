@@ -124,6 +124,9 @@ def test_a_steered_run_ends_within_its_budget_and_its_rows_are_verified(base, tm
     run = tmp_path / "run"
     forgotten = evaluated(run, "replay", "forgotten")
     assert f"Forgotten: replay {forgotten[-1]:+.4f} of {BUDGET:g} nats\n" in job.output[0]
+    losses = {name: evaluated(run, name, "loss") for name in ("new", "replay", "copy")}
+    ends = [f"{name} {all[0]:.4f} -> {all[-1]:.4f}" for name, all in losses.items()]
+    assert f"\nValidation loss: {', '.join(ends)}\n" in job.output[0]
     assert 0.5 * BUDGET < forgotten[-1] <= BUDGET
     shares = [line["shares"].get("replay", 0.0) for line in lines(run) if "eval" in line]
     assert len(set(shares)) > 5, "the share follows the rise"

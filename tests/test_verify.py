@@ -548,3 +548,31 @@ def test_the_log_to_look_at_is_named_as_a_shell_takes_it(tmp_path, capsys):
     log.parent.mkdir()
     drill.run_training([sys.executable, "-c", ""], {}, log, patient=True)
     assert shlex.split(capsys.readouterr().out) == ["tail", "-f", str(log)]
+
+
+def test_the_steps_of_a_run_are_shown_as_they_come(tmp_path, capsys, monkeypatch):
+    """The run ends only once its first step was shown; the second one is cut in its middle."""
+    seen, said = tmp_path / "seen", ""
+    program = (
+        "import os, sys, time\n"
+        "def say(text): print(text, end='', flush=True)\n"
+        "say('step 1/2  loss\\nwords\\nstep 2')\n"
+        f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)\n"
+        "say('/2  größer\\nstep 3')\n"
+    )
+    show = drill.show
+
+    def look(log, shown):
+        nonlocal said
+        shown = show(log, shown)
+        said += capsys.readouterr().out
+        if "step 1/2" in said:
+            seen.touch()
+        return shown
+
+    monkeypatch.setattr(drill, "show", look)
+    code, last = drill.run_training([sys.executable, "-c", program], {}, tmp_path / "log", False)
+    said += capsys.readouterr().out
+    lines = [line for line in said.splitlines() if "tail" not in line]
+    assert lines == ["  step 1/2  loss", "  step 2/2  größer"] and code == 0
+    assert last == "step 1/2  loss words step 2/2  größer step 3"

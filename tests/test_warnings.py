@@ -21,6 +21,7 @@ FACTS = {
     **{"max_step": 100, "context_length": 64, "positions": 64, "start_step": 0},
     "shifted": [],  # datasets
     "unread": (),  # columns
+    **{"budgets": {}, "evaluated": {"a": 400, "b": 10**6}},
     "sequences": 64,  # of a step
     "weights": True,
 }
@@ -44,7 +45,8 @@ def warned(flags, **facts):
             dataset=Has(context_length=known.context_length),
             shifted_labels=lambda: known.shifted,
             opened=[Has(given="d", unread=known.unread)],
-            budgets={},
+            budgets=known.budgets,
+            evaluated_tokens=lambda: known.evaluated,
         ),
         model=Has(source="m", config=Has(get_text_config=lambda: config)),
     )
@@ -152,6 +154,9 @@ TABLE = [  # flags, facts, the beginning of the one warning
         "--log_model has no effect with --logger csv,tensorboard."
     )),
     ("--sample_tokens 9", {}, "--sample_tokens has no effect without --sample_prompts."),
+    ("", {"budgets": {"a": 0.2, "b": 0.001, "copy": 0.1}}, (
+        "the budget of a, 0.2 nats, is judged on 400 tokens, which tell it to about 0.045: "
+    )),
 ]  # fmt: skip
 
 
@@ -191,6 +196,9 @@ def test_warnings(flags, facts, words):
         ("--bf16_updates master", {}),
         ("--profile 3:5", {"start_step": 4}),
         ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp", "num_nodes": 2}),
+        ("", {"budgets": {"a": 0.3, "b": 0.001}}),
+        ("", {"budgets": {"a": 0, "b": 0.1}}),
+        ("", {"budgets": {"a": 0.05}, "evaluated": {"a": 0}}),
     ],
 )
 def test_nothing_is_said_of_what_is_meant(flags, facts):

@@ -143,6 +143,13 @@ class DataPlan:
         splits = self.validation_splits().items()
         return {name: split for name, split in splits if not hasattr(split, "answered")}
 
+    def evaluated_tokens(self) -> dict[str, int]:
+        """{set of text: how many tokens of it are evaluated}."""
+        return {
+            name: len(sample(split, self.evaluated_rows)) * len(split[0]["input_ids"])
+            for name, split in self._texts().items()
+        }
+
     def _longest(self) -> int:
         """Tokens of the longest row of text that is evaluated."""
         return max(len(split[0]["input_ids"]) for split in self._texts().values())

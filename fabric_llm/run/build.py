@@ -98,6 +98,9 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     run.evaluation = make_evaluation(run)
     if fabric.global_rank == 0 and run.evaluation.is_on:
         print(f"Evaluations read {rows_in_words(run.evaluation.batches)}.", flush=True)
+        if plan.data.probes:
+            names = " and ".join(plan.data.probes)
+            print(f"{names}: whether the model uses its context (docs/long_context.md).")
     if run.samples is not None and not plan.resumed:  # samples of the model before step 1
         run.samples.take(run.model, run.progress)
     return run

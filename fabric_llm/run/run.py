@@ -140,7 +140,9 @@ def say_what_comes_next(run: Run) -> None:
         result = f"Loss {log.first_loss:.4f} -> {log.last_loss:.4f}"
         if plan.start.step > 0:
             result += f" since step {plan.start.step}"
-    if not math.isnan(log.eval_loss):
+    if run.losses is not None and len(run.losses) > 1:
+        result += of_sets(run.losses, run.forgetting.before)
+    elif not math.isnan(log.eval_loss):
         result += f", validation loss {log.eval_loss:.4f}"
     if run.losses is not None:
         result += how_it_compares(run, run.losses)
@@ -150,6 +152,20 @@ def say_what_comes_next(run: Run) -> None:
         f"Next: {command('python', 'export_hf.py', directory, output=f'hf/{directory.name}')}",
         flush=True,
     )
+
+
+def of_sets(losses: Mapping[str, float], before: Mapping[str, float]) -> str:
+    """A line about the last losses of several sets.
+
+    Their mean isn't said: it is weighted by shares, which may have changed since step 1.
+    """
+    words = []
+    for name, loss in losses.items():
+        change = f"{loss:.4f}"
+        if name in before:
+            change = f"{before[name]:.4f} -> {change}"
+        words.append(f"{name} {change}")
+    return f"\nValidation loss: {', '.join(words)}"
 
 
 def how_it_compares(run: Run, losses: Mapping[str, float]) -> str:

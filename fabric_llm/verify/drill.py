@@ -30,6 +30,7 @@ OWN += " --checkpoint null --resume_override null --mirror null"
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
+SECONDS_BETWEEN_LOOKS = 0.2  # at what a run has printed
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
 
 
@@ -125,7 +126,7 @@ def environment(launcher: str) -> dict[str, str]:
 def run_training(
     command: list[str], environment: dict[str, str], log: Path, patient: bool
 ) -> tuple[int, str]:
-    """Run train.py, and print its steps and errors when it has ended. Returns (exit code, its last
+    """Run train.py, and print its steps and errors as they come. Returns (exit code, its last
     lines).
 
     patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end
@@ -143,8 +144,11 @@ def run_training(
             stderr=subprocess.STDOUT,
         )
     print(f"  {command_line('tail', '-f', log)}", flush=True)
+    shown = 0
     try:
-        process.wait()
+        while process.poll() is None:
+            shown = show(log, shown)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:  # the next run needs the memory of all that it has started
         if patient and process.poll() is None:
             process.terminate()
@@ -158,6 +162,7 @@ def run_training(
                 process.poll()
                 time.sleep(0.02)
         process.wait()
+    show(log, shown)
     # The errors of train.py say more than whatever a launcher prints behind them.
     lines, errors = [], []
     for line in log.read_text(errors="replace").splitlines():
@@ -165,9 +170,19 @@ def run_training(
             lines.append(line)
         if line.startswith("train.py: error: "):
             errors.append(line)
+    return process.returncode, " ".join((errors or lines)[-5:]) or "it printed nothing."
+
+
+def show(log: Path, shown: int) -> int:
+    """Print the lines of train.py that a log has got after its first `shown` bytes. Returns how
+    many bytes are shown now: those of whole lines."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        whole, end, _ = file.read().rpartition(b"\n")
+    for line in whole.decode(errors="replace").splitlines():
         if line.startswith(SHOWN):
             print(f"  {line}", flush=True)
-    return process.returncode, " ".join((errors or lines)[-5:]) or "it printed nothing."
+    return shown + len(whole) + len(end)
 
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
