@@ -1,5 +1,6 @@
 """Ways to keep what a model knows while it learns something new, at equal tokens: constant shares of
-replay, shares that are steered, a rewind, replay at the end only, and a merge with the base model.
+replay, shares that are steered and an average of that run, a rewind, replay at the end only, replay that
+teaches what the base model predicts, and a merge with the base model.
 
     python benchmarks/keep_the_old.py WORK [--seeds 1 2 3] [--budgets 0.2 0.1]
 
@@ -32,6 +33,7 @@ BASE = {"lr": 3e-3, "warmup_steps": 50, "max_step": 1500, "lr_schedule": "wsd", 
 CONTINUED = {"max_step": STEPS, "warmup_steps": 10, "eval_step_interval": EVERY, "lr": 3e-4}
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7)
 SCHEDULES = {"constant": {"lr_schedule": "constant"}, "cosine": {"min_lr": 3e-5}}
+TAUGHT = 0.2  # the share of replay that teaches what the base model predicts
 LIMITLESS = "old:9"  # a budget that is never reached
 
 
@@ -56,9 +58,11 @@ def main() -> None:
             common |= SCHEDULES[schedule]
             grid = [constant(folder, work, common, share) for share in SHARES]
             results = [*grid, replay_at_the_end(folder, work, common)]
+            results.append(taught(folder, base, work, common))
             for budget in given.budgets:
                 results += kept(folder, work, common, budget)
-                results.append(merged(folder, base, budget, work))
+                results.append(averaged(folder, budget))
+                results.append(merged(folder, base, budget))
                 cells = chosen(folder, work, common, budget)
                 choices.append([str(seed), schedule, *cells])
                 page.progress(" | ".join(choices[-1]))
@@ -144,6 +148,14 @@ def replay_at_the_end(folder: Path, work: Path, common: dict[str, Any]) -> Resul
     return trained(folder / "end", "50 % replay in the last quarter", **common, **flags)
 
 
+def taught(folder: Path, base: Path, work: Path, common: dict[str, Any]) -> Result:
+    """Replay by the KL divergence from the base model, see kl_to_base.py."""
+    flags = {**mix(work, TAUGHT), "forgetting_budget": LIMITLESS, "loss": "full"}
+    flags |= {"code": Path(__file__).with_name("kl_to_base.py"), "base": base}
+    flags["taught_rows"] = work / "data" / "old"
+    return trained(folder / "taught", f"{TAUGHT:.0%} KL to the base model", **common, **flags)
+
+
 def kept(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[Result]:
     results = []
     for action, share in (("steer", 0.5), ("rewind", 0.1)):
@@ -154,15 +166,25 @@ def kept(folder: Path, work: Path, common: dict[str, Any], budget: float) -> lis
     return results
 
 
-def merged(folder: Path, base: Path, budget: float, work: Path) -> Result:
+def averaged(folder: Path, budget: float) -> Result:
+    """The last checkpoints of a steered run, of its last fifth."""
+    run, output = folder / f"steer-{budget:g}", folder / f"averaged-{budget:g}"
+    return of_average(f"average of steer, {budget:g} nats", run, output, [run], last=4)
+
+
+def merged(folder: Path, base: Path, budget: float) -> Result:
     """Base and the run without replay, between which the budget is kept."""
     run, output = folder / "share-0", folder / f"merged-{budget:g}"
+    name, limit = f"merge with no replay, {budget:g} nats", f"old:{budget}"
+    return of_average(name, run, output, [base, run], forgetting_budget=limit)
+
+
+def of_average(name: str, run: Path, output: Path, parts: list[Path], **flags: Any) -> Result:
     if not output.exists():
-        flags = {"forgetting_budget": f"old:{budget}", "output": output}
-        inputs.call("fabric_llm.average", base, run, **flags)
+        inputs.call("fabric_llm.average", *parts, output=output, **flags)
     losses = json.loads((output / "average.json").read_text())["eval_loss"]
     before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
-    return f"merge with no replay, {budget:g} nats", losses["new"], losses["old"] - before, ""
+    return name, losses["new"], losses["old"] - before, ""
 
 
 def chosen(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[str]:
