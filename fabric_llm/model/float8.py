@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fabric_llm.model import flops
 from fabric_llm.model.strategy import repeated_layers
 
 
@@ -24,11 +25,7 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
     float8 = _torchao_float8()
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
     text_config = model.config.get_text_config()
-    # Configurations have several names for the number of experts.
-    experts = {
-        getattr(text_config, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    }
+    experts = {getattr(text_config, name, None) for name in flops.EXPERTS}
     # The head and the embeddings stay: only layers are made of these products.
     inside = {module for layer in repeated_layers(model).values() for module in layer.modules()}
 
