@@ -132,22 +132,16 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     Labels have one column more, so that the last token of a part has its target. document_ends are
     those of the whole rows. Rows that don't divide, such as those of a probe, end with padding.
     """
-    if rest := -batch["input_ids"].shape[1] % parts:
-        padded = {}
-        for name, tensor in batch.items():
-            # The others have no columns: ends of documents are found anew below.
-            if tensor.ndim == 2:
-                value = IGNORED if name == "labels" else 0
-                padded[name] = torch.nn.functional.pad(tensor, (0, rest), value=value)
-        if "questions" in batch:
-            padded["questions"] = batch["questions"]
-        batch = padded
-    rows, context = batch["input_ids"].shape
+    rest = -batch["input_ids"].shape[1] % parts
+    padded = {}
+    for name, tensor in batch.items():
+        # The others have no columns: ends of documents are found anew below.
+        if tensor.ndim == 2:
+            value = IGNORED if name == "labels" else 0
+            padded[name] = torch.nn.functional.pad(tensor, (0, rest), value=value)
+    rows, context = padded["input_ids"].shape
     # A rank sees its columns only, so it is told at which places of the row they are.
-    whole = {"position_ids": torch.arange(context).expand(rows, context), **batch}
-    ends = whole.get("document_ends")
-    if ends is None:
-        ends = document_ends(whole["position_ids"])
+    whole = {"position_ids": torch.arange(context).expand(rows, context), **padded}
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
     cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
@@ -155,7 +149,7 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
         cut["questions"] = batch["questions"]
     # One label more than tokens: the first of the next part is the last target of this one.
     cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
-    return {**cut, "document_ends": ends}
+    return {**cut, "document_ends": document_ends(whole["position_ids"])}
 
 
 def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
