@@ -6,7 +6,7 @@ https://arxiv.org/abs/2309.14509.
 """
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,36 +34,34 @@ def share_rows(
     # Heads of keys and values that can't be divided among the ranks are copied for each query head.
     if key.shape[1] % group.size():
         key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
-    whole = (_positions_for_heads(tensor, group) for tensor in (query, key, value))
+    whole = (_Exchange.apply(tensor, group) for tensor in (query, key, value))
     # The output has positions before heads, so the same exchange gives each rank its positions
     # back, with all heads.
-    return _positions_for_heads(attention(*whole), group)
-
-
-def _positions_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange dimension 1, of which this rank keeps a part, for all of dimension 2. tensor:
-    [rows, heads, positions, head size], or with heads and positions swapped, for the way back."""
-    return _Exchange.apply(tensor, group, 1, 2)
+    return _Exchange.apply(attention(*whole), group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank sends every other rank a part of the dimension `given`, and concatenates the parts
-    that it receives along the dimension `joined`."""
+    """Exchange dimension 1, of which this rank keeps a part, for all of dimension 2. tensor:
+    [rows, heads, positions, head size], or with heads and positions swapped, for the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(tensor, group, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # The gradient goes the way back: what was joined is given away.
-        ctx.how = group, joined, given
-        return _exchange(tensor, group, given, joined)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        return _exchange(gradient, *ctx.how), None, None, None
+        return _exchange(gradient, ctx.group, 2, 1), None
 
 
 def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
-    """`_Exchange` as a functional collective: unlike others it can be compiled, and a checkpointed
-    layer must be compiled as a whole."""
+    """Each rank sends every other rank a part of the dimension `given`, and concatenates the parts
+    that it receives along the dimension `joined`.
+
+    A functional collective: unlike others it can be compiled, and a checkpointed layer must be
+    compiled as a whole.
+    """
     # One part for each rank, along the first dimension, which all_to_all_single divides evenly.
     parts = torch.stack(tensor.chunk(group.size(), dim=given))
     received = wait_tensor(all_to_all_single(parts.flatten(0, 1), None, None, group)).view(
