@@ -46,7 +46,7 @@ def load_reference(
         _give(tensors, source.read(unit))
     held: list[str] = []  # the layer that has its weights
 
-    def hold(unit: str) -> None:
+    def holding(unit: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Give a layer its weights, and take those of the layer that had them before."""
         if held != [unit]:
             # Freed before the next is read, so that two layers are never in memory at once.
@@ -54,23 +54,14 @@ def load_reference(
                 _give(tensors, {name: _nothing(tensors[name]) for name in names[before]})
             held[:] = [unit]
             _give(tensors, source.read(unit))
-
-    def holding(unit: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        hold(unit)
         return forward(*args, **kwargs)
 
     for unit in streamed:
         layer = model.get_submodule(unit)
         # The checkpoint is outermost, so that recomputing the layer reads its weights again.
-        layer.forward = partial(_computed_again, partial(holding, unit, layer.forward))
+        call = partial(holding, unit, layer.forward)
+        layer.forward = partial(checkpoint, call, use_reentrant=False)
     return model
-
-
-def _computed_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward`, which is computed again for its backward pass, if there is one."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
