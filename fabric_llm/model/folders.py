@@ -49,12 +49,12 @@ class TooMuch(ValueError):
     """A model's files declare too much of something. The message says of what, and the bound."""
 
 
-def check_model_folder(name: str, flag: str = "--model_name") -> None:
+def check_model_folder(name: str) -> None:
     """A model's folder, or what may be a name on the hub. Raises ValueError, Fault (77) for
     code."""
     folder = Path(name)
     if not folder.is_dir():
-        return hub_name(flag, name)
+        return hub_name("--model_name", name)
     # An adapter names a base model, which transformers would fetch by means of peft.
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{name!r} holds an adapter: merge it into its model first.")
@@ -63,7 +63,7 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
         newest, held = files.latest(folder), sorted(path.name for path in folder.iterdir())[:3]
         instead = f"It holds {', '.join(held) or 'nothing'}: take a model in Hugging Face's format"
         if newest is not None:
-            instead = f"It is a run: take its newest checkpoint, {command(**{flag[2:]: newest})}"
+            instead = f"It is a run: take its newest checkpoint, {command(model_name=newest)}"
         raise ValueError(f"{name!r} isn't a model directory: it has no config.json. {instead}.")
     # Downloads that went wrong leave small text files under the names of weights and tokenizers.
     for path in (*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")):
