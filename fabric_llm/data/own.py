@@ -22,6 +22,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any, Optional
@@ -121,14 +122,15 @@ def _require_columns(columns: Columns, names: Sequence[str], where: str) -> None
         )
 
 
+@dataclass
 class Column:
     """One column of a user's rows, as `Rows` takes it."""
 
-    def __init__(
-        self, rows: Any, name: str, names: Sequence[str], context: int, where: str
-    ) -> None:
-        self.rows, self.name, self.names = rows, name, names
-        self.context, self.where = context, where
+    rows: Any
+    name: str
+    names: Sequence[str]
+    context: int
+    where: str
 
     def __len__(self) -> int:
         return len(self.rows)
