@@ -1,7 +1,7 @@
 """Where rows of tokens come from: dataset folders, what is said of them before they are opened, and
 other files of flags.
 
-A kind of folder is one entry of SOURCES, or one that --code registers. Nothing here imports torch,
+A kind of folder is that of `datasets`, or one that --code registers. Nothing here imports torch,
 datasets or numpy.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -28,17 +27,9 @@ MAX_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 
 
-def open_saved(folder: Path, verify: str) -> TokenDataset:
-    """A folder that `datasets.load_from_disk` opens, such as prepare_data.py writes."""
-    from fabric_llm.data.dataset import open_dataset
-
-    check_dataset_folder(folder)
-    return open_dataset(folder, verify)
-
-
-# A file that tells the source of a folder -> what opens it: (folder, --verify_data) ->
-# TokenDataset.
-SOURCES: dict[str, Callable[[Path, str], TokenDataset]] = {"dataset_dict.json": open_saved}
+# The file that tells the built-in source of a folder: `datasets.load_from_disk` opens it, such as
+# prepare_data.py writes it.
+SOURCES = ("dataset_dict.json",)
 
 
 def source_of(folder: Path) -> str:
@@ -58,8 +49,11 @@ def open_source(folder: Path, verify: str = "auto", flags: Any = None) -> TokenD
         from fabric_llm.data.own import open_own
 
         return open_own(folder, register.SOURCES[name], flags)
+    from fabric_llm.data.dataset import open_dataset
+
     # A folder without such a file is given to the built-in source, whose error says what to do.
-    return SOURCES[name or "dataset_dict.json"](folder, verify)
+    check_dataset_folder(folder)
+    return open_dataset(folder, verify)
 
 
 def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> None:
