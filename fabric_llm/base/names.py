@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Optional
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -98,6 +98,11 @@ def at_home(given: Any) -> Any:
     if isinstance(given, list):
         return [at_home(one) for one in given]
     return ",".join(os.path.expanduser(part) for part in given.split(","))
+
+
+def comma_separated(given: Optional[str]) -> list[str]:
+    """The words of a flag that takes several, without the white space around them; [] for None."""
+    return [word.strip() for word in (given or "").split(",") if word.strip()]
 
 
 def command(*words: object, **flags: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import yaml
 
 from fabric_llm.base import command_line
-from fabric_llm.base.names import NAME, at_home, command, nearest, shown
+from fabric_llm.base.names import NAME, at_home, comma_separated, command, nearest, shown
 from fabric_llm.data.periods import ONE_SET, Stage
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
@@ -138,7 +138,7 @@ def _of_short_form(text: str) -> dict[str, Any]:
     "4"}}}"""
     sources: dict[str, Any] = {}
     # A comma at the end is no mistake.
-    for source in filter(None, map(str.strip, text.split(","))):
+    for source in comma_separated(text):
         # name=folder:weight, or name=folder:weight:max_epochs. A weight may be 1/3.
         match = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", source)
         if match is None or match[1].strip() in sources:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.names import NAME, at_home, command, nearest_of
+from fabric_llm.base.names import NAME, at_home, comma_separated, command, nearest_of
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
@@ -114,7 +114,7 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
     """{name of the set: dataset folder} of --eval_data: validation sets besides those of the
     training data. Raises ValueError."""
     folders: dict[str, str] = {}
-    for part in filter(None, map(str.strip, (given or "").split(","))):
+    for part in comma_separated(given):
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
             raise ValueError(
@@ -134,7 +134,7 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
 def parse_probes(given: Optional[str]) -> tuple[str, ...]:
     """The names in --probes. Raises ValueError."""
     # Each name once, in the order that was given.
-    names = tuple(dict.fromkeys(filter(None, map(str.strip, (given or "").split(",")))))
+    names = tuple(dict.fromkeys(comma_separated(given)))
     if unknown := [name for name in names if name not in PROBES]:
         raise ValueError(
             f"--probes takes {' or '.join(PROBES)}, comma-separated, not {unknown[0]!r}."

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Optional
 
-from fabric_llm.base.names import nearest
+from fabric_llm.base.names import comma_separated, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,7 @@ FLAGS = ("freeze", "train_only")
 
 def words(given: Optional[str]) -> tuple[str, ...]:
     """The patterns of a flag, in alphabetical order, each once."""
-    return tuple(sorted({word.strip() for word in (given or "").split(",") if word.strip()}))
+    return tuple(sorted(set(comma_separated(given))))
 
 
 def check(freeze: Optional[str], train_only: Optional[str]) -> None:

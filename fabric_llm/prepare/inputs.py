@@ -23,7 +23,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
-from fabric_llm.base.names import is_path, nearest_of
+from fabric_llm.base.names import comma_separated, is_path, nearest_of
 from fabric_llm.mirror.address import is_address
 
 PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that may follow each of KINDS
@@ -54,18 +54,13 @@ def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
         raise ValueError(
             f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})"
         )
-    if given.decontaminate is not None and not names_of(given.decontaminate):
+    if given.decontaminate is not None and not comma_separated(given.decontaminate):
         raise ValueError("--decontaminate names no dataset")
-    for name in names_of(given.decontaminate):
+    for name in comma_separated(given.decontaminate):
         if is_address(name):
             raise ValueError(f"--decontaminate {name}: it takes folders, no addresses")
         if place_of(name) == place_of(given.output):
             raise ValueError(f"--decontaminate names the output {name}: name other datasets")
-
-
-def names_of(given: Optional[str]) -> list[str]:
-    """The datasets that --decontaminate names."""
-    return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:

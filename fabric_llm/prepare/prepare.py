@@ -39,7 +39,7 @@ from fabric_llm.base import files
 from fabric_llm.base.ending import on_disk, uninterrupted
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, printable
-from fabric_llm.base.names import command, shown
+from fabric_llm.base.names import comma_separated, command, shown
 from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.mirror.address import is_address
@@ -135,7 +135,7 @@ def prepare(**arguments: Any) -> dict:
             "than 0"
         )
     # What can't be opened or loaded fails here, before anything is written.
-    evaluation = [contamination.read(name) for name in inputs.names_of(options.decontaminate)]
+    evaluation = [contamination.read(name) for name in comma_separated(options.decontaminate)]
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     needs = (
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from fabric_llm.base import files
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
-from fabric_llm.base.names import nearest, reach_hub
+from fabric_llm.base.names import comma_separated, nearest, reach_hub
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
 from fabric_llm.prepare.inputs import place_of
@@ -115,7 +115,7 @@ def _loaded(tasks: str) -> dict[str, Any]:
             f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})"
         ) from error
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    names = comma_separated(tasks)
     paths = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
     # What isn't a file or a folder of them is a name that lm_eval may know.
     unknown = [name for name in names if not paths[name][0].is_file()]
