@@ -236,11 +236,8 @@ def _document(number: int, content: str | bytes) -> Record:
     # English in UTF-16 has a NUL in every second byte, and may pass for valid UTF-8.
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
         return BadRecord(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
-    try:
-        if isinstance(content, bytes):
-            content = content.decode()
-    except UnicodeError:
-        return BadRecord(number, NOT_UTF8)
+    if isinstance(content, bytes):
+        content = content.decode(errors="surrogateescape")
     if not _is_utf8(content):
         return BadRecord(number, NOT_UTF8)
     return number, content
