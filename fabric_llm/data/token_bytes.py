@@ -27,7 +27,7 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     """
     counts = np.zeros(size, dtype=np.int64)
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    special, of_bytes = set(tokenizer.all_special_ids), _is_byte_level(state)
+    special, of_bytes = set(tokenizer.all_special_ids), is_byte_level(state)
     added, words = tokenizer.added_tokens_decoder, []
     for token, number in tokenizer.get_vocab().items():
         # Special tokens stand for no text.
@@ -80,12 +80,9 @@ def bytes_are_lost(manifest: Mapping[str, Any]) -> bool:
     return of_tokens < (1 - MAX_LOST) * all_bytes or unknown > MAX_LOST * tokens
 
 
-def is_byte_level(backend: Tokenizer) -> bool:
-    """Whether each character of a token's name stands for a byte, as in GPT-2's."""
-    return _is_byte_level(json.loads(backend.to_str()))
-
-
-def _is_byte_level(state: dict[str, Any]) -> bool:
+def is_byte_level(state: dict[str, Any]) -> bool:
+    """Whether each character of a token's name stands for a byte, as in GPT-2's. state: what
+    tokenizer.json holds."""
     kinds = []
     for step in (state.get("decoder") or {}, state.get("pre_tokenizer") or {}):
         # A decoder or pre-tokenizer may be a sequence of several.

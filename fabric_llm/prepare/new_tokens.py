@@ -55,7 +55,7 @@ def require_extendable(backend: Tokenizer) -> None:
 def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]:
     """At most `most` new tokens, those that save most tokens first. The same texts give the same
     tokens."""
-    of_bytes = is_byte_level(backend)
+    of_bytes = is_byte_level(json.loads(backend.to_str()))
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(split(backend, text, of_bytes))
