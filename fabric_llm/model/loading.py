@@ -311,7 +311,7 @@ def checked_skeleton(
     try:
         with folders.limited():
             skeleton = build_skeleton(config, dtype)
-        parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        parameters = skeleton.num_parameters()
         if parameters > MAX_PARAMETERS:
             raise folders.TooMuch(
                 f"it declares {parameters:.1e} parameters; at most {MAX_PARAMETERS:.0e} are read"
