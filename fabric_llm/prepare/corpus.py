@@ -113,7 +113,7 @@ def _split_of_name(path: str) -> str:
     folder = path.split(os.sep)[-2:][0]
     for name in (file, folder):
         split = re.sub(r"-\d+(-of-\d+)?$", "", name.lower())  # such as train-00000-of-00001
-        if split in (*OWN_VALIDATION, *NOT_TRAINING, "train"):
+        if split in (*NOT_TRAINING, "train"):
             return split
     return ""
 
@@ -202,8 +202,12 @@ def _parts_of_dataset(
     for name, split in splits.items():
         # Rows that are left out are counted, so that the summary accounts for all of a dataset.
         if name not in read:
-            count = len(split) if has_lengths else None
-            _note_left_out(f"{part.path} [{name}]", count, input_files)
+            left_out, count = f"{part.path} [{name}]", ""
+            input_files.splits_left_out[left_out] = None
+            if has_lengths:
+                input_files.splits_left_out[left_out] = len(split)
+                count = f": {len(split):,} rows"
+            input_files.notes.append(f"{left_out} is left out{count}")
             continue
         part = part._replace(split=name)
         # A dataset that has a validation split keeps it, and no other rows of it are drawn.
@@ -215,12 +219,6 @@ def _parts_of_dataset(
             yield from _ranges(part, len(split), size * len(split) // max(1, rows), piece_bytes)
         else:
             yield part, 0
-
-
-def _note_left_out(split: str, rows: Optional[int], input_files: inputs.InputFiles) -> None:
-    input_files.splits_left_out[split] = rows
-    count = "" if rows is None else f": {rows:,} rows"
-    input_files.notes.append(f"{split} is left out{count}")
 
 
 def is_no_training_text(split: str) -> bool:
