@@ -101,7 +101,7 @@ def open_tasks(folder: Path, verify: str) -> TokenDataset:
             .select_columns(ABOUT_ROWS)
             .with_format("numpy")[:]
         )
-        rows = Tasks(dataset.validation, {name: np.asarray(table[name]) for name in ABOUT_ROWS})
+        rows = Tasks(dataset.validation, table)
     except ValueError as error:
         raise ValueError(
             f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}"
