@@ -166,13 +166,13 @@ class LanguageModel(nn.Module):
             given["output_router_logits"] = True
         # How many columns labels have beyond input_ids: 1 where ranks hold parts of rows, else 0.
         after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]
+        group = self.context_group if after else None
         if self.is_packed and position_ids is not None:
             # Batches of data/batches.py bring the ends along. Probes have positions alone.
             if document_ends is None:
                 document_ends = batches.document_ends(position_ids.cpu())
-            group, longest = None, input_ids.shape[1]
-            if after and self.context_group is not None:
-                group = self.context_group
+            longest = input_ids.shape[1]
+            if group is not None:
                 # A document may go through the parts of all these ranks.
                 longest *= group.size()
             given |= packed_attention.of_documents(document_ends, longest, group)
@@ -195,7 +195,6 @@ class LanguageModel(nn.Module):
         of_rows = torch.zeros(len(targets), device=targets.device)
         if outputs.router_logits:  # none where the configuration leaves no layer with experts
             top_k = self.causal_lm.num_experts_per_tok
-            group = self.context_group if after else None
             of_rows = load_balancing_loss(
                 outputs.router_logits, len(targets), top_k, attention_mask, group
             )
