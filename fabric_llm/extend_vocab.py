@@ -66,9 +66,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         # A place that can't be written to is told before the corpus is read.
         exported_output(output, given.overwrite)
         files.writable(output)
-        chosen = {"pattern": given.pattern or DEFAULT_PATTERNS, "exclude": given.exclude or []}
         # The files are listed, but none is read yet.
-        corpus_files = inputs.find_sources(given.input, output=output.resolve(), **chosen)
+        corpus_files = inputs.find_sources(
+            given.input,
+            pattern=given.pattern or DEFAULT_PATTERNS,
+            exclude=given.exclude or [],
+            output=output.resolve(),
+        )
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.prepare import corpus
         from fabric_llm.weights.extend import extend

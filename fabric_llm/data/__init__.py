@@ -1,6 +1,6 @@
 """Rows -> mixture -> (seed, position, rank) -> micro-batches: functions without hidden state.
 
-sources      `SOURCES`: where rows come from; checks of folders before they are opened; the files of
+sources      `open_source`: where rows come from; checks of folders before they are opened; the files of
              --eval_data, --sample_prompts
 columns      `Rows`: columns as numpy sees them, without a copy, and which of their tokens are
              targets
