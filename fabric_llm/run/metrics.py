@@ -33,9 +33,9 @@ STEP_NUMBERS = frozenset(
 )
 MANY_LINES = 100  # waiting for the trackers
 METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
-Log = Callable[[int, Record], None]
-Close = Callable[[], None]
-Cut = Callable[[Progress], None]
+# log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
+# cut(the progress after it).
+Tracker = Sequence[Callable[..., None]]
 
 
 class AfterStep(NamedTuple):
@@ -68,11 +68,6 @@ def of_code(at: AfterStep) -> dict[str, float]:
     # A metric may have called the model, which leaves its outermost unit whole.
     reshard(at.model)
     return numbers
-
-
-# log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
-# cut(the progress after it).
-Tracker = Sequence[Callable[..., None]]
 
 
 class MetricsFile:
@@ -244,7 +239,7 @@ def named(given: str) -> list[str]:
     return names
 
 
-def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
+def _csv(folder: Path, *more: Any) -> Tracker:
     """metrics.csv: the numbers of metrics.jsonl as a table. New columns are added at the end."""
     file = (folder / "metrics.csv").open("w+", newline="")
     columns = ["step"]
@@ -279,7 +274,7 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     return log, file.close, cut
 
 
-def _tensorboard(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
+def _tensorboard(folder: Path, *more: Any) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     # What an earlier process has written beyond the log of a resumed run is hidden.
@@ -303,7 +298,7 @@ def _tensorboard(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
 
 def _wandb(
     folder: Path, config: Record, entity: Optional[str], project: Optional[str]
-) -> tuple[Log, Close]:
+) -> Tracker:
     """A Weights & Biases run; without a key or network an offline one, with one warning. Never
     prompts."""
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -377,7 +372,7 @@ def upload_to_wandb(checkpoint: Path) -> None:
     wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
 
-def _mlflow(folder: Path, config: Record, *more: Any) -> tuple[Log, Close]:
+def _mlflow(folder: Path, config: Record, *more: Any) -> Tracker:
     """An MLflow run, which the first number opens, in the thread of the trackers: the import and a
     server may take their time. Raises ModuleNotFoundError without MLflow."""
     if find_spec("mlflow") is None:
