@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -306,36 +305,32 @@ def make_evaluation(run: Run) -> Evaluation:
 
 
 def evaluated_sets(
-    data: DataPlan, tokenizer: Optional[Any], flags: Flags, **place: int
+    data: DataPlan, tokenizer: Optional[Any], flags: Flags, world_size: int = 1, **place: Any
 ) -> dict[str, Batches]:
-    """{validation set, or probe: its batches}. place: see Placement.rows_of."""
+    """{validation set, or probe: its batches}, as many on each rank. world_size, place: see
+    Placement.rows_of."""
     special = [] if tokenizer is None else tokenizer.all_special_ids
     sets = data.validation_splits()
     sets |= data.probe_rows([data.document_end, *special], flags.training.seed)
     # --eval_data may be of other datasets, whose documents end with other tokens.
     ends = dict.fromkeys(sets, data.document_end) | data.ends_of_eval_data()
-    size = flags.evaluation.eval_batch_size
-    # As many rows on any number of devices, so that losses can be compared between them.
-    most = size * flags.evaluation.eval_iters
-    return {
-        name: evaluation_batches(split, sample(split, most), size, ends[name], **place)
-        for name, split in sets.items()
-    }
-
-
-def evaluation_batches(
-    split: Any,
-    rows: np.ndarray,
-    size: int,
-    document_end: Optional[int],
-    world_size: int = 1,
-    **place: Any,
-) -> Batches:
-    """The `rows` of a validation split in batches of `size`; as many on each rank. place: see
-    Placement.rows_of."""
-    place |= {"world_size": world_size, "end": len(rows), "document_end": document_end}
-    # The last batch may be filled up: rows from `end` on have no targets.
-    return Batches(split, 0, size, -(-len(rows) // (size * world_size)), picked=rows, **place)
+    size, batches = flags.evaluation.eval_batch_size, {}
+    for name, split in sets.items():
+        # As many rows on any number of devices, so that losses can be compared between them.
+        rows = sample(split, size * flags.evaluation.eval_iters)
+        # The last batch may be filled up: rows from `end` on have no targets.
+        batches[name] = Batches(
+            split,
+            0,
+            size,
+            -(-len(rows) // (size * world_size)),
+            world_size=world_size,
+            picked=rows,
+            end=len(rows),
+            document_end=ends[name],
+            **place,
+        )
+    return batches
 
 
 def open_log(run: Run) -> Log:
