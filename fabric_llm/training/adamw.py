@@ -58,32 +58,31 @@ def make_optimizer(
     shards = sharded.shards(wrapped)
     named = [(name, shard.parameter) for name, shard in shards.items()]
     groups = parameter_groups(named, decayed, training.weight_decay)
+    # By name and place in the whole parameter, so that rounding doesn't depend on the sharding.
+    origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     # An optimizer of --code gets the same groups, so its weight decay is on matrices as well.
     if "optimizer" in register.ONLY:
         names = {parameter: name.removeprefix(sharded.PREFIX) for name, parameter in named}
-        store = rounding(wrapped, training.seed)
+        store = rounding(origins, training.seed)
         with register.of_user("optimizer"):
             return register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
-    # By name and place in the whole parameter, so that rounding doesn't depend on the sharding.
-    origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     betas = (training.beta1, training.beta2)
     return AdamW(
         groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins
     )
 
 
-def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, float], None]:
+def rounding(
+    origins: Mapping[Tensor, Origin], seed: int
+) -> Callable[[nn.Parameter, Tensor, float], None]:
     """For an optimizer of --code: `store(parameter, values, step)` writes float32 values into a
-    parameter of `wrapped`.
+    parameter that `origins` names.
 
     A bfloat16 parameter is rounded stochastically, as AdamW's are: small updates aren't lost, and
     the bits are the same on any devices, however parameters are sharded. values: of the parameter's
     shape and placement. step: a number that is another in each step, such as a count of them in the
     optimizer's state. Parameters of other dtypes are copied into.
     """
-    origins = {
-        shard.parameter: (name, shard.first) for name, shard in sharded.shards(wrapped).items()
-    }
 
     @torch.no_grad()
     def store(parameter: nn.Parameter, values: Tensor, step: float) -> None:
