@@ -80,10 +80,10 @@ def shares(of_sources: Mapping[str, float]) -> str:
 class FewUpdates:
     """Warns, once in a row of logged steps, if training in bfloat16 has hardly any effect."""
 
-    def __init__(self, kept: Optional[float]) -> None:
-        """kept: the fraction of updates too small for bfloat16 that the optimizer keeps, see
-        `adamw.kept_updates`."""
-        self.kept, self.in_a_row = kept, 0
+    # The fraction of updates too small for bfloat16 that the optimizer keeps, see
+    # `adamw.kept_updates`.
+    kept: Optional[float] = None
+    in_a_row = 0
 
     def warning(self, updated_fraction: float) -> Optional[str]:
         """The warning that is due after a step that changed this fraction of the weights."""

@@ -39,7 +39,7 @@ class Log:
         self.trackers: Optional[Trackers] = None
         self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
         self.profile: Optional[Profile] = None
-        self.few_updates = lines.FewUpdates(None)
+        self.few_updates = lines.FewUpdates()
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
         # Time in `untimed` doesn't count as training.
         self.waits, self.untimed = self.speed.waits, self.speed.other
