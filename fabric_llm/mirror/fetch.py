@@ -180,7 +180,6 @@ def folder_of(
     address: str,
     cache: Path,
     only_logs: bool = False,
-    say: Callable[[str], Any] = print,
     wanted: Callable[[str], bool] = lambda name: True,
     in_run: bool = False,
 ) -> Path:
@@ -209,7 +208,7 @@ def folder_of(
             target.mkdir(exist_ok=True)
             for file in LOGS:
                 (target / file).unlink(missing_ok=True)
-            found = restore(store, name, target, say=say, only_logs=only_logs)
+            found = restore(store, name, target, only_logs=only_logs)
             if found is None and not any((target / file).is_file() for file in LOGS):
                 raise Fault(f"{address} holds no checkpoint or run.", NO_CHECKPOINT)
     return target
