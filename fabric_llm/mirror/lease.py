@@ -45,7 +45,6 @@ class Lease:
         by itself, so that the next owner waits."""
         self.store, self.owner, self.seconds, self.finishes = store, owner, seconds, finishes
         self.number, self.beats, self.ended = 0, 0, False
-        self.was_own = True  # whether nobody else had it before
 
     def acquire(
         self,
@@ -60,14 +59,14 @@ class Lease:
         """
         while True:
             number, content = self._newest()
-            self.was_own = number == 0 or _decoded(content).get("owner") == self.owner
+            was_own = number == 0 or _decoded(content).get("owner") == self.owner
             if number and not self._is_free(content):
                 say(
                     f"{self.store.address} was used by {_who(content)}: it is watched for "
                     f"{self.seconds:g} s, and waited for if it only finishes."
                 )
                 self._watch(number, content, sleep)
-            if not self.was_own:
+            if not was_own:
                 before()
             self.number = number + 1
             if self.store.create(_name(self.number), self._document()):
