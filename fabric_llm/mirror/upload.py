@@ -16,7 +16,7 @@ from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.base.files import MANIFEST, write_atomically
-from fabric_llm.mirror import lease, leftovers
+from fabric_llm.mirror import leftovers
 from fabric_llm.mirror.address import local_folder
 from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.commands import Commands, Over
@@ -42,7 +42,7 @@ class Uploader:
         address: str,
         directory: Path,
         commands: Commands,
-        lease_seconds: float = lease.LEASE_SECONDS,
+        lease_seconds: float,
     ) -> None:
         """Raises Fault (2) without obstore."""
         self.store, self.directory, self.run_name = Store(address), directory, directory.name
