@@ -87,7 +87,9 @@ class Commands:
             raise Over
 
     def _take(self, command: dict[str, Any]) -> None:
-        names = [*command.get("remove", ()), *[command[k] for k in ("upload",) if k in command]]
+        names = [*command.get("remove", ())]
+        if "upload" in command:
+            names.append(command["upload"])
         for name in names:
             # Nothing but checkpoints is ever touched.
             if not re.fullmatch(STEP_NAME, name):
@@ -95,8 +97,7 @@ class Commands:
         with self.changed:
             if "upload" in command:
                 self.queue.append(("upload", names[0]))
-                waiting = self._waiting()
-                for name in waiting[: max(len(waiting) - MOST_WAITING, 0)]:
+                for name in self._waiting()[:-MOST_WAITING]:
                     self._forget(name)
             if "remove" in command:
                 for name in set(names) & set(self._waiting()):
