@@ -200,12 +200,16 @@ class Uploader:
             return GivenUp(f"The mirror can't take {name}: {why}")
         return GivenUp()
 
-    def _is_whole(self, name: str) -> bool:
-        """Whether the checkpoint is there. Another one of its name is removed."""
+    def _manifest(self, name: str) -> bytes:
+        """Of the checkpoint here. Raises GivenUp."""
         try:
-            own = (self.directory / name / MANIFEST).read_bytes()
+            return (self.directory / name / MANIFEST).read_bytes()
         except OSError as error:
             raise self._gone(name, str(error.strerror)) from error
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the checkpoint is there. Another one of its name is removed."""
+        own = self._manifest(name)
         there = self.store.content(f"{self._place(name)}/{MANIFEST}")
         if there is not None and there != own:
             # Its files are replaced where they differ.
@@ -246,10 +250,7 @@ class Uploader:
 
     def _publish(self, name: str) -> None:
         """Put the manifest. Where somebody else has put another one, `_is_whole` will see it."""
-        try:
-            own = (self.directory / name / MANIFEST).read_bytes()
-        except OSError as error:
-            raise self._gone(name, str(error.strerror)) from error
+        own = self._manifest(name)
         self._require_lease()
         self.store.create(f"{self._place(name)}/{MANIFEST}", own)
 
