@@ -88,9 +88,7 @@ class Uploader:
                 self.commands.check_time()
             if not waits:
                 waits = True
-                self.report(
-                    {"warning": "The uploader of this run's former process is still at work."}
-                )
+                self._say("The uploader of this run's former process is still at work.")
 
     def _own(self) -> None:
         path = self.directory / OWNER
@@ -159,7 +157,7 @@ class Uploader:
             self._upload(named)
         except GivenUp as why:
             if str(why):
-                self.report({"warning": f"{why}."})
+                self._say(f"{why}.")
             self._again(lambda: self._discard(named, unless_whole=True))
             self.report({"given_up": named})
         self.commands.current = None
@@ -332,7 +330,7 @@ class Uploader:
         """Said once, until it works again."""
         if not self.in_trouble:
             self.in_trouble = True
-            self.report({"warning": f"The mirror {self.store.address}: {why}. It is tried again."})
+            self._say(f"The mirror {self.store.address}: {why}. It is tried again.")
 
     def _recovered(self) -> None:
         if self.in_trouble:
@@ -344,7 +342,7 @@ class Uploader:
         self.commands.check_time()
         if self.lost is not None:
             # Said once, since `run` catches it once.
-            self.report({"warning": f"{self.lost}: nothing more is uploaded."})
+            self._say(f"{self.lost}: nothing more is uploaded.")
             raise Lost(self.lost)
 
     def _require_lease(self) -> None:
