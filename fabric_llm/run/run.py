@@ -145,7 +145,7 @@ def say_what_comes_next(run: Run) -> None:
     elif not math.isnan(log.eval_loss):
         result += f", validation loss {log.eval_loss:.4f}"
     if run.losses is not None:
-        result += how_it_compares(run, run.losses)
+        result += how_it_compares(run)
     print(f"\n{result}")
     print(f"Checkpoint: {last}")
     print(
@@ -168,10 +168,10 @@ def of_sets(losses: Mapping[str, float], before: Mapping[str, float]) -> str:
     return f"\nValidation loss: {', '.join(words)}"
 
 
-def how_it_compares(run: Run, losses: Mapping[str, float]) -> str:
-    """Lines about the last losses: what was forgotten of each budget, and whether the model is worse
+def how_it_compares(run: Run) -> str:
+    """Lines about its last losses: what was forgotten of each budget, and whether the model is worse
     than before step 1."""
-    rises, used, lines = run.forgetting.rises(losses), [], ""
+    rises, used, lines = run.forgetting.rises(run.losses), [], ""
     for name, budget in run.forgetting.budgets.items():
         if name in rises:
             used.append(f"{name} {rises[name]:+.4f} of {budget:g}")
