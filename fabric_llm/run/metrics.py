@@ -296,9 +296,7 @@ def _tensorboard(folder: Path, *more: Any) -> Tracker:
     return log, lambda: writer.close(), cut
 
 
-def _wandb(
-    folder: Path, config: Record, entity: Optional[str], project: Optional[str]
-) -> Tracker:
+def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> Tracker:
     """A Weights & Biases run; without a key or network an offline one, with one warning. Never
     prompts."""
     os.environ.setdefault("WANDB_SILENT", "true")
