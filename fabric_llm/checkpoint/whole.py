@@ -59,10 +59,11 @@ class Pieces:
                 tensor, counts = held[PREFIX + name]
                 self.held[name] = Piece(tensor.detach().flatten(), counts)
 
-    def of_units(self, group: Optional[ProcessGroup] = None) -> Iterator[dict[str, Tensor]]:
+    def of_units(self, group: Optional[ProcessGroup]) -> Iterator[dict[str, Tensor]]:
         """The whole weights of one unit after the other, on rank 0. All ranks call it.
 
-        group: of the same ranks, to use instead of the model's own, whose device the pieces are on.
+        group: of the same ranks, to use instead of the model's own, whose device the pieces are on,
+        or None.
         """
         # Ranks of other replicas have nothing to send.
         if not self.held:
@@ -145,7 +146,7 @@ def require_opens(skeleton: PreTrainedModel) -> None:
         # Open it as a resumed run or an export would.
         try:
             again = loading.build_skeleton(loading.load_config(folder), skeleton.dtype)
-            if dict(saved_shapes(again)) != dict(saved_shapes(skeleton)):
+            if saved_shapes(again) != saved_shapes(skeleton):
                 problem = f"makes another model, {type(again).__name__}"
         except Exception as error:  # whatever transformers makes of it
             # The user can't look into the temporary folder, so its name isn't shown.

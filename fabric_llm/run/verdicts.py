@@ -236,12 +236,12 @@ def _too_many(run: Run, many: str, reason: str, forgot: bool = False) -> Fault:
     return _fault_of_all(run, f"{many} ({most}), the last because of {reason}", forgot)
 
 
-def _fault_of_all(run: Run, reason: str, forgot: bool = False) -> Fault:
+def _fault_of_all(run: Run, reason: str, forgot: bool) -> Fault:
     """`_fault` as rank 0 says it, which sees the checkpoints. All ranks call it."""
     return ranks.from_rank_zero(lambda: _fault(run, reason, forgot))
 
 
-def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
+def _fault(run: Run, reason: str, forgot: bool) -> Fault:
     """Fault (76) with the next command, at half the rate.
 
     That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
