@@ -218,8 +218,9 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
     run.model.zero_grad()
     opened: list[weights.Source] = []  # on rank 0
     source, seed = str(checkpoint or run.flags.model.model_name), run.flags.training.seed
+    config, dtype = run.plan.model.config, loading.DTYPES[run.plan.model.precision]
     # Rank 0 alone reads the files. `opened` stays empty on the other ranks.
-    ranks.from_rank_zero(lambda: opened.append(reference.open_weights(run.plan, source, seed)))
+    ranks.from_rank_zero(lambda: opened.append(loading.open_weights(source, config, dtype, seed)))
     weights.fill(run.model, run.skeleton, *opened)
     make_optimizer(run, checkpoint)
 

@@ -81,7 +81,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
         on_cpu, dtype = deepcopy(config), loading.DTYPES[plan.model.precision]
         if flash:
             on_cpu._attn_implementation = "sdpa"
-        opened = open_weights(plan, source, seed)
+        opened = loading.open_weights(source, config, dtype, seed)
         # Both messages name what won't be in the model, before anything is measured.
         if isinstance(opened, weights.Stored) and opened.left_out:
             _say_left_out(plan, opened.left_out)
@@ -164,13 +164,6 @@ def _say_left_out(plan: Plan, names: list[str]) -> None:
         flush=True,
     )
     run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=shown)
-
-
-def open_weights(plan: Plan, source: str, seed: int) -> weights.Source:
-    """Where the weights of a run come from. Called on rank 0."""
-    return loading.open_weights(
-        source, plan.model.config, loading.DTYPES[plan.model.precision], seed
-    )
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:
