@@ -194,8 +194,13 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
         # As the log has it: the mean over the sources by their shares.
         together = sum(share * evaluated[name] for name, share in shares.items())
         evaluated["eval_loss"] = together / sum(shares.values())
-    document = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
-    return {**document, "position": position, "evaluated": evaluated}
+    return {
+        "tokens": reached["tokens"],
+        "sources": read,
+        "logged": progress["logged"],
+        "position": position,
+        "evaluated": evaluated,
+    }
 
 
 def damaged_files(path: Path) -> Iterator[str]:
@@ -230,8 +235,8 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
                 moments[f"state.{PREFIX}{name}.{moment}"] = tuple(parameter.shape)
     stored, wrong = optimizer_state(path), []
     for name, shape in sorted(moments.items()):
-        if stored.shapes.get(name) != shape:
-            there = stored.shapes.get(name, "missing")
+        there = stored.shapes.get(name, "missing")
+        if there != shape:
             wrong.append(f"{name} is {there}, in the model {shape}")
     # What a sharded save holds in parts must add up to the whole tensor.
     for name in stored:
