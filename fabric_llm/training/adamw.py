@@ -335,14 +335,17 @@ def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) 
     grads = [grad.to(param.dtype) for grad, param in zip(grads, params)]
     # The kernel takes the count on the device, while the state has it on the CPU.
     steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
-    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    options |= {
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "amsgrad": False,
-        "maximize": False,
-    }
-    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **options)
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def master_step(tensors: list[Tensor], group: dict[str, Any], step: float) -> None:
