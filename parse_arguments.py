@@ -215,22 +215,28 @@ def _parse_run(
     return arguments, flat
 
 
+def _given(argv: list[str], *names: str) -> SimpleNamespace:
+    """The values of these flags, before all flags can be parsed; None where one isn't given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in names:
+        parser.add_argument(f"--{name}", nargs="?")
+    words = vars(parser.parse_known_args(argv)[0])
+    return SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})
+
+
 def _load_code(argv: list[str], more: list[type]) -> None:
     """Load the module of --code, whose flags are parsed next. Raises ValueError.
 
     more: as of `_parse_run`.
     """
-    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    # Only these two are parsed here; the flags of the module aren't known yet.
-    names.add_argument("--code", nargs="?")
-    names.add_argument("--config", nargs="?")
     # what comes behind --help are names of flags
     before_help = takewhile(lambda word: word.partition("=")[0] not in ("--help", "-h"), argv)
-    given = names.parse_known_args(list(before_help))[0]
+    # Only these two are parsed here; the flags of the module aren't known yet.
+    given = _given(list(before_help), "code", "config")
     code, runs = given.code, set()
     # The command line wins over the file, so the file is read only without a --code.
     if code is None and given.config is not None:
-        config = Path(at_home(given.config))
+        config = Path(given.config)
         try:
             text = yaml_text(config)
             # parse() reads the file again, which takes seconds for a hostile one.
@@ -254,9 +260,7 @@ def _flags_of_other_code(
 ) -> set[str]:
     """Names in the arguments.yaml of a resumed run that are no flags any more, because
     --resume_override code takes another module, or none."""
-    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names.add_argument("--resume_override", nargs="?")
-    overridden = names.parse_known_args(argv)[0].resume_override or ""
+    overridden = _given(argv, "resume_override").resume_override or ""
     # With the same module its flags are still declared, and nothing has to be dropped.
     if resumed is None or "code" not in overridden.split(","):
         return set()
@@ -293,11 +297,7 @@ def _refuse_taken_names(flag_groups: list[type]) -> None:
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is
     none."""
-    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("resume", "run_name", "checkpoint", "output_dir"):
-        names.add_argument(f"--{name}", nargs="?")
-    words = vars(names.parse_known_args(argv)[0])
-    given = SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})
+    given = _given(argv, "resume", "run_name", "checkpoint", "output_dir")
     # Without a name of the run, or one of its checkpoints, no directory is looked for.
     if str(given.resume).lower() not in ("true", "auto") or not (
         given.run_name or given.checkpoint
