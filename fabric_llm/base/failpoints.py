@@ -17,32 +17,17 @@ import signal
 import time
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
+# Each line has the places of one part of the program, roughly in the order of a run.
 NAMES = (
-    # Each line has the places of one part of the program, roughly in the order of a run.
-    *(
-        "joining",
-        "joined",
-        "assembled",
-        "set_up",
-        "fill",
-        "read_data",
-        "forward",
-        "between_micro_batches",
-    ),
-    *("optimizer_step", "between_steps", "evaluate", "finish"),
-    *("save.begin", "save.parts", "save.rest", "save.hash"),
-    *(
-        "publish.begin",
-        "publish.manifest",
-        "publish.before_rename",
-        "publish.renamed",
-        "publish.done",
-    ),
-    *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish"),
-    *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
-    *("mirror.lease", "mirror.part", "mirror.file", "mirror.before_manifest"),
-    *("mirror.after_manifest", "mirror.removing", "mirror.fetching", "mirror.fetched"),
-)
+    "joining joined assembled set_up fill read_data forward between_micro_batches "
+    "optimizer_step between_steps evaluate finish "
+    "save.begin save.parts save.rest save.hash "
+    "publish.begin publish.manifest publish.before_rename publish.renamed publish.done "
+    "prepare.documents prepare.mark prepare.marked prepare.rows prepare.publish "
+    "prune.begin prune.renamed prune.done resume.moved_aside metrics.replace "
+    "mirror.lease mirror.part mirror.file mirror.before_manifest "
+    "mirror.after_manifest mirror.removing mirror.fetching mirror.fetched"
+).split()
 SIGNALS = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
