@@ -304,17 +304,17 @@ def _in_range(
     """
     values = {}
     for name, one in flags.items():
-        values[name] = one.default if parsed[name] is None else parsed[name]
-    for name, one in flags.items():
-        if wrong := one.out_of_range(values[name]):
+        value = one.default if parsed[name] is None else parsed[name]
+        if wrong := one.out_of_range(value):
             fail(program, f"{named(name)} {wrong}")
         # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Libraries don't open
         # such names of files either, but `input`, a list, is opened here.
-        if isinstance(values[name], str) and re.search("[\ud800-\udfff]", values[name]):
-            fail(program, f"{named(name)} {ascii(values[name][:60])} isn't UTF-8 text.")
+        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+            fail(program, f"{named(name)} {ascii(value[:60])} isn't UTF-8 text.")
         # In quotes, or after an equals sign, the shell leaves `~` as it is.
-        if one.path and values[name] is not None:
-            values[name] = at_home(values[name])
+        if one.path and value is not None:
+            value = at_home(value)
+        values[name] = value
     return values
 
 
