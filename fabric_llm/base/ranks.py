@@ -1,7 +1,7 @@
 """Communication between all ranks. Without a process group there is one rank."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, Optional, TypeVar
 
@@ -70,9 +70,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
         try:
             value = action()
         except Exception as error:
-            problem = as_mistake(error)
-            if problem is not error:
-                problem.__cause__ = error  # for the traceback on rank 0
+            problem = _problem_of(error)
     value, fault = from_first((value, problem))
     if fault is not None:
         # Rank 0 raises its own object, which has the cause; the others raise a copy.
@@ -94,7 +92,7 @@ def together(action: Callable[[], T], mark: Callable[[], Any]) -> T:
         is_done = not wait([future], SECONDS_TO_WAIT).not_done
         problem = None
         if is_done:
-            problem = _problem_of(future)
+            problem = _problem_of(future.exception())
         found = gather((is_done, problem))
         for _, fault in found:
             if fault is not None:
@@ -104,14 +102,13 @@ def together(action: Callable[[], T], mark: Callable[[], Any]) -> T:
         mark()
 
 
-def _problem_of(future: Future) -> Optional[Fault]:
-    """What an action that is done has raised."""
-    error = future.exception()
+def _problem_of(error: Optional[BaseException]) -> Optional[Fault]:
+    """What an action has raised, as the Fault that all ranks raise; None where it raised nothing."""
     if error is None:
         return None
     problem = as_mistake(error)
     if problem is not error:
-        problem.__cause__ = error  # for the traceback
+        problem.__cause__ = error  # for the traceback on this rank
     return problem
 
 
