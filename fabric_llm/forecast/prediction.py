@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, lcm
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, read_yaml
@@ -139,14 +139,14 @@ def predict(
 
     # Time: what is computed, sent, and asked of the device.
     operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
-    sent = _sent(flags, placement, model, skeleton, micro_batches)
+    link_bytes, network_bytes, latency = _sent(flags, placement, model, skeleton, micro_batches)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     # Links inside of a node and the network work at the same time, so the slower one counts.
     # Networks are in Gbit/s.
-    messages = max(sent.link / (device.link_gb * 1e9), sent.network / (own.network * 1e9 / 8))
+    messages = max(link_bytes / (device.link_gb * 1e9), network_bytes / (own.network * 1e9 / 8))
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
-        messages=messages + sent.latency,
+        messages=messages + latency,
         hidden=flags.fsdp.backward_prefetch != "none",
         exchange=_exchange(own, device, placement, model, tokens),
         launch=_launch(own, memory, micro_batches, parameters, is_cuda),
@@ -173,8 +173,8 @@ def predict(
         flops_a_step=operations,
         mfu=mfu,
         seconds=seconds,
-        link_bytes=sent.link,
-        network_bytes=sent.network,
+        link_bytes=link_bytes,
+        network_bytes=network_bytes,
         price=price,
         assumed=assumed,
     )
@@ -213,17 +213,11 @@ def _launch(
     return launch
 
 
-class Sent(NamedTuple):
-    """What a device sends in a step."""
-
-    link: float  # bytes inside a node
-    network: float  # bytes between nodes
-    latency: float  # seconds, whatever is sent
-
-
 def _sent(
     flags: Flags, placement: Placement, model: ModelPlan, skeleton: Any, micro_batches: int
-) -> Sent:
+) -> tuple[float, float, float]:
+    """What is sent in a step: (bytes of a device inside a node, bytes of a node over the network,
+    seconds that it takes whatever is sent)."""
     parameters = list(skeleton.parameters())
     # Weights are gathered in the dtype that they compute in.
     is_wide = model.precision == "32-true"
@@ -241,7 +235,7 @@ def _sent(
     # Each layer is a message of its own, and what is outside of layers is one more.
     units = len(sharded.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, gathered, reduced, syncs, micro_batches)
-    return Sent(*sent, accelerators.latency(placement, units, syncs, micro_batches))
+    return *sent, accelerators.latency(placement, units, syncs, micro_batches)
 
 
 def _exchange(
