@@ -6,7 +6,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.faults import Fault
 from fabric_llm.forecast.prediction import CLOSE, Prediction, predict
 from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
@@ -130,7 +129,7 @@ def _attempt(own: Flags, flags: Flags) -> Optional[Prediction]:
     """None for flags that don't go together."""
     try:
         return predict(own, flags)
-    except (Fault, ValueError):
+    except ValueError:
         return None
 
 
