@@ -91,9 +91,10 @@ class CompiledLayers:
         # Nothing of the eager layer is there in a run.
         del output, tensor, products
         ledger.peaks, ledger.label = peaks, LAYERS
+        works_with = kept // 2
         if is_checkpointed and not is_selective:
-            return Keeps(0, not self.offloads, kept + kept // 2, shape, dtype, form, others)
-        return Keeps(kept, not self.offloads, kept // 2, shape, dtype, form, others)
+            kept, works_with = 0, kept + works_with
+        return Keeps(kept, not self.offloads, works_with, shape, dtype, form, others)
 
 
 class Products(TorchDispatchMode):
