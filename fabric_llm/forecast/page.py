@@ -43,13 +43,9 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Prediction) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
     # What the page has where no steps are drawn.
-    plain: dict[str, Any] = {
-        "title": prediction.model,
-        "lead": prediction.on,
-        "sections": {},
-        "headline": [],
-    }
-    drawn = plain if plan is None else _drawing(flags, plan, prediction.on)
+    drawn: dict[str, Any] = {"title": prediction.model, "lead": prediction.on}
+    if plan is not None:
+        drawn = _drawing(flags, plan, prediction.on)
     peak = prediction.memory.peak
     # Where the memory of the device isn't known, there is no fraction of it.
     below = "of a device"
@@ -69,34 +65,25 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     disk = f"{prediction.checkpoint_bytes * (kept or 1) / GIB:,.2f} GiB"
     if kept is None:
         disk += " a checkpoint"
-    drawn["headline"] += [
-        ("Memory at the peak", f"{peak / GIB:,.2f} GiB", below),
-        time,
-        ("Disk", disk, costs),
-    ]
+    at_peak = "Memory at the peak", f"{peak / GIB:,.2f} GiB", below
+    headline = [*drawn.pop("headline", []), at_peak, time, ("Disk", disk, costs)]
     # The last row of the table is the sum.
     parts = {**prediction.memory.parts, "together": peak}
     rows = [
         [name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()
     ]
+    shown = {name: page.shown(value) for name, value in flags.flat().items()}
     # `pop`, because what is left in `drawn` is passed on as keywords.
     page.write_page(
         output,
         "Plan of a run",
-        drawn.pop("title"),
-        drawn.pop("lead"),
-        {"memory": "Memory", **drawn.pop("sections"), "flags": "Flags"},
-        "Nothing was trained.",
+        sections={"memory": "Memory", **drawn.pop("sections", {}), "flags": "Flags"},
+        made_of="Nothing was trained.",
         memory=(["Part", "GiB", "Of the peak"], rows),
         bars=figures.bars(prediction.memory.parts, prediction.device_bytes, (CLOSE, NO)),
-        runs=[{"headline": drawn.pop("headline"), "flags": shown(flags)}],
+        runs=[{"headline": headline, "flags": shown}],
         **drawn,
     )
-
-
-def shown(flags: Flags) -> dict[str, str]:
-    """{name: value} of all flags."""
-    return {name: page.shown(value) for name, value in flags.flat().items()}
 
 
 def course(
