@@ -105,11 +105,11 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     return _parse_run("train.py", TRAIN, [], argv)[0]
 
 
-def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
+def parse_plan(argv: list[str]) -> tuple[PlanArguments, Arguments]:
     """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as
     that does."""
     # jsonargparse takes neither a flag without its value nor a number with a unit.
-    argv = _in_gib(_with_true(list(sys.argv[1:] if argv is None else argv)))
+    argv = _in_gib(_with_true(argv))
     arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
 
