@@ -35,11 +35,11 @@ def shown(name: object, most: int = MAX_CHARACTERS) -> str:
     return printable(text)
 
 
-def listed(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
+def listed(names: Iterable[object], separator: str = ", ") -> str:
     """The first of many names, and how many more there are."""
     words = [str(name) for name in names]
-    first = separator.join(words[:most])
-    return f"{first} and {len(words) - most} more" if len(words) > most else first
+    first, more = separator.join(words[:MOST_NAMED]), len(words) - MOST_NAMED
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -48,7 +48,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return get_close_matches(name, list(known), n=1, cutoff=cutoff)
 
 
-def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}) -> str:
+def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]) -> str:
     """What is said of an unknown flag, "" for nothing: which of `flags` may be meant, also by its
     name in another trainer, some of which have a section before it, as in optimizer.lr.
 

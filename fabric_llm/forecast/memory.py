@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import patch
@@ -88,8 +88,8 @@ class Memory:
     # Bytes at the update, when no activation is there: no way of recomputing makes a step smaller.
     least: int
     # {label: the most bytes that are in the host's memory instead}.
-    elsewhere: dict[str, int] = field(default_factory=dict)
-    operations: int = 0  # operations that the host launches for a micro-batch
+    elsewhere: dict[str, int]
+    operations: int  # operations that the host launches for a micro-batch
 
     @property
     def peak(self) -> int:

@@ -45,7 +45,7 @@ class Ledger(TorchDispatchMode):
     """Bytes of all storages that are alive, by what they are, and their composition at the peak of
     each moment."""
 
-    def __init__(self, copies_messages: bool = False, elsewhere: Collection[str] = ()) -> None:
+    def __init__(self, copies_messages: bool, elsewhere: Collection[str]) -> None:
         """copies_messages: gloo copies what it reduces and scatters, NCCL doesn't. elsewhere:
         labels of what is in the memory of the host."""
         super().__init__()
@@ -191,8 +191,8 @@ class Layers:
         self,
         model: nn.Module,
         ledger: Ledger,
-        without: Collection[int] = (),
-        compiled: Optional[Any] = None,
+        without: Collection[int],
+        compiled: Optional[Any],
     ) -> None:
         """To be made before the model is wrapped. without: numbers of layers that were removed.
         compiled: a compiled.CompiledLayers, which imitates compiled layers; None for layers that

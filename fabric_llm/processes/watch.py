@@ -260,10 +260,10 @@ class Watch:
     def _unheard(self) -> set[int]:
         return self._listened() - self.beats.keys()
 
-    def refresh(self, seconds: float = SECONDS_TO_ANSWER) -> None:
+    def refresh(self) -> None:
         """Exchange with the store now. It is lost if it doesn't answer in time, or has never
         answered before the ranks joined."""
-        begun, deadline = self.begun, time.monotonic() + seconds
+        begun, deadline = self.begun, time.monotonic() + SECONDS_TO_ANSWER
         self.woken.set()
         while self.done <= begun and not self.store_is_lost:
             if time.monotonic() > deadline or self.is_joining and not self.done:
