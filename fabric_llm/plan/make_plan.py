@@ -381,7 +381,6 @@ def _plan_schedule(
     length = training.max_step, training.number_epochs
     # None also for a run without --data_mix: then the one source is laid out anew.
     before = resumed.get("mixture") if is_named else None
-    raised: dict[str, Fraction] = {}
     steers = flags.evaluation.forgetting_action == "steer"
     if before is None:
         raised = _shares_of_hard_budgets(flags, mix)
