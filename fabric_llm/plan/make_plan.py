@@ -452,22 +452,17 @@ def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     return datasets
 
 
-def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
-    """Raises ValueError unless the rows of a dataset hold --context_length tokens, where that is
-    given."""
-    asked, length = flags.data.context_length, dataset.context_length
-    if asked not in (None, length):
-        raise ValueError(
-            f"--context_length {asked}: the rows of {dataset.given!r} hold {length} tokens; "
-            f"run prepare_data.py again with --context_length {asked}."
-        )
-
-
 def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
     """{source: its dataset}. Rank 0 checks that they can be mixed. Raises ValueError."""
     sources = {source.name: open_here(source.path, flags) for source in mix.sources}
+    asked = flags.data.context_length
     for source in sources.values():
-        _require_row_length(source, flags)
+        length = source.context_length
+        if asked not in (None, length):
+            raise ValueError(
+                f"--context_length {asked}: the rows of {source.given!r} hold {length} tokens; "
+                f"run prepare_data.py again with --context_length {asked}."
+            )
         if is_stream(source.train) and flags.data.data_mix:
             raise ValueError(
                 f"--data_mix: {source.given!r} is a stream, which isn't mixed: give it by "
