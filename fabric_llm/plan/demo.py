@@ -10,9 +10,7 @@ from fabric_llm.base.faults import UNEXPECTED, Fault
 
 SCRIPT = Path(__file__).parents[2] / "prepare_data.py"
 VOCABULARY = 8192  # as in configs/demo_llama
-EXCLUDED = (
-    "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__"
-).split()
+EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__"
 
 
 def prepare_demo(folder: Path, context_length: int) -> None:
@@ -33,24 +31,11 @@ def prepare_demo(folder: Path, context_length: int) -> None:
             flush=True,
         )
         # The standard library is text that every machine with Python has, without a download.
-        words = [
-            "--input",
-            os.path.dirname(os.__file__),
-            "--output",
-            str(folder),
-            "--pattern",
-            "*.py",
-            "--exclude",
-            *EXCLUDED,
-        ]
-        words += [
-            "--train_tokenizer",
-            str(VOCABULARY),
-            "--context_length",
-            str(context_length),
-            "--validation_fraction",
-            "0.05",
-        ]
+        words = ["--input", os.path.dirname(os.__file__), "--output", str(folder)]
+        words += (
+            f"--pattern *.py --exclude {EXCLUDED} --train_tokenizer {VOCABULARY} "
+            f"--context_length {context_length} --validation_fraction 0.05"
+        ).split()
         done = subprocess.run(
             [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, text=True
         )
