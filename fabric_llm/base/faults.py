@@ -29,20 +29,19 @@ MAX_CHARACTERS = 4000  # of a sentence
 # Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain
 # RuntimeError.
 _PEER_WORDS = (
-    *(
-        "gloo/transport",
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Socket closed",
-    ),
-    *(
-        "NCCL error",
-        "ncclRemoteError",
-        "ncclSystemError",
-        "Watchdog caught collective operation timeout",
-    ),
-    *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "NCCL error",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "Watchdog caught collective operation timeout",
+    "Timed out waiting",
+    "wait timeout after",
+    "failed to recv, got 0 bytes",
+    "recvValue failed",
 )
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")  # modules of errors
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
