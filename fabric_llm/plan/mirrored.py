@@ -111,12 +111,12 @@ def tell(
     report: "Report", directory: Path, step: Optional[int], line: Callable[[str], None]
 ) -> None:
     """Write what the mirror's process has reported into events.jsonl and, with `line`, the log."""
-    name = report.get("mirrored") or report.get("given_up")
     if "mirrored" in report:
-        seconds, size = report["seconds"], report["bytes"] / 2**30
+        name, seconds, size = report["mirrored"], report["seconds"], report["bytes"] / 2**30
         event, text = "mirrored", f"mirrored {name}: {size:.2f} GiB in {seconds:.0f} s"
     elif "given_up" in report:
-        event, text = "not_mirrored", f"Warning: --mirror: {name} is passed over for newer ones."
+        text = f"Warning: --mirror: {report['given_up']} is passed over for newer ones."
+        event = "not_mirrored"
     elif "warning" in report:
         event, text = "mirror_fails", f"Warning: --mirror: {report['warning']}"
     elif "recovered" in report:
