@@ -322,9 +322,17 @@ def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix
     if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
         masking = resumed["schedule"]["document_masking"]  # as in the steps before
     mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
-    # The flags may name the sources in another order than before.
     if flags.data.data_mix and "mixture" in resumed:
-        mix = _in_order(mix, mixture_of(resumed).names)
+        names = mixture_of(resumed).names
+        # A stage so far has weights by the place of a source, so none may be missing.
+        for name in names:
+            if name not in mix.names:
+                raise ValueError(
+                    f"--data_mix leaves out source {name!r} of the resumed run: give it weight 0."
+                )
+        # The flags may name the sources in another order than before. Those of the resumed run
+        # come first, so that their rows keep their numbers.
+        mix = mix.in_order(names)
     sources, budgets = open_sources(flags, mix), parse_budgets(evaluation.forgetting_budget)
     # require_alike() has compared the others with it.
     first = next(iter(sources.values()))
@@ -338,18 +346,6 @@ def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix
         document_masking=masking,
     )
     return data, mix
-
-
-def _in_order(mix: DataMix, names: Sequence[str]) -> DataMix:
-    """The mixture with the sources of the resumed run first, so that their rows keep their
-    numbers. Raises ValueError where one is missing."""
-    # A stage so far has weights by the place of a source, so none may be missing.
-    for name in names:
-        if name not in mix.names:
-            raise ValueError(
-                f"--data_mix leaves out source {name!r} of the resumed run: give it weight 0."
-            )
-    return mix.in_order(names)
 
 
 def _plan_schedule(
