@@ -62,15 +62,12 @@ class Flag:
     how: Optional[bool] = None  # of train.py: whether it says how is trained, or what
     # Of a resumed run: whether it may have another value never, by --resume_override, or freely.
     resume: Literal["never", "override", "free"] = "override"
-    kept: bool = (
-        True  # in arguments.yaml; False if it names the run, or concerns a single start of it
-    )
-    needs: str = (
-        ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
-    )
-    aliases: str = (
-        ""  # its names in other trainers, without those that are recognised as typos anyway
-    )
+    # in arguments.yaml; False if it names the run, or concerns a single start of it
+    kept: bool = True
+    # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
+    needs: str = ""
+    # its names in other trainers, without those that are recognised as typos anyway
+    aliases: str = ""
     basic: bool = False  # a first run needs it: it is in the short --help
     # it names a file or a folder, or several with commas, in which `~` is the home folder
     path: bool = False
@@ -364,10 +361,8 @@ def _check_config(
     if not isinstance(values, dict):
         fail(
             program,
-            (
-                f"--config {config!r} must hold `flag: value` lines, but holds "
-                f"{type(values).__name__}."
-            ),
+            f"--config {config!r} must hold `flag: value` lines, but holds "
+            f"{type(values).__name__}.",
         )
     # Values have no line numbers, so the text is read once more as nodes.
     nodes = yaml.compose(text, Loader=_Loader).value

@@ -24,10 +24,8 @@ def prepare_demo(folder: Path, context_length: int) -> None:
         if folder.exists():
             return
         print(
-            (
-                f"Preparing {folder} from the source of the Python standard library (once, about "
-                "a minute)."
-            ),
+            f"Preparing {folder} from the source of the Python standard library (once, about "
+            "a minute).",
             flush=True,
         )
         # The standard library is text that every machine with Python has, without a download.

@@ -34,10 +34,8 @@ def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
         if checkpoint is None:
             raise
         raise Fault(
-            (
-                f"{str(checkpoint)!r} is damaged: trainer/progress.json isn't a run's "
-                f"({type(error).__name__}: {error})."
-            ),
+            f"{str(checkpoint)!r} is damaged: trainer/progress.json isn't a run's "
+            f"({type(error).__name__}: {error}).",
             NO_CHECKPOINT,
         ) from error
 
