@@ -66,7 +66,7 @@ def _has_basic(group: dict[str, Any]) -> bool:
 def _meant(word: str, groups: Groups) -> Groups:
     """The part of `groups` that a word names: all, groups, or a flag, also by its name in another
     trainer."""
-    name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
+    name = word.lstrip("-").replace("-", "_").lower()
     if name == "all":
         return groups
     # A group is named by its title, without the remark in brackets.
