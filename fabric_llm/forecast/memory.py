@@ -180,6 +180,10 @@ def _traced_step(work: Work, without: Collection[int] = ()) -> dict[str, Counter
     )
     skeleton = _skeleton(work)
     trace.remove_layers(skeleton, without)
+    if work.model.tiled_mlp:
+        # Outside of the ledger, since no run has the model that is tried for it.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tiles.tile(skeleton, tiled_modules(skeleton, without))
     ledger = trace.Ledger(placement.kind == "cpu", work.elsewhere)
     with (
         _ranks(placement.world_size),
@@ -236,8 +240,6 @@ def _step(
     else:
         model.token_loss = model.cross_entropy  # a loss of --code may not take fake tensors
     _fill_buffers(model)
-    if model_plan.tiled_mlp:
-        tiles.tile(skeleton, tiled_modules(skeleton, without))
     offloads = is_cuda and model_plan.activation_checkpointing == "offload"
     compiled = CompiledLayers(ledger, offloads) if model_plan.compiles else None
     # Before the model is wrapped, which gives layers other classes and other parameters.
@@ -302,7 +304,7 @@ def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
     return sums
 
 
-def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
+def tiled_modules(skeleton: Any, without: Collection[int]) -> list[str]:
     """The names of the modules that --tiled_mlp tiles. On fake tensors nothing tells whether they
     have dropout, so it is assumed that they don't. without: layers that `skeleton` lacks."""
     # A model of its own: `skeleton` has to stay on the meta device until it is wrapped.
