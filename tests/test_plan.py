@@ -571,8 +571,9 @@ def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
     ]
     assert rest[0] == rest[1]
     # The model in which modules to tile are looked for is no part of what is offloaded.
-    tiled = said(*words, "--cpu_offload", "true", "--tiled_mlp", "true")
-    assert tiled["host_bytes"]["offloaded"] == offloaded["host_bytes"]["offloaded"]
+    words += ["--devices", 8, "--accelerator_name", "H100", "--cpu_offload", "true"]
+    plain, tiled = (said(*words, "--tiled_mlp", given) for given in ("false", "true"))
+    assert plain["host_bytes"]["offloaded"] == tiled["host_bytes"]["offloaded"]
 
 
 @pytest.mark.longer
