@@ -73,7 +73,7 @@ class PrepareArguments:
     pattern: Optional[list[str]] = option(None)
     """file name patterns to take from folders, such as '*.py'"""
     exclude: Optional[list[str]] = option(None)
-    """names of folders to leave out"""
+    """names of folders and files to leave out, or patterns, such as '*.md'"""
     seed: int = option(1234)
     """of the split"""
     num_workers: Optional[int] = option(None, above=0)

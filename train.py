@@ -30,12 +30,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         with report_errors():
             launch.adopt_launcher()
             arguments = parse_train(argv)
-            checks.check_training(arguments)
             if arguments.demo and is_rank_zero():
+                # Before the checks, whose sentences may be about flags of the demo.
                 print(
                     "No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.",
                     flush=True,
                 )
+            checks.check_training(arguments)
             rank = start(arguments)
             rank.is_program = argv is None and launch.is_own_command()
             with without_collection():

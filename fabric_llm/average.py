@@ -190,6 +190,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         if not weights:
             weights, more = line.choose(parts, budgets, given.dtype)
         print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
+        if len(parts) == 1:
+            print("It stays as it is: --last N averages the newest N checkpoints of a run.")
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
         # What average.json says of where the weights come from.

@@ -129,6 +129,9 @@ class Whole:
             interval = int(self.values.get("eval_step_interval") or self.steps)
             if self.steps // interval < MIN_EVALUATIONS:
                 flags["eval_step_interval"] = max(1, self.steps // (2 * MIN_EVALUATIONS))
+        # Without it a crash loses all.
+        if not self.values.get("save_step_interval") and self.steps >= MANY_STEPS:
+            flags["save_step_interval"] = self.steps // MIN_EVALUATIONS
         return command("python", "train.py", **flags)
 
 
@@ -270,9 +273,11 @@ def of_second_rate(made: Branches, laws: Mapping[str, shares.Law], losses: Losse
         return f"{rate} learns more or less than any share at {made.whole.lr:g}."
     words = []
     for name in made.whole.budgets:
-        words.append(f"{losses[name] - laws[name].at(share):+.4f} nats of {name}")
+        more = losses[name] - laws[name].at(share)
+        compared = "more" if more > 0 else "less"
+        words.append(f"{abs(more):.4f} nats {compared} of {name}")
     as_much = f"learns as much as a share of {share:.2f} at {made.whole.lr:g}"
-    return f"{rate} {as_much}. Forgotten in comparison: {', '.join(words)}."
+    return f"{rate} {as_much}, and forgets {', '.join(words)}."
 
 
 def chosen(made: Branches, second_lr: float) -> None:

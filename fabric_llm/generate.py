@@ -19,6 +19,7 @@ DESCRIPTION = (
     f"Print what a model writes after a text, without a chat template: {PROGRAM} "
     "checkpoints/RUN --prompt TEXT"
 )
+NO_TEXT = "There is no text to go on from: give --prompt TEXT, or pass it on standard input."
 
 
 @dataclass
@@ -63,11 +64,12 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     prompt = torch.tensor([loading.prompt_tokens(tokenizer, text)])
     # Beyond its positions a model writes noise. Some have no such limit.
     most = getattr(config, "max_position_embeddings", sys.maxsize)
-    if not 0 < prompt.shape[1] <= most - given.max_new_tokens:
-        many = f"The prompt has {prompt.shape[1]} tokens, which must be one or more"
+    if prompt.shape[1] == 0:
+        raise ValueError(NO_TEXT)
+    if prompt.shape[1] > most - given.max_new_tokens:
         raise ValueError(
-            f"{many}, and with --max_new_tokens {given.max_new_tokens} no more than the model's "
-            f"{most}."
+            f"The prompt has {prompt.shape[1]} tokens, which with --max_new_tokens "
+            f"{given.max_new_tokens} must be no more than the model's {most}."
         )
     device = "cuda" if given.device == "auto" and torch.cuda.is_available() else "cpu"
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -115,9 +117,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")
         # A terminal would wait for a text without a word.
         if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
-            raise ValueError(
-                "There is no text to go on from: give --prompt TEXT, or pass it on standard input."
-            )
+            raise ValueError(NO_TEXT)
         # The line feed that `echo` adds would be part of the prompt.
         try:
             text = given.prompt

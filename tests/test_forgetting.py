@@ -583,7 +583,8 @@ def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
         ("--forgetting_budget genral:0.1 --eval_data general=OLD", "Did you mean 'general'?"),
         (
             "--forgetting_budget general:0.1",
-            "no validation set is named 'general'. There are 'validation', 'copy', 'retrieval'.",
+            "no validation set is named 'general'. There are 'validation', 'copy', 'retrieval'; "
+            "--eval_data general=FOLDER adds it.",
         ),
         ("--forgetting_budget validation:0.1,validation:0.2", "is there twice"),
         ("--forgetting_budget validation:0.1 --eval_iters 0", "--eval_iters 0 turns off"),

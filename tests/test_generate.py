@@ -127,9 +127,9 @@ def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
         ("{toys}/llama --prompt w1", 2, "has no tokenizer"),
         ("{bare} --prompt w1", 2, "has no weights"),
         ("{toy} --prompt w1 --max_new_tokens 64", 2, (
-            "with --max_new_tokens 64 no more than the model's 64"
+            "with --max_new_tokens 64 must be no more than the model's 64"
         )),
-        ("{toy} --prompt=", 2, "The prompt has 0 tokens"),
+        ("{toy} --prompt=", 2, "There is no text to go on from: give --prompt"),
         ("{toy} --prompt w1 --top_p 0", 2, "--top_p must be positive"),
         ("{toy} --prompt w1 --temprature 1", 2, "Did you mean --temperature?"),
         ("{broken} --prompt w1", 66, "is damaged"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.names import NAME, at_home, comma_separated, command, nearest_of
+from fabric_llm.base.names import NAME, at_home, comma_separated, command, listed, nearest_of
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
@@ -102,11 +102,13 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             raise ValueError(f"{message} Did you mean {str(folder.parent)!r}?")
         # The splits are there, but not the file that lists them, as after copying them one by one.
         if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
-            listed = shlex.quote(json.dumps({"splits": splits}))
+            content = shlex.quote(json.dumps({"splits": splits}))
             path = shlex.quote(str(folder / "dataset_dict.json"))
             raise ValueError(
-                f"{message} If it holds the splits of one, `echo {listed} > {path}` writes it."
+                f"{message} If it holds the splits of one, `echo {content} > {path}` writes it."
             )
+        if datasets := sorted(file.parent.name for file in folder.glob("*/dataset_dict.json")):
+            raise ValueError(f"{message} It holds {listed(datasets)}.")
         raise ValueError(f"{message} If it holds text, {MAKE_IT} {command(**words)}.")
 
 

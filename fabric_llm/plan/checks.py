@@ -315,7 +315,7 @@ def require_set(flag: str, name: str, names: Collection[str]) -> None:
     """Raises ValueError unless `name`, of `flag`, is that of a validation set."""
     if name not in names:
         close = nearest(name, names)
-        meant = f"There are {', '.join(map(repr, names))}."
+        meant = f"There are {', '.join(map(repr, names))}; --eval_data {name}=FOLDER adds it."
         if close:
             meant = f"Did you mean {close[0]!r}?"
         raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")

@@ -86,7 +86,7 @@ class Schedule:
                 words += f" after step {self.start.step + steps}"
             parts.append(words)
         read = ", ".join(f"{name} {count:.2f} times" for name, count in self.epochs().items())
-        return f"Mixture: {'; '.join(parts)}. At the end each source was read: {read}."
+        return f"Mixture: {'; '.join(parts)}. At these shares the run reads {read}."
 
     def after_rewind(self, there: Progress) -> Schedule:
         """The schedule after a rewind to `there`."""

@@ -259,6 +259,12 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
     names = list(present)
     if "input_ids" in names:
         return "holds tokens, not text: it is a dataset for --train_data_dir"
+    # What should be several columns was read as one.
+    if len(names) == 1 and (found := [mark for mark in ";|" if mark in names[0]]):
+        return (
+            f"has one column, {shown(names[0], 60)!r}: its columns seem to be separated by "
+            f"{found[0]!r}, where .csv has commas and .tsv tabs"
+        )
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return (

@@ -282,6 +282,8 @@ def _require_hub_name(given: str) -> None:
     if can_be and not names_file and not is_mistyped:
         return
     message = NOWHERE.format(given)
+    if "," in given:
+        message += ": several inputs have spaces between them"
     if near:
         message += f".{near}"
     raise ValueError(message)
@@ -294,6 +296,8 @@ def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles)
         kinds = " ".join(f"*{kind}" for kind in KINDS)
         words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
+    if suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
+        advice = f"did you mean --pattern '*{suffixes[0]}'?"
     if web := sum(input_files.not_read[kind] for kind in WEB):
         advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
     raise ValueError(f"no file in {folder} matches {words}: {advice}")
@@ -321,6 +325,11 @@ def _files_of(
 
     left_out = {str(output), str(work_folder_of(output))}
     matches = _matcher(pattern)
+
+    def is_excluded(name: str) -> bool:
+        # A name may have a bracket of its own.
+        return name in exclude or any(fnmatch.fnmatchcase(name, one) for one in exclude)
+
     walked_through = {identity_of(folder)}
     for root, walked, names in os.walk(folder, onerror=refuse, followlinks=True):
         # Nothing in it matches a pattern, so that it would be left out without a word.
@@ -333,7 +342,7 @@ def _files_of(
         directories = [
             name
             for name in sorted(walked)
-            if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
+            if not is_excluded(name) and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
         # os.walk goes on into the folders that are left in this list.
         walked.clear()
@@ -347,6 +356,8 @@ def _files_of(
                 walked.append(name)
         for name in sorted(names):
             path = os.path.join(root, name)
+            if is_excluded(name):
+                continue
             # isfile is also False for a pipe, which blocks whoever opens it.
             if matches(name.lower()) and os.path.isfile(path):
                 yield path

@@ -74,7 +74,7 @@ def of_evaluation(record: dict[str, Any]) -> str:
 
 def shares(of_sources: Mapping[str, float]) -> str:
     """The shares of a mixture's sources."""
-    return ", ".join(f"{name} {share:.4g}" for name, share in of_sources.items())
+    return ", ".join(f"{name} {100 * share:.4g} %" for name, share in of_sources.items())
 
 
 class FewUpdates:

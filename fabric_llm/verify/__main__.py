@@ -11,6 +11,7 @@ for security.
 
 import argparse
 import json
+import os
 import platform
 import secrets
 import sys
@@ -23,7 +24,7 @@ from typing import Any, Optional
 from fabric_llm.base import files, register
 from fabric_llm.base.ending import Parser, in_one_sentence
 from fabric_llm.base.faults import DONE, REFUSED, Fault
-from fabric_llm.base.names import at_home, nearest_of
+from fabric_llm.base.names import at_home, listed, nearest_of
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.mirror.fetch import local
@@ -161,6 +162,11 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
     # transformers must know a model class of the run's own code before it opens a checkpoint.
     if (newest := files.latest(run)) is not None:
         register.load_of_run(newest)
+    # A run without a checkpoint has written its flags, see plan/run_directory.py.
+    elif not (run / "arguments.yaml").is_file() and (held := listed(sorted(os.listdir(run)))):
+        raise Fault(
+            f"{str(run)!r} isn't a run: it has no arguments.yaml and no checkpoint. It holds {held}."
+        )
     from transformers.utils.logging import set_verbosity_error
 
     # imports torch, for which --help and bad arguments don't wait
