@@ -86,7 +86,7 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     if flags.logging.sample_prompts is not None:
         from fabric_llm.run.samples import Samples
 
-        run.samples = Samples(run)
+        run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
     if fabric.global_rank == 0:  # looks for all ranks
         signals.watch_for(plan.run_directory, flags.training.max_hours)
     else:

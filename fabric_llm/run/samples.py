@@ -7,25 +7,24 @@ all ranks make the same. The most likely token is taken each time: no random num
 training goes on as it would have without samples.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from fabric_llm.base import ranks
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.sources import read_prompts
 from fabric_llm.model.loading import prompt_tokens
 from fabric_llm.model.sharded import reshard
+from fabric_llm.plan.plan import Plan
+from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
-
-if TYPE_CHECKING:
-    from fabric_llm.run.run import Run
 
 SAMPLES = "samples.jsonl"
 # Tokens of a prompt with its continuation, and of all rows of a forward pass together. They bound
@@ -36,11 +35,15 @@ MAX_TOKENS = 1024
 class Samples:
     """The samples of a run. All ranks call its methods; rank 0 writes samples.jsonl."""
 
-    def __init__(self, run: Run) -> None:
-        """Raises Fault (2) without a tokenizer, or if a prompt and its continuation are longer than
-        a sequence."""
-        fabric, plan, logging = run.fabric, run.plan, run.flags.logging
-        self.device, self.log, self.mark = fabric.device, run.log, run.watch.mark
+    def __init__(
+        self, fabric: Fabric, plan: Plan, logging: Flags, log: Log, mark: Callable[[int, str], None]
+    ) -> None:
+        """logging: the group of flags. mark: see `Watch.mark`.
+
+        Raises Fault (2) without a tokenizer, or if a prompt and its continuation are longer than a
+        sequence.
+        """
+        self.device, self.log, self.mark = fabric.device, log, mark
         self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens
         if self.tokenizer is None:
             raise Fault(
