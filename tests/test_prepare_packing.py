@@ -233,7 +233,7 @@ def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
         tokenizer=tmp_path / "padded" / "tokenizer", packing="concat",
     )
     padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
-    require_alike(padded, plain, masks_documents=True)
+    require_alike(padded, plain, "--data_mix", masks_documents=True)
     for sources in ((padded, plain), (plain, padded)):
         rows, numbers = (
             concatenate(sources).train,

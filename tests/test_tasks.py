@@ -351,7 +351,7 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
         "--tasks", template, *tokenizer
     )
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert "pip install 'fabric_llm[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
+    assert "pip install -e '.[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
 
 
 @LM_EVAL

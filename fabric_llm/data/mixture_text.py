@@ -49,6 +49,11 @@ class DataMix:
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)
 
+    @property
+    def flag(self) -> str:
+        """What gave it: --replay makes a mixture of these two names."""
+        return "--replay" if self.names == (NEW, REPLAY) else "--data_mix"
+
     def in_order(self, names: Sequence[str]) -> "DataMix":
         """The same with the sources `names` first."""
         # dict.fromkeys drops names that come twice, and keeps the order.
@@ -357,15 +362,13 @@ def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
         if len(lengths) == 1:
             continue
         words = [f"{length} in source {source.name!r}" for length, source in lengths.items()]
-        # A mixture that --replay has made is reported by the flag that the user gave.
-        flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
         # The advice is to make rows of the first length from the text of the second source.
         length, other = list(lengths)[0], list(lengths.values())[1].path
         again = command(
             "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
         )
         raise ValueError(
-            f"{flag}: rows that are read together, from {float(stage.begins):g} of the run on, "
+            f"{mix.flag}: rows that are read together, from {float(stage.begins):g} of the run on, "
             f"must hold equally many tokens, which are {' and '.join(words)}: make rows of the "
             f"same length from the text of {other!r} by {again}, or use a stage of --data_mix for "
             "each length."

@@ -461,20 +461,22 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
             )
         if is_stream(source.train) and flags.data.data_mix:
             raise ValueError(
-                f"--data_mix: {source.given!r} is a stream, which isn't mixed: give it by "
+                f"{mix.flag}: {source.given!r} is a stream, which isn't mixed: give it by "
                 "--train_data_dir."
             )
     # Each is compared with the first, which makes all alike.
     first, *others = sources.values()
     if is_rank_zero():
         for other in others:
-            require_alike(first, other, flags.data.document_masking is not False)
+            require_alike(first, other, mix.flag, flags.data.document_masking is not False)
     return sources
 
 
-def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
-    """Raises ValueError unless one run can read rows of both."""
-    both = f"--data_mix: {first.given!r} and {other.given!r}"
+def require_alike(
+    first: TokenDataset, other: TokenDataset, flag: str, masks_documents: bool
+) -> None:
+    """Raises ValueError unless one run can read rows of both, which `flag` names."""
+    both = f"{flag}: {first.given!r} and {other.given!r}"
     columns, others = _columns(first), _columns(other)
     if columns != others:
         words = f"{', '.join(columns)}, and {', '.join(others)}"

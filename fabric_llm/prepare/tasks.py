@@ -112,7 +112,7 @@ def _loaded(tasks: str) -> dict[str, Any]:
         from lm_eval.tasks._index import TaskIndex
     except ImportError as error:
         raise ValueError(
-            f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})"
+            f"--tasks needs lm_eval: pip install -e '.[tasks]' ({one_line(error)})"
         ) from error
 
     names = comma_separated(tasks)
