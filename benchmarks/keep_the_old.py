@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import sysconfig
@@ -225,11 +226,15 @@ def draw(results: dict[str, list[Result]], file: Path) -> None:
 
 
 def new_at(grid: list[Result], rise: float) -> float | None:
-    """The new text's loss of the constant share with this rise, between the two runs beside it."""
-    points = sorted((of_old, of_new) for _, of_new, of_old, _ in grid)
+    """The new text's loss of the constant share with this rise, between the two runs beside it.
+
+    On a line over the logarithm of the rise: left out, runs of the grid lie nearer to that than to a
+    line over the rise, which is above their curve.
+    """
+    points = sorted((of_old, of_new) for _, of_new, of_old, _ in grid if of_old > 0)
     for (low, first), (high, second) in zip(points, points[1:]):
         if low <= rise <= high:
-            return first + (second - first) * (rise - low) / (high - low)
+            return first + (second - first) * math.log(rise / low) / math.log(high / low)
     return None
 
 
