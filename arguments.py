@@ -433,8 +433,9 @@ class EvaluationArguments:
     last checkpoint that has used at most half of it, and on with twice the share of that source, up
     to a half, then stop; steer: at each evaluation, more or less of that source, so that the run
     ends within the budget"""
-    steer_bounds: str = what("0:0.9")
-    """least share of each source that is steered, and most of all of them together"""
+    steer_bounds: str = what("0:0.9", needs="forgetting_action steer")
+    """least share of each source that is steered, and most of all of them together, from the first
+    evaluation on"""
 
 
 @dataclass

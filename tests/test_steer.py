@@ -1,6 +1,7 @@
 """--forgetting_action steer: a run that changes the shares of its sources at each evaluation, so that
 it ends within its budgets. Its mixture stays exact, elastic and verified by row."""
 
+import json
 import random
 import re
 import shutil
@@ -8,13 +9,14 @@ from fractions import Fraction
 
 import pytest
 from ranks import Job, metrics, train_ranks
-from test_forgetting import base, evaluated, flags, lines, replayed  # noqa: F401
+from test_forgetting import base, evaluated, flags, language, lines, replayed  # noqa: F401
 
 from fabric_llm.checkpoint.keep import Progress, read_progress
 from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.mixture_text import DataMix, Source, parse
+from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse
 from fabric_llm.data.periods import Stage
 from fabric_llm.plan.checks import check_training
+from fabric_llm.plan.make_plan import _shares_of_hard_budgets
 from fabric_llm.plan.schedule import FINEST, Schedule, lay_out
 from fabric_llm.training.forgetting import MARGIN, MAX_CHANGE, Forgetting, parse_bounds
 from fabric_llm.verify import __main__ as verify
@@ -167,6 +169,44 @@ def test_a_steered_run_that_is_killed_goes_on_to_the_same_end(
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize("begins", [0.5, 0.4])
+def test_an_evaluation_that_was_cut_off_is_steered_by_where_a_stage_begins(base, tmp_path, begins):  # noqa: F811
+    """After step 30 of 60 the run is asked to stop, in the middle of its evaluation. It makes that
+    when it resumes, is killed, and finds it in the log."""
+    language(tmp_path, "new", rows=200)
+    # Without the third source, a stage of --data_mix would be the one before it.
+    sources = {"new": {"path": str(base / "new"), "weight": 7}}
+    sources["replay"] = {"path": str(base / "old"), "weight": 3}
+    sources["more"] = {"path": str(tmp_path / "new")}
+    mix = tmp_path / "mix.yaml"
+    stage = {"from": begins, "weights": {"new": 3, "more": 3, "replay": 4}}
+    mix.write_text(json.dumps({"sources": sources, "stages": [stage]}))
+
+    def words(output):
+        given = steered(base, output, "--resume", "auto")
+        at = given.index("--train_data_dir")
+        given[given.index(f"replay:{BUDGET}")] = "replay:0.8"  # within the bounds at step 30
+        return [*given[:at], "--data_mix", mix, *given[at + 6 :]]
+
+    code = Job(1, *words(tmp_path / "whole")).wait(120)
+    shares = {
+        line["step"]: line["shares"].get("replay", 0.0)
+        for line in lines(tmp_path / "whole" / "run")
+        if "eval" in line
+    }
+    assert shares[30] != shares[33], "what is steered after step 30 is read from there on"
+    cut = words(tmp_path / "cut")
+    assert Job(1, *cut, failpoint="between_steps:count=30:do=term").wait(120) == [75]
+    at_30 = tmp_path / "cut" / "run" / "step-00000030" / "trainer" / "progress.json"
+    assert json.loads(at_30.read_text())["eval_losses"] is None
+    assert Job(1, *cut, failpoint="between_steps:count=1:do=kill").wait(120) == [-9]
+    assert Job(1, *cut).wait(120) == code
+    for key in ("step", "loss", "sources", "eval", "shares"):
+        one, two = (metrics(tmp_path / name / "run", key) for name in ("whole", "cut"))
+        assert one == two, key
+
+
+@pytest.mark.longer
 def test_a_run_that_has_made_the_model_worse_says_so(base, tmp_path):  # noqa: F811
     for lr in (3e-3, 1):
         output = tmp_path / str(lr)
@@ -225,6 +265,7 @@ def test_a_steered_run_goes_on_with_another_number_of_ranks(base, tmp_path):  # 
     [
         ({"--forgetting_budget": "old:0"}, "each above 0"),
         ({"--forgetting_budget": "new:1,old:1,code:1"}, "none is left whose share could fall"),
+        ({"--forgetting_budget": "old:1e400"}, "takes name:nats"),
         ({"--forgetting_budget": "copy:1"}, "'copy' is no source"),
         ({"--forgetting_budget": "copy:1"}, "One that has a budget, too, answers for 'copy'."),
         ({"--max_step": "null"}, "needs --max_step"),
@@ -242,6 +283,35 @@ def test_what_cannot_be_steered_is_refused(changed, sentence):
     parsed = parse_train([word for pair in given.items() for word in pair])
     with pytest.raises(ValueError, match=re.escape(sentence)):
         check_training(parsed)
+
+
+def test_a_later_stage_with_nothing_but_budgeted_sources_is_refused(tmp_path):
+    sources = {name: {"path": f"d/{name}", "weight": 1} for name in ("new", "old")}
+    file = tmp_path / "mix.yaml"
+    file.write_text(json.dumps({"sources": sources, "stages": [{"from": 0.5, "weights": {"old": 1}}]}))
+    words = ["--data_mix", str(file), "--model_name", "d/model", "--forgetting_action", "steer"]
+    words += ["--forgetting_budget", "old:1", "--max_step", "100", "--eval_step_interval", "10"]
+    with pytest.raises(ValueError, match="all sources of the stage from 0.5 on have a budget"):
+        check_training(parse_train(words))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "expected"),
+    [
+        ("old:1:max", {"old": "4/5"}),
+        ("old:1:max,code:1", {"old": "7/10", "code": "1/10"}),
+        ("code:1:max,old:1:max", {"old": "2/5", "code": "2/5"}),
+        ("old:1,code:1,copy:1:max", {"old": "2/5", "code": "2/5"}),
+        ("old:1,code:1", {}),
+    ],
+)
+def test_the_sources_of_hard_budgets_begin_with_what_the_bounds_leave(budgets, expected):
+    words = "--data_mix new=d/new:0.6,old=d/old:0.3,code=d/code:0.1 --model_name d/model"
+    words += f" --forgetting_action steer --forgetting_budget {budgets} --steer_bounds 0:0.8"
+    parsed = parse_train(words.split())
+    mix = mix_of(parsed.data.data_mix, None)
+    shares = _shares_of_hard_budgets(parsed, mix)
+    assert shares == {name: Fraction(share) for name, share in expected.items()}
 
 
 def test_a_later_stage_of_longer_rows_keeps_its_shares():

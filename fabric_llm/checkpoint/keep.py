@@ -88,7 +88,8 @@ def is_evaluated(document: Mapping[str, Any]) -> bool:
 
 
 def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
-    """What metrics.jsonl says of an evaluation there, as progress.json says it; {} without one."""
+    """What metrics.jsonl says of an evaluation there, as progress.json says it, and `from_log`; {}
+    without one."""
     # Lines of earlier versions have no position: then the step alone decides.
     for _, line in files.json_lines(log, having='"eval_loss"'):
         at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
@@ -99,7 +100,8 @@ def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
                     loss = numbers.get("loss")
                     # JSON has no NaN, so the log has null in its place.
                     losses[name] = loss if isinstance(loss, float) else math.nan
-            return {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
+            found = {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
+            return {**found, "from_log": True}
     return {}
 
 

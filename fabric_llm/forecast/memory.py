@@ -304,7 +304,7 @@ def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
     return sums
 
 
-def tiled_modules(skeleton: Any, without: Collection[int]) -> list[str]:
+def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
     """The names of the modules that --tiled_mlp tiles. On fake tensors nothing tells whether they
     have dropout, so it is assumed that they don't. without: layers that `skeleton` lacks."""
     # A model of its own: `skeleton` has to stay on the meta device until it is wrapped.

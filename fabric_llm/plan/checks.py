@@ -295,10 +295,14 @@ def _check_steering(flags: Flags, mix: Optional[mixture_text.DataMix]) -> None:
     if not budgets or 0 in budgets.values():
         raise ValueError(f"{steer} keeps budgets: give --forgetting_budget, each above 0.")
     steered = budgets.keys() & set(mix.names)
-    if len(steered) == len(mix.names):
-        raise ValueError(
-            f"{steer}: all sources have a budget, so none is left whose share could fall."
-        )
+    for stage in mix.stages:
+        read = {name for name, weight in zip(mix.names, stage.weights) if weight}
+        if read <= steered:
+            where = f" of the stage from {float(stage.begins):g} on" if stage.begins else ""
+            raise ValueError(
+                f"{steer}: all sources{where} have a budget, so none is left whose share could "
+                "fall."
+            )
     if least * len(steered) > most:
         raise ValueError(
             f"--steer_bounds {evaluation.steer_bounds}: {len(steered)} sources with so much each "

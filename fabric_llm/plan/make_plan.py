@@ -401,14 +401,23 @@ def _plan_schedule(
 
 
 def _shares_of_hard_budgets(flags: Flags, mix: DataMix) -> dict[str, Fraction]:
-    """The shares that a run begins with whose budgets hold at every evaluation: the largest that
-    steering may reach, which it lowers from there."""
+    """The shares of all steered sources with which a run begins, if it has a budget that holds at
+    every evaluation: those that answer for it have the largest that steering may reach, from which
+    it lowers them. {} without such a budget."""
     given = flags.evaluation.forgetting_budget
-    if not hard_budgets(given):
+    hard = hard_budgets(given)
+    if not hard:
         return {}
-    steered = [name for name in parse_budgets(given) if name in mix.names]
-    most = parse_bounds(flags.evaluation.steer_bounds)[1]
-    return {name: most / len(steered) for name in steered}
+    weights = mix.stages[0].weights
+    first = {name: Fraction(weight, sum(weights)) for name, weight in zip(mix.names, weights)}
+    shares = {name: first[name] for name in parse_budgets(given) if name in mix.names}
+    # All of them answer for a set that is no source.
+    answer = [name for name in shares if name in hard or not hard <= shares.keys()]
+    of_others = sum(share for name, share in shares.items() if name not in answer)
+    room = parse_bounds(flags.evaluation.steer_bounds)[1] - of_others
+    for name in answer:
+        shares[name] = max(shares[name], room / len(answer))
+    return shares
 
 
 def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping[str, Any]) -> bool:

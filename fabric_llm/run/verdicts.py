@@ -64,11 +64,15 @@ def steer(run: Run) -> None:
 
 
 def steer_once_more(run: Run) -> None:
-    """In a resumed run: steer by the losses of an evaluation here that the log has, and that came
-    after the checkpoint, which lacks its stage. All ranks call it."""
-    begin = run.progress.position
+    """In a resumed run: steer by the losses of an evaluation here that the checkpoint lacks the
+    stage of. All ranks call it."""
+    begin, resumed = run.progress.position, run.plan.resumed
+    if not resumed or run.losses is None:
+        return
+    # An evaluation that is only in the log came after the checkpoint. A stage that begins here may
+    # then be one of --data_mix.
     is_steered = any(stage.begins == begin for stage in run.schedule.mixture.stages)
-    if run.plan.resumed and run.losses is not None and not is_steered:
+    if resumed.get("from_log") or not is_steered:
         steer(run)
 
 

@@ -120,7 +120,8 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
         return budgets
     for part in given.split(","):
         name, _, number = part.strip().removesuffix(HARD).rpartition(":")
-        if not name or not re.fullmatch(NUMBER, number):
+        # 1e400 is infinite, which no rise exceeds.
+        if not name or not re.fullmatch(NUMBER, number) or math.isinf(float(number)):
             raise ValueError(
                 "--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not "
                 f"{part!r}."
