@@ -315,11 +315,13 @@ def _check_steering(flags: Flags, mix: Optional[mixture_text.DataMix]) -> None:
         raise ValueError(f"{steer} reads {capped[0]!r} as often as it must: leave its max_epochs.")
 
 
-def require_set(flag: str, name: str, names: Collection[str]) -> None:
-    """Raises ValueError unless `name`, of `flag`, is that of a validation set."""
+def require_set(flag: str, name: str, names: Collection[str], may_add: bool = True) -> None:
+    """Raises ValueError unless `name`, of `flag`, is that of a validation set. may_add: the command
+    has --eval_data."""
     if name not in names:
         close = nearest(name, names)
-        meant = f"There are {', '.join(map(repr, names))}; --eval_data {name}=FOLDER adds it."
+        meant = f"There are {', '.join(map(repr, names))}"
+        meant += f"; --eval_data {name}=FOLDER adds it." if may_add else "."
         if close:
             meant = f"Did you mean {close[0]!r}?"
         raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")

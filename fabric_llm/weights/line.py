@@ -138,7 +138,8 @@ def choose(
         ) from error
     # A mistyped set would silently have no budget.
     for name in budgets:
-        require_set("--forgetting_budget", name, [*plan.data.validation_splits(), *PROBES])
+        known = [*plan.data.validation_splits(), *PROBES]
+        require_set("--forgetting_budget", name, known, may_add=False)
     computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
     print(
         f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on "
