@@ -20,6 +20,7 @@ from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.data.probes import copy_probe
+from fabric_llm.run.run import of_sets
 from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
@@ -90,6 +91,12 @@ def evaluated(run, name, key="loss"):
 
 
 # ------------------------------------------------------------------------------- what is measured
+
+
+def test_the_last_losses_are_compared_with_those_of_the_same_rows():
+    forgetting = Forgetting(before={"same": 1.0, "other": 2.0}, changed=frozenset({"other"}))
+    said = of_sets({"same": 1.05, "other": 1.0, "new": 3.0}, forgetting)
+    assert said == "\nValidation loss: same 1.0000 -> 1.0500, other 1.0000, new 3.0000"
 
 
 @pytest.mark.longer

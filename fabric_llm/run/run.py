@@ -141,7 +141,7 @@ def say_what_comes_next(run: Run) -> None:
         if plan.start.step > 0:
             result += f" since step {plan.start.step}"
     if run.losses is not None and len(run.losses) > 1:
-        result += of_sets(run.losses, run.forgetting.before)
+        result += of_sets(run.losses, run.forgetting)
     elif not math.isnan(log.eval_loss):
         result += f", validation loss {log.eval_loss:.4f}"
     if run.losses is not None:
@@ -154,16 +154,17 @@ def say_what_comes_next(run: Run) -> None:
     )
 
 
-def of_sets(losses: Mapping[str, float], before: Mapping[str, float]) -> str:
+def of_sets(losses: Mapping[str, float], forgetting: Forgetting) -> str:
     """A line about the last losses of several sets.
 
     Their mean isn't said: it is weighted by shares, which may have changed since step 1.
     """
-    words = []
+    # A set that is evaluated on other rows than before step 1 can't be compared.
+    comparable, words = forgetting.rises(losses), []
     for name, loss in losses.items():
         change = f"{loss:.4f}"
-        if name in before:
-            change = f"{before[name]:.4f} -> {change}"
+        if name in comparable:
+            change = f"{forgetting.before[name]:.4f} -> {change}"
         words.append(f"{name} {change}")
     return f"\nValidation loss: {', '.join(words)}"
 
