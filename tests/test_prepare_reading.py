@@ -644,6 +644,23 @@ REFUSED = [  # a file that comes with a good one, other arguments, and what is s
     ),
     ("bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n', {}, NO_FIELDS),
     *(
+        (
+            "chats.jsonl",
+            json.dumps({name: [{"role": "user", "content": "a"}]}).encode(),
+            {},
+            rf'has no field "text", but a chat in "{name}": .*apply_chat_template\(',
+        )
+        for name in ("messages", "conversations")
+    ),
+    *(
+        ("bad.jsonl", '{"text": "café"}\n'.encode(encoding), {}, r"UTF-.*\(iconv -f ENCODING")
+        for encoding in ("latin-1", "utf-16")
+    ),
+    *(
+        ("bad.csv", "text,id\ncafé,1\n".encode(encoding), {}, r"UTF-8 \(iconv -f ENCODING")
+        for encoding in ("utf-16", "utf-16-le", "utf-32")
+    ),
+    *(
         ("a.txt", b"x", {"document_separator": given}, "must have 1 to 1000 bytes, or be none")
         for given in ("", "x" * 1001)
     ),

@@ -36,6 +36,9 @@ BLOCK_BYTES = 2**20  # of plain text, read at once
 PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
 NOT_UTF8 = "is not valid UTF-8"
+UTF16 = "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8"
+ICONV = "iconv -f ENCODING -t UTF-8 converts a text in LATIN1, UTF-16 or others"
+CHATS = ("messages", "conversations")  # fields of data for chats
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
 # Numbers aren't needed, and int() refuses those of more than 4,300 digits. The second one finds the
@@ -235,7 +238,7 @@ def _document(number: int, content: str | bytes) -> Record:
     as "\\ud800"."""
     # English in UTF-16 has a NUL in every second byte, and may pass for valid UTF-8.
     if isinstance(content, bytes) and 3 * content.count(0) > len(content):
-        return BadRecord(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
+        return BadRecord(number, UTF16)
     if isinstance(content, bytes):
         content = content.decode(errors="surrogateescape")
     if not _is_utf8(content):
@@ -259,6 +262,14 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
     names = list(present)
     if "input_ids" in names:
         return "holds tokens, not text: it is a dataset for --train_data_dir"
+    # The names of the columns of a whole file.
+    if any("\0" in name or not _is_utf8(name) for name in names):
+        return f"{NOT_UTF8} ({ICONV})"
+    if chats := [name for name in names if name in CHATS]:
+        return (
+            f'has no field "{text_field}", but a chat in "{chats[0]}": write each chat as one '
+            "text, such as by tokenizer.apply_chat_template(chat, tokenize=False)"
+        )
     # What should be several columns was read as one.
     if len(names) == 1 and (found := [mark for mark in ";|" if mark in names[0]]):
         return (

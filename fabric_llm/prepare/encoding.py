@@ -42,6 +42,9 @@ from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import (
     CONTAMINATED,
+    ICONV,
+    NOT_UTF8,
+    UTF16,
     BadRecord,
     Record,
     read_part,
@@ -301,7 +304,7 @@ def _require_others(piece: Piece, number: int, count: int, first: BadRecord) -> 
     # The other ranges of a file may be good, such as beside a line that is too long.
     is_enough = part.end is None or count >= MANY_RECORDS
     if is_enough and not part.is_one_document:
-        example = _sentence(piece, number, first)
+        [example] = _advised([_sentence(piece, number, first)])
         raise ValueError(f"none of {count} records of {part.path} can be read, such as {example}")
 
 
@@ -377,6 +380,14 @@ def bad_records(pieces: Iterable[Piece], marks: Sequence[Mark]) -> list[str]:
     for piece, mark in zip(pieces, marks):
         for number, bad in mark.named[: MAX_NAMED - len(sentences)]:
             sentences.append(_sentence(piece, number, BadRecord(*bad)))
+    return _advised(sentences)
+
+
+def _advised(sentences: list[str]) -> list[str]:
+    """The sentences, of which the first about an encoding names what converts it."""
+    for number, sentence in enumerate(sentences):
+        if sentence.endswith((NOT_UTF8, UTF16)):
+            return [*sentences[:number], f"{sentence} ({ICONV})", *sentences[number + 1 :]]
     return sentences
 
 

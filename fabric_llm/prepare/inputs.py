@@ -246,7 +246,7 @@ def _sources_of(
             kinds = " ".join(KINDS)
             raise ValueError(
                 f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): "
-                "extract its text first"
+                "extract its text first, or convert text of another encoding with iconv"
             )
         return [_file_source(given)]
     if not os.path.isdir(given):

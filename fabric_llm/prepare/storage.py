@@ -1,5 +1,5 @@
-"""Object storage instead of folders: what prepare_data.py reads from there, and puts there. Imported
-when an address is given."""
+"""Object storage instead of folders: what prepare_data.py reads from there, and puts there.
+Imported when an address is given."""
 
 import hashlib
 import json
