@@ -266,18 +266,29 @@ def differences(losses: Losses, others: Losses) -> list[str]:
 
 
 def of_second_rate(made: Branches, laws: Mapping[str, shares.Law], losses: Losses) -> str:
-    """How a second learning rate compares with the share that learns as much at the first."""
-    rate = f"A rate of {made.made[-1]['lr']:g}, at a share of 0.5,"
+    """How a second learning rate compares with the share that learns as much at the first, and
+    which of the two to take."""
+    second, first = f"{made.made[-1]['lr']:g}", f"{made.whole.lr:g}"
+    rate = f"A rate of {second}, at a share of 0.5,"
     share = shares.as_learned(laws[NEW], losses[NEW])
     if share is None:
-        return f"{rate} learns more or less than any share at {made.whole.lr:g}."
-    words = []
-    for name in made.whole.budgets:
+        least = min(laws[NEW].at(share) for share in shares.SHARES)
+        compared = "more" if losses[NEW] < least else "less"
+        return f"{rate} learns {compared} than any share at {first}: they can't be compared."
+    words, parts = [], []
+    for name, budget in made.whole.budgets.items():
         more = losses[name] - laws[name].at(share)
         compared = "more" if more > 0 else "less"
         words.append(f"{abs(more):.4f} nats {compared} of {name}")
-    as_much = f"learns as much as a share of {share:.2f} at {made.whole.lr:g}"
-    return f"{rate} {as_much}, and forgets {', '.join(words)}."
+        parts.append(more / budget)
+    advice = f"Neither is clearly better: stay with {first}."
+    # The law itself may err by as much.
+    if min(parts) > TOLERANCE:
+        advice = f"{first} is the better one."
+    elif max(parts) < -TOLERANCE:
+        advice = f"{second} is the better one: choose again with --lr {second}."
+    as_much = f"learns as much as a share of {share:.2f} at {first}"
+    return f"{rate} {as_much}, and forgets {', '.join(words)}. {advice}"
 
 
 def chosen(made: Branches, second_lr: float) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +73,24 @@ def test_without_a_law_there_are_straight_lines():
     assert shares.through(2.0, 2.0, 2.0).at(0.3) == 2.0
     line = shares.through(3.0, 2.5, 2.0)
     assert line.at(0.25) == pytest.approx(2.75, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "learned, more, words",
+    [
+        (1.5, -0.03, r"0\.0300 nats less of replay\. 1e-05 is the better one: .* --lr 1e-05\."),
+        (1.5, 0.03, r"0\.0300 nats more of replay\. 2e-05 is the better one\."),
+        (1.5, 0.01, "Neither is clearly better: stay with 2e-05."),
+        (0.5, 0, "learns more than any share at 2e-05: they can't be compared."),
+        (2.5, 0, "learns less than any share at 2e-05: they can't be compared."),
+    ],
+)
+def test_which_of_two_rates_to_take(learned, more, words):
+    laws = {choose.NEW: shares.through(1.0, 1.5, 2.0), choose.REPLAY: shares.through(2, 1.5, 1)}
+    whole = SimpleNamespace(budgets={choose.REPLAY: 0.1}, lr=2e-5)
+    made = SimpleNamespace(made=[{"lr": 1e-5}], whole=whole)
+    losses = {choose.NEW: learned, choose.REPLAY: 1.5 + more}
+    assert re.search(words, choose.of_second_rate(made, laws, losses))
 
 
 @pytest.mark.parametrize("seed", range(20))
