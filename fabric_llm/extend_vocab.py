@@ -27,6 +27,9 @@ ABOUT = (
 )
 
 
+ROW = 4096  # tokens of a row that the next command prepares, if the model takes as many
+
+
 @dataclass
 class ExtendArguments:
     """Options"""
@@ -74,6 +77,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             output=output.resolve(),
         )
         # These import torch, for which --help and mistakes don't wait.
+        from fabric_llm.model.loading import load_config
         from fabric_llm.prepare import corpus
         from fabric_llm.weights.extend import extend
 
@@ -87,6 +91,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         of_corpus = {name: value for name in names if (value := getattr(given, name)) is not None}
         # The new rows alone are trained first: all else is as it was.
         data, embeddings = "data/extended", {"train_only": "embeddings"}
+        config = load_config(given.output).get_text_config()
+        of_corpus["context_length"] = min(
+            ROW, getattr(config, "max_position_embeddings", None) or ROW
+        )
         preparing = command(
             "python", "prepare_data.py", **of_corpus, tokenizer=given.output, output=data
         )

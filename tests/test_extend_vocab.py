@@ -16,6 +16,7 @@ from conftest import TOY_CONFIGS
 from ranks import Job, refuse_imports, train_ranks
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -308,6 +309,8 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
         and "keep their old bits" in said
         and "3 that are held out" in said.replace("texts (0.0 MB) ", "")
     )
+    positions = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+    assert f"--context_length {positions}" in said, "the model takes no longer rows"
     old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "hf"))
     was, now = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "hf"))
     assert now.get_vocab().items() >= was.get_vocab().items() and len(now) == len(was) + 60
