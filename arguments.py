@@ -250,7 +250,11 @@ class CheckpointArguments:
     """name of the run directory (default: model and data, numbered)"""
     # Not kept: each start of a run says for itself whether it resumes.
     resume: Union[bool, Literal["auto"]] = basic(
-        False, kept=False, how=True, aliases="auto_resume auto_resume_from_checkpoints"
+        False,
+        kept=False,
+        how=True,
+        aliases="auto_resume auto_resume_from_checkpoints",
+        takes="true, false or auto (--checkpoint takes a folder)",
     )
     """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else
     start"""
