@@ -272,22 +272,29 @@ def _changes(
 
 
 def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A table of the learning rate from here on and as it would have been, at a few steps."""
+    """A table of the learning rate from here on and as it would have been, at a few steps; of a run
+    that was finished, its last rate instead."""
     # Steps count from 0 here, and from 1 in the table.
     first, last = plan.start.step, plan.schedule.max_step - 1
     # A set, since a short run has the same step several times.
     steps = sorted({first + round(quarter * (last - first) / 4) for quarter in range(5)})
-    curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}
-    rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
-    for name, schedule in curves.items():
-        end, shape = schedule["max_step"], arguments_of(schedule)
-        # Another module of --code may not know the schedule of before.
-        is_known = shape["lr_schedule"] in SCHEDULES | register.SCHEDULES
-        row = f"{name:>10}"
-        for step in steps:
-            rate = "-"
-            if is_known and step < end:
-                rate = f"{lr_at(step, max_step=end, **shape):.3e}"
-            row += f"{rate:>11}"
-        rows.append(row)
-    return rows
+    rows = {
+        "step": [str(step + 1) for step in steps],
+        "lr": [_rate({**now, "max_step": plan.schedule.max_step}, step) for step in steps],
+    }
+    lines = []
+    if first < then["max_step"]:
+        rows["lr before"] = [_rate(then, step) for step in steps]
+    else:
+        lines = [f"The learning rate of step {first}, the last one, was {_rate(then, first - 1)}."]
+    for name, row in rows.items():
+        lines.append(f"{name:>10}" + "".join(f"{one:>11}" for one in row))
+    return lines
+
+
+def _rate(schedule: dict[str, Any], step: int) -> str:
+    """The learning rate of a step, counted from 0; "-" where the schedule has none."""
+    end, shape = schedule["max_step"], arguments_of(schedule)
+    # Another module of --code may not know the schedule of before.
+    is_known = shape["lr_schedule"] in SCHEDULES | register.SCHEDULES
+    return f"{lr_at(step, max_step=end, **shape):.3e}" if is_known and step < end else "-"

@@ -1191,10 +1191,10 @@ def test_extending_shortening_and_rolling_back_say_the_new_schedule(toys, tmp_pa
     on_purpose = ("--resume", "true", "--resume_override")
     longer = Job(2, *flags(toys, tmp_path, *on_purpose, "max_step"), "--max_step", 12)
     assert longer.wait() == [0, 0], longer.output
-    assert (
-        "Extended: 12 steps instead of 8." in longer.output[0] and "lr before" in longer.output[0]
-    )
     rates = metrics(tmp_path / "run", "lr")
+    assert "Extended: 12 steps instead of 8." in longer.output[0]
+    last_rate = f"The learning rate of step 8, the last one, was {rates[7]:.3e}."
+    assert last_rate in longer.output[0] and "lr before" not in longer.output[0]
     assert (
         len(rates) == 12
         and rates[:8] == metrics(whole, "lr")
