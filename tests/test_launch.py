@@ -124,6 +124,8 @@ def test_ranks_of_one_machine_meet_at_a_port_of_their_own(toys, tmp_path):
         task = start(toys, tmp_path, "--devices", "2", **given, SLURM_PROCID="0")
         said = task.communicate(timeout=120)[0]
     assert task.returncode == 0 and metrics(tmp_path / "run", "step") == [1, 2, 3], said
+    # A machine says once that it waits for the others, without Lightning's banner.
+    assert said.count("Initializing distributed") == 1 and "distributed_backend" not in said
 
 
 def test_nobody_takes_the_port_while_the_ranks_start(monkeypatch):

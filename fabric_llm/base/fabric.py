@@ -6,6 +6,7 @@ with it matplotlib, if that is installed. Both take two seconds in each rank, an
 # ruff: noqa: F401
 
 import logging
+import os
 import sys
 import warnings
 
@@ -29,8 +30,10 @@ finally:
         del sys.modules["torchmetrics"]
 
 # Lightning and PyTorch's compiler advise TF32 at each start, which would round what 32-true
-# promises not to.
-logging.getLogger("lightning_fabric.utilities.rank_zero").addFilter(
-    lambda record: "Tensor Cores" not in record.msg
+# promises not to. The run says itself on how many devices it trains.
+logging.getLogger("lightning_fabric.utilities.rank_zero").setLevel(logging.WARNING)
+# A machine that waits for the others says so once, and not by each of its ranks.
+logging.getLogger("lightning_fabric.utilities.distributed").addFilter(
+    lambda record: os.environ.get("LOCAL_RANK", "0") == "0"
 )
 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
