@@ -112,8 +112,8 @@ def sizes_of_preset(words: list[str]) -> Optional[Path]:
     given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
     if given is None or any(re.match("--model_name(=|$)", word) for word in words):
         return None
-    # configs/qwen3_8b.yaml and configs/qwen3_8b-many_languages.yaml have the sizes of their model in
-    # configs/models/qwen3-8b.
+    # configs/qwen3_8b.yaml and configs/qwen3_8b-many_languages.yaml have the sizes of their model
+    # in configs/models/qwen3-8b.
     preset = Path(given[1])
     model = preset.stem.partition("-")[0]
     folder = preset.parent / "models" / model.replace("_", "-")

@@ -54,9 +54,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         model = arguments.tokenizer
         if model is None or Path(model).exists() and not (Path(model) / "config.json").is_file():
             model = "NAME_OR_DIR"
-        following = command(
-            "python", "train.py", model_name=model, train_data_dir=arguments.output
-        )
+        following = command("python", "train.py", model_name=model, train_data_dir=arguments.output)
         print(f"Next: {following}", flush=True)
         if arguments.train_tokenizer is not None:
             # Below "Next:", since the demo, which has a model, shows nothing from there on.

@@ -25,9 +25,9 @@ fabric_llm.choose`, `python -m fabric_llm.extend_vocab` and `python -m fabric_ll
 -m fabric_llm` lists all of them.
 
 Imports go one way: base <- data, processes <- model <- training, checkpoint, prepare <- mirror <-
-plan <- run <- weights, report <- verify, forecast and the scripts. No room imports arguments.py. The
-`__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a flag
-and a checkpoint through the rooms.
+plan <- run <- weights, report <- verify, forecast and the scripts. No room imports arguments.py.
+The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a
+flag and a checkpoint through the rooms.
 """
 
 import sys

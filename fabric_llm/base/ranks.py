@@ -79,8 +79,9 @@ def from_rank_zero(action: Callable[[], T]) -> T:
 
 
 def together(action: Callable[[], T], mark: Callable[[], Any]) -> T:
-    """What `action` returns on this rank, in a thread, however long it takes. All ranks call it, and
-    ask each other until all are done, so that no collective times out; `mark` is called meanwhile.
+    """What `action` returns on this rank, in a thread, however long it takes. All ranks call it,
+    and ask each other until all are done, so that no collective times out; `mark` is called
+    meanwhile.
 
     If any raises, all ranks raise a Fault, as `from_rank_zero` does, also those that aren't done:
     their actions go on until the process ends.
@@ -103,7 +104,8 @@ def together(action: Callable[[], T], mark: Callable[[], Any]) -> T:
 
 
 def _problem_of(error: Optional[BaseException]) -> Optional[Fault]:
-    """What an action has raised, as the Fault that all ranks raise; None where it raised nothing."""
+    """What an action has raised, as the Fault that all ranks raise; None where it raised
+    nothing."""
     if error is None:
         return None
     problem = as_mistake(error)

@@ -1,5 +1,5 @@
-"""Machines whose disk isn't that of rank 0. In a save their ranks send rank 0 what they would write,
-so that a checkpoint is whole in one place, and has one commit point."""
+"""Machines whose disk isn't that of rank 0. In a save their ranks send rank 0 what they would
+write, so that a checkpoint is whole in one place, and has one commit point."""
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence

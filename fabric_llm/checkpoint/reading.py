@@ -95,11 +95,11 @@ def parameter_of(key: str) -> str:
 
 
 def is_spoilt(path: Path) -> bool:
-    """Whether the model of a checkpoint predicts its probe far worse than a guess, or tells no token
-    from another.
+    """Whether the model of a checkpoint predicts its probe far worse than a guess, or tells no
+    token from another.
 
-    It does after steps that were much too large: the norms of its layers overflow, to NaN or to zero
-    as the processor rounds.
+    It does after steps that were much too large: the norms of its layers overflow, to NaN or to
+    zero as the processor rounds.
     """
     probe = read_probe(path)
     tokens, positions = probe["input_ids"][0], probe["positions"]

@@ -1,7 +1,7 @@
 """Rows -> mixture -> (seed, position, rank) -> micro-batches: functions without hidden state.
 
-sources      `open_source`: where rows come from; checks of folders before they are opened; the files of
-             --eval_data, --sample_prompts
+sources      `open_source`: where rows come from; checks of folders before they are opened; the
+             files of --eval_data, --sample_prompts
 columns      `Rows`: columns as numpy sees them, without a copy, and which of their tokens are
              targets
 probes       `copy_probe`, `Questions`: rows that ask whether a model uses its context

@@ -10,8 +10,8 @@ Commands come as lines of JSON on stdin:
 
 Reports go as lines of JSON to stdout; the trainer alone writes logs:
 
-    {"ready": true, "checkpoints": [names], "own": true}  own: whether this run directory was the last
-                                                          that was mirrored there
+    {"ready": true, "checkpoints": [names], "own": true}  own: whether this run directory was
+                                                          the last that was mirrored there
     {"refused": sentence, "code": 73}        also where it ends early
     {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
     {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}

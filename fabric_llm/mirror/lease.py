@@ -3,8 +3,8 @@
 Its owner writes it again every BEAT_SECONDS. Another takes over by creating the next number, which
 only one can do: at once if the owner has said that it ended, or is the same run directory, whose
 lock says that the former process is gone; otherwise once the object hasn't changed for
-LEASE_SECONDS, for which an owner is waited that says that it finishes. That is measured by the watcher's own monotonic clock: clocks of two machines are
-never compared.
+LEASE_SECONDS, for which an owner is waited that says that it finishes. That is measured by the
+watcher's own monotonic clock: clocks of two machines are never compared.
 """
 
 import json
@@ -41,8 +41,8 @@ class Lease:
         seconds: float = LEASE_SECONDS,
         finishes: Callable[[], bool] = lambda: False,
     ) -> None:
-        """owner: an id of the run directory. seconds: see LEASE_SECONDS. finishes(): whether it ends
-        by itself, so that the next owner waits."""
+        """owner: an id of the run directory. seconds: see LEASE_SECONDS. finishes(): whether it
+        ends by itself, so that the next owner waits."""
         self.store, self.owner, self.seconds, self.finishes = store, owner, seconds, finishes
         self.number, self.beats, self.ended = 0, 0, False
 

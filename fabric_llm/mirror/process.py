@@ -1,5 +1,5 @@
-"""What train.py --mirror starts beside itself: `python -m fabric_llm.mirror.process ADDRESS RUN`. It
-takes commands on stdin, see commands.py.
+"""What train.py --mirror starts beside itself: `python -m fabric_llm.mirror.process ADDRESS RUN`.
+It takes commands on stdin, see commands.py.
 
 Exit codes: 0 ended, or as reported with {"refused"}; 2 bad arguments.
 """

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-# A CPU's chunk stays in its cache. A GPU's keeps the matrix products large, and adds up the gradient
-# of the head less often (docs/results/budget.md).
+# A CPU's chunk stays in its cache. A GPU's keeps the matrix products large, and adds up the
+# gradient of the head less often (docs/results/budget.md).
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**29}
 # Takes logits [tokens, vocabulary] and targets, int64 [tokens], and gives their sum, a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]

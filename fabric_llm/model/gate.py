@@ -1,12 +1,12 @@
 """Is it the model that transformers loads, and does it train as that would?
 
 Before step 1, rank 0 runs the reference (see reference.py) on a few tokens, then all ranks run the
-wrapped model on them, twice. The first pass is eager, without gradients, and keeps what each leaf module makes,
-so that a difference can be named. The second is the one that trains: fast paths, such as a loss
-without logits, attention without a mask or compiled layers, must give the loss and the gradients of
-plain transformers, eager attention and all logits. Of each module's output the last positions are
-kept, of each parameter's gradient its norm and a sample, so that no second gradient takes up
-memory.
+wrapped model on them, twice. The first pass is eager, without gradients, and keeps what each leaf
+module makes, so that a difference can be named. The second is the one that trains: fast paths, such
+as a loss without logits, attention without a mask or compiled layers, must give the loss and the
+gradients of plain transformers, eager attention and all logits. Of each module's output the last
+positions are kept, of each parameter's gradient its norm and a sample, so that no second gradient
+takes up memory.
 """
 
 import math

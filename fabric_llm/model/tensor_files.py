@@ -91,7 +91,8 @@ class Tensors(Mapping[str, Tensor]):
         # The rows that hold the elements: from `begin` up to, and without, `end`.
         begin, end = first // max(of_row, 1), -(-(first + count) // max(of_row, 1))
         rows = None
-        # Asked before memory is taken for the tensor, and where no part holds any of these elements.
+        # Asked before memory is taken for the tensor, and where no part holds any of these
+        # elements.
         if missing := self.missing(name):
             with readable(self.of or repr(name), self.code):
                 raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")

@@ -38,8 +38,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED
             ) from error
         raise
-    # Where a folder has a model's configuration alone, transformers makes a tokenizer of the special
-    # tokens and of the mark of a space.
+    # Where a folder has a model's configuration alone, transformers makes a tokenizer of the
+    # special tokens and of the mark of a space.
     if not {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens, "▁"}:
         raise ValueError("it has no vocabulary, such as tokenizer.json")
     # Asked for here, since classes of transformers that don't read it, such as Gemma's, don't

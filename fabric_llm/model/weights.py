@@ -183,8 +183,8 @@ class Stored:
             problems.append(
                 f"{len(foreign)} of the tensors in the files have no place in "
                 f"{type(self.skeleton).__name__} as config.json describes it, and would be "
-                f"dropped: {listed(sorted(foreign))}; correct config.json where it isn't that of these "
-                "weights, or take a model that transformers has whole"
+                f"dropped: {listed(sorted(foreign))}; correct config.json where it isn't that of "
+                "these weights, or take a model that transformers has whole"
             )
         if problems:
             raise ValueError("; ".join(problems))

@@ -40,8 +40,9 @@ def check_training(flags: Flags) -> None:
     """The flags of train.py, and the folders that they name.
 
     A resumed run under a launcher is checked further by rank 0 (run/supervision.py), since other
-    machines may not see its directory yet, and what may take long follows once they have met. If the run directory exists, the model is checked later,
-    so that a mistake is written into STATUS.json.
+    machines may not see its directory yet, and what may take long follows once they have met. If
+    the run directory exists, the model is checked later, so that a mistake is written into
+    STATUS.json.
     """
     data, model_name = flags.data, flags.model.model_name
     # One of two flags gives the data.
@@ -162,8 +163,8 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
     interval, action = flags.evaluation.eval_step_interval, flags.evaluation.forgetting_action
     if action == "steer" and interval is not None and max_step // interval < MIN_EVALUATIONS:
         raise ValueError(
-            f"--forgetting_action steer changes shares when the run evaluates, {max_step // interval} "
-            f"times in {max_step} steps: take --eval_step_interval "
+            "--forgetting_action steer changes shares when the run evaluates, "
+            f"{max_step // interval} times in {max_step} steps: take --eval_step_interval "
             f"{max(1, max_step // MIN_EVALUATIONS)} or less, for at least {MIN_EVALUATIONS}."
         )
     if steps is not None and steps[0] > max_step:

@@ -140,8 +140,8 @@ def _of_budgets(data: DataPlan) -> Iterator[str]:
         error = RISE_ERROR * math.sqrt(budget / tokens)
         if error > MAX_RISE_ERROR * budget:
             yield (
-                f"the budget of {name}, {budget:g} nats, is judged on {tokens:,} tokens, which tell "
-                f"it to about {error:.2g}: raise --eval_iters, or evaluate a longer text."
+                f"the budget of {name}, {budget:g} nats, is judged on {tokens:,} tokens, which "
+                f"tell it to about {error:.2g}: raise --eval_iters, or evaluate a longer text."
             )
 
 

@@ -2,8 +2,8 @@
 without it, on all ranks.
 
 A rank that fails leaves the others waiting in a collective, and a GPU after an illegal access takes
-no more work. So nothing is mended in a process: each one starts its command once more, with the flag
-that turns the path off.
+no more work. So nothing is mended in a process: each one starts its command once more, with the
+flag that turns the path off.
 """
 
 import os

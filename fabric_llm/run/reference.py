@@ -256,8 +256,8 @@ def _keeps_documents_apart(
 ) -> bool:
     """Whether packed documents don't see each other, measured; prints a warning where they do.
 
-    of_documents: why their positions depend on the row (capabilities.beyond_the_row). Raises ValueError
-    where the flags ask for what the model can't.
+    of_documents: why their positions depend on the row (capabilities.beyond_the_row). Raises
+    ValueError where the flags ask for what the model can't.
     """
     name, sharing = type(reference).__name__, plan.placement.context_parallel
     # Flash attention has no CPU kernel, so SDPA is measured in its place.

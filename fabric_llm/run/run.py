@@ -170,8 +170,8 @@ def of_sets(losses: Mapping[str, float], forgetting: Forgetting) -> str:
 
 
 def how_it_compares(run: Run) -> str:
-    """Lines about its last losses: what was forgotten of each budget, and whether the model is worse
-    than before step 1."""
+    """Lines about its last losses: what was forgotten of each budget, and whether the model is
+    worse than before step 1."""
     rises, used, lines = run.forgetting.rises(run.losses), [], ""
     for name, budget in run.forgetting.budgets.items():
         if name in rises:

@@ -310,8 +310,8 @@ def _print_end(rank: int, own: Fault, first: Fault) -> None:
 
 
 def _writes_status(this: ThisRank) -> bool:
-    """Whether this rank writes STATUS.json: rank 0 and, for the scripts of their own machines, ranks
-    that don't see its disk."""
+    """Whether this rank writes STATUS.json: rank 0 and, for the scripts of their own machines,
+    ranks that don't see its disk."""
     return this.rank == 0 or this.ranks_apart is not None and this.ranks_apart.is_here
 
 

@@ -113,7 +113,8 @@ def clip(
     """Scale the gradient of the global batch down to an L2 norm of `max_norm` (0: don't). Returns
     the norm before."""
     fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # only 16-mixed has a scaler
-    # Parameters that no loss depends on are known since the start, see capabilities.idle_parameters.
+    # Parameters that no loss depends on are known since the start, see
+    # capabilities.idle_parameters.
     group, idle = shard_group(model), model.module.idle
     if idle:
         named = model.named_parameters()

@@ -165,7 +165,8 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
     # A run without a checkpoint has written its flags, see plan/run_directory.py.
     elif not (run / "arguments.yaml").is_file() and (held := listed(sorted(os.listdir(run)))):
         raise Fault(
-            f"{str(run)!r} isn't a run: it has no arguments.yaml and no checkpoint. It holds {held}."
+            f"{str(run)!r} isn't a run: it has no arguments.yaml and no checkpoint. It holds "
+            f"{held}."
         )
     from transformers.utils.logging import set_verbosity_error
 
