@@ -101,6 +101,7 @@ class DataArguments:
     --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
     replay_fraction: Optional[float] = setting(None, how=False)
     """share of the tokens that --replay gives, F (default: 0.2)"""
+    # A resumed run is compared by the length of the dataset's rows, and not by this flag.
     context_length: Optional[int] = basic_setting(
         None, above=0, aliases="block_size cutoff_len max_seq_len seq_len sequence_len", how=False
     )
@@ -353,6 +354,7 @@ class TrainingArguments:
     """AdamW, decay of the first moment"""
     beta2: float = what(0.95, at_least=0, below=1, aliases="adam_beta2")
     """AdamW, decay of the second moment"""
+    # Unlike most settings these three belong to the run, which goes on with its average.
     ema_decay: Optional[float] = option(None, at_least=0, below=1, how=True)
     """decay a step of an exponential moving average of the weights, such as 0.999, which
     export_hf.py --ema true exports (default: none is kept)"""
@@ -370,6 +372,7 @@ class TrainingArguments:
     train_only: Optional[str] = what(None, aliases="unfrozen_parameters trainable_parameters")
     """the only parameters that train, in the words of --freeze, such as embeddings
     (docs/new_words.md)"""
+    # The order of rows follows from it: with another one some would be read twice.
     seed: int = what(1234, at_least=0, resume="never", aliases="random_seed manual_seed data_seed")
     """seed of data order, dropout and random weights"""
     # The file may be moved. The hash of its content belongs to the run.
@@ -576,6 +579,7 @@ class PlanArguments:
     )
     """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or
     CPU"""
+    # `parse_plan` has turned a unit into GiB before this is parsed.
     device_memory: Optional[float] = option(None, above=0)
     """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""
     mfu: Optional[float] = option(None, above=0, below=1)

@@ -23,6 +23,7 @@ Checkpoint -> a Hugging Face model."""
 class ExportArguments:
     """Options"""
 
+    # A default of None makes a flag required, unless its type takes None.
     checkpoint: str = option(None, path=True)
     """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
     output: str = option(None, path=True)

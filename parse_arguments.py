@@ -161,6 +161,7 @@ def _parse_run(
     if demo or resumed is not None:
         # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
+        # In front of the user's words: of a flag that is there twice the later value wins.
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     # First, because the flags and schedules that it registers are parsed with all others.
     try:
@@ -219,6 +220,7 @@ def _given(argv: list[str], *names: str) -> SimpleNamespace:
     """The values of these flags, before all flags can be parsed; None where one isn't given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in names:
+        # One without a value is None here, and parse() says what is wrong with it.
         parser.add_argument(f"--{name}", nargs="?")
     words = vars(parser.parse_known_args(argv)[0])
     return SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})

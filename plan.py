@@ -34,6 +34,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             from fabric_llm.forecast import changes, sweep  # import torch
             from fabric_llm.forecast.prediction import require_trainable
 
+        # As it was given: sentences and the last line name the model, not the folder of its sizes.
         name = flags.model.model_name
         # The sizes of a preset's model lie in this repository, so no network is needed.
         if (sizes := sizes_of_preset(words)) is not None:
@@ -62,6 +63,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             return 0
         # What the flags alone give; --auto may replace it.
         prediction, chosen = changes.predict(own, flags), None
+        # A dataset that is here may be one that train.py would refuse.
         require_trainable(own, flags, prediction.steps, name)
         if own.auto:
             chosen = changes.fastest(own, flags, progress)

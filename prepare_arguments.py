@@ -20,6 +20,7 @@ class PrepareArguments:
     """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz,
     .zst, .bz2, .xz; dataset folders; names of datasets on the hub; addresses of object storage,
     such as s3://bucket/corpus/ (docs/mirror.md)"""
+    # A default of None makes a flag required, unless its type takes None.
     output: str = option(None, path=True)
     """dataset folder to write, such as data/mine or s3://bucket/data/mine"""
     tasks: Optional[str] = option(
@@ -33,6 +34,7 @@ class PrepareArguments:
         None, path=True, aliases="tokenizer_name tokenizer_path tokenizer_name_or_path"
     )
     """hub name or local directory of the tokenizer (that of your model)"""
+    # All 256 bytes, and the token that ends a text.
     train_tokenizer: Optional[int] = option(None, at_least=257)
     """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text,
     and more"""

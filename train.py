@@ -28,6 +28,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal(leave_at_once)
     try:
         with report_errors():
+            # Before is_rank_zero() and the checks, which read the ranks that this puts into the
+            # environment.
             launch.adopt_launcher()
             arguments = parse_train(argv)
             if arguments.demo and is_rank_zero():
@@ -38,6 +40,8 @@ def main(argv: Optional[list[str]] = None) -> None:
                 )
             checks.check_training(arguments)
             rank = start(arguments)
+            # Only a process that was started with these very flags can be started again with others
+            # when a fast path fails (run/fallback.py).
             rank.is_program = argv is None and launch.is_own_command()
             with without_collection():
                 from fabric_llm.run.supervision import supervise
@@ -54,8 +58,10 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
     from fabric_llm.training import adamw, step
 
     run = build.build(rank, flags, signals)
+    # The optimizer has no name here: a rewind frees it, which a second reference would prevent.
     fabric, watch = rank.fabric, rank.watch
     guard, forgetting, log = run.guard, run.forgetting, run.log
+    # Without the number of steps, which a rewind may change.
     shape = arguments_of(flags.flat())
     stops = before_first_step(run)
 
@@ -83,6 +89,8 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         del losses  # its graph references the parameters, which a rewind frees
         with log.waits:  # here the host waits for the device, and for the other ranks
             grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
+            # What one rank alone may know travels with the loss: a message of its own would be one
+            # more wait in each step.
             asked = [*run.requests.ask(), save.has_written(run)]
             (loss, *others), (stop, save_now, written) = step.share(fabric, total, asked)
 
@@ -92,6 +100,8 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         update = None
         if guard.accept(loss, grad_norm):
             run.optimizer.step()
+            # An optimizer of --code has its state only after a step. What no checkpoint could hold
+            # ends the run now, and not at its first save.
             if before.step == run.plan.start.step:
                 adamw.require_tensors(run.optimizer)
             update = step.update_size(sampled, run.model) if logs else None
@@ -106,10 +116,14 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         log.advance(run.progress)
         verdicts.report(run, before)  # ends the run after too many steps that weren't taken
         save.publish(run, written)
+        # A step after which the run saves, stops or goes back has a line, too. That wasn't known
+        # when `logs` was, so such a line may lack the size of the update.
         if logs or stop or save_now or guard.verdict == "rewind":
             at = metrics.AfterStep(number, loss, lr, grad_norm, batch, run.model, fabric, flags)
             more = dict(zip(run.model.module.other_losses, others)) | metrics.of_code(at)
             log.step(loss, lr, grad_norm, update, more)
+        # A stop doesn't wait for an evaluation, which a resumed run makes up for. What a rewind
+        # undoes needs none.
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
         # The loss of the step asks for a rewind, or what the evaluation says of forgetting. A

@@ -24,8 +24,8 @@ Four commands stand beside the rooms: `python -m fabric_llm.average`, `python -m
 fabric_llm.choose`, `python -m fabric_llm.extend_vocab` and `python -m fabric_llm.generate`. `python
 -m fabric_llm` lists all of them.
 
-Imports go one way: base <- data, processes <- model <- training, checkpoint, prepare <- mirror <-
-plan <- run <- weights, report <- verify, forecast and the scripts. No room imports arguments.py.
+Imports go one way: base <- data, processes <- model <- training, checkpoint <- mirror <- plan,
+prepare <- run <- weights, report <- verify, forecast and the scripts. No room imports arguments.py.
 The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a
 flag and a checkpoint through the rooms.
 """

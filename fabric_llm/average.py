@@ -196,6 +196,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             print(f"  {weight:.4f}  {folder}", flush=True)
         # What average.json says of where the weights come from.
         how = {"weights": given.forgetting_budget or given.weights, **more}
+        # Stays None where the average is the best of the models, or nothing was compared.
         better = None
         size = given.max_shard_size
         verified = average.average(parts, weights, how, output, given.dtype, size)

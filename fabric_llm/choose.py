@@ -101,6 +101,7 @@ class Whole:
             if self.values.get(flag):
                 # Rounded down: together they may be as long as the run.
                 scaled[flag] = str(max(1, int(self.values[flag]) * steps // self.steps))
+        # The other rates keep their ratio to the peak, also in the branch at a second peak.
         for flag in RATES:
             if self.values.get(flag):
                 scaled[flag] = f"{float(self.values[flag]) * lr / self.lr:.6g}"
@@ -116,6 +117,7 @@ class Whole:
         own = {"data_mix": mix, "max_step": steps, "resume": "auto"}
         own |= {"run_name": name, "output_dir": folder, "log_step_interval": max(1, steps // 5)}
         off = by_flag(f"{drill.OWN} {OFF}".split())
+        # In this order, since of a flag that is there twice the later value stays.
         flags = {**self.given, **off, **scaled, **own}
         return shlex.split(command(sys.executable, drill.TRAIN, **flags))
 
@@ -147,6 +149,7 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
         if not isinstance(values, dict):
             raise ValueError(f"--config {config!r} holds no flags: a line is `name: value`.")
     for name, words in given.items():
+        # The last one wins, as on a command line.
         value = words[-1] if words else None
         values[name] = None if value in ("null", "None") else value
     if not values.get("replay") or not values.get("train_data_dir"):
@@ -203,6 +206,7 @@ def measured(run: Path) -> Optional[tuple[Losses, Losses]]:
             losses = {name: one["loss"] for name, one in line["eval"].items()}
             # A loss that isn't finite is null there.
             found.append({name: math.nan if of is None else of for name, of in losses.items()})
+    # A new run evaluates before its first step, and every run after its last.
     return found[0], found[-1]
 
 
@@ -222,6 +226,7 @@ class Branches:
         of_run = folder / "flags.json"
         if not of_run.is_file():
             files.write_atomically(of_run, mine)
+        # Branches of other lengths or flags don't obey one law, and those that are done are kept.
         if of_run.read_text() != mine:
             raise ValueError(
                 f"{str(folder)!r} has branches of a run with other flags, see {of_run.name} there: "
@@ -270,6 +275,8 @@ def of_second_rate(made: Branches, laws: Mapping[str, shares.Law], losses: Losse
     which of the two to take."""
     second, first = f"{made.made[-1]['lr']:g}", f"{made.whole.lr:g}"
     rate = f"A rate of {second}, at a share of 0.5,"
+    # Compared where both have learned equally much: at one share, a rate could forget less only
+    # because it learns less.
     share = shares.as_learned(laws[NEW], losses[NEW])
     if share is None:
         least = min(laws[NEW].at(share) for share in shares.SHARES)
@@ -312,6 +319,7 @@ def chosen(made: Branches, second_lr: float) -> None:
                 above.append(f"{name} {rise:+.4f} of {budget:g}")
     made.show(predicted)
     print(second)
+    # Written and drawn before the faults below, so that one can see why there is no advice.
     choice = {"new": NEW, "lr": whole.lr, "second_lr": second_lr, "steps": made.steps}
     choice |= {"budgets": budgets, "before": made.before, "branches": made.made, "share": share}
     choice |= {"laws": {name: law._asdict() for name, law in laws.items()}, "wrong": wrong}
@@ -361,6 +369,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         # The other flags are parsed by the programs that have them.
         asked = [word for word in words if word.partition("=")[0] in ("-h", "--help")]
         own = ChooseArguments(**parse(PROGRAM, ABOUT, [ChooseArguments], [*mine, *asked]))
+        # What changes the output of plan.py alone means nothing here, where its JSON is read.
         given = {name: values for name, values in given.items() if name not in PRINTS}
         whole = whole_of(given)
         plan = planned(given)

@@ -107,6 +107,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = "the text is cut off"
         folder = Path(local(given.model))
         # A run stands for its latest checkpoint, and a checkpoint must be whole.
+        # A full checkpoint has a config.json as a model has, and besides it the folder `trainer`.
         if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
             folder = keep.checkpoint_at(folder)
             keep.verified(folder)
