@@ -54,6 +54,7 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     """
     fabric, watch = this.fabric, this.watch
     # Both checks come before the model, which may take minutes to load.
+    # With --mirror machines needn't share a disk, see checkpoint/apart.py.
     if flags.save.mirror is None:
         require_shared_directory(this.directory, flags.devices.hang_timeout)
     ranks.from_rank_zero(lambda: require_room(this.plan, flags))
@@ -92,6 +93,8 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     else:
         signals.watch_for(None, None)
     run.requests = signals
+    # Registered last and so called first: all is saved by then, and a late signal mustn't cut
+    # off what follows.
     run.closing.callback(run.requests.finish)
     # It asks `requests` between batches, so that a request to stop cuts an evaluation off.
     run.evaluation = make_evaluation(run)
@@ -199,7 +202,9 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
         fabric, placement.strategy, model, fill, plan.model.precision, placement.sharding
     )
     # The optimizer takes the parameters that the strategy has made, not the skeleton's.
+    # The plan's source is the checkpoint where this rank reads it: here, or in a copy of it.
     make_optimizer(run, None if plan.resume_from is None else Path(plan.model.source))
+    # Weights and optimizer are read by now, and copies take the room of a checkpoint.
     copies.forget(run.ranks_apart, plan.run_directory)
     # Last: it compares the model that will train, in the form that the strategy gave it.
     if run.flags.model.verify_start:
@@ -285,7 +290,7 @@ def make_batches(run: Run) -> Prefetch:
 
 
 def make_evaluation(run: Run) -> Evaluation:
-    """What evaluates the model on the validation sets, and on the probe of in-context learning."""
+    """What evaluates the model on the validation sets and the probes."""
     fabric, flags, plan, watch = run.fabric, run.flags, run.plan, run.watch
     tokenizer, token_bytes = plan.model.tokenizer, None
     place = plan.placement.rows_of(fabric.global_rank)
@@ -320,6 +325,7 @@ def evaluated_sets(
         # As many rows on any number of devices, so that losses can be compared between them.
         rows = sample(split, size * flags.evaluation.eval_iters)
         # The last batch may be filled up: rows from `end` on have no targets.
+        # No seed orders these rows, since they are picked.
         batches[name] = Batches(
             split,
             0,

@@ -56,6 +56,7 @@ def readable(
         watch.mark(watch.step, "fetching a copy")
 
     remove(ranks_apart, checkpoint.parent)  # what a kill left would take room
+    # One after the other: no rank looks for the copy before rank 0 knows that it is there.
     together(wait, mark)
     return together(bring, mark)
 

@@ -68,8 +68,9 @@ NOT_A_PATH = "fabric_llm/training/adamw"
 
 
 def without_fast_path(error: BaseException, fault: Fault, plan: Plan, rank: int) -> Fault:
-    """`fault`, which `error` is on this rank; where a fast path that the completed `plan` takes has
-    failed, with the flags of a run without it.
+    """What this rank ends with after `error`, of which `fault` is made. Where a fast path that the
+    completed `plan` takes has failed, it is a Fault that starts the run again without that path,
+    else `fault` itself.
 
     What a user can correct, a lost rank, and memory that isn't enough have codes of their own: no
     other path helps there.
@@ -99,6 +100,8 @@ def without_fast_path(error: BaseException, fault: Fault, plan: Plan, rank: int)
 def _failed_path(error: BaseException, taken: list[FastPath]) -> Optional[FastPath]:
     # The innermost file decides: compiled layers are around all other paths.
     files = list(_files(error))
+    # Its frames lead to the compiler, although no path of the model has failed. An error of
+    # CUDA, which its frames don't explain, is still judged below.
     if any(NOT_A_PATH in file for file in files):
         files = []
     for file in files:

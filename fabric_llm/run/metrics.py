@@ -107,6 +107,7 @@ class MetricsFile:
     def write(self, progress: Progress, record: Record) -> None:
         """Append a line about a run that is at `progress`."""
         place = {"step": progress.step, "position": progress.position}
+        # Opened for each line, since `cut` puts another file in its place.
         with self.path.open("a") as file:
             file.write(json.dumps({**place, **_finite(record)}) + "\n")
 
@@ -241,6 +242,7 @@ def named(given: str) -> list[str]:
 
 def _csv(folder: Path, *more: Any) -> Tracker:
     """metrics.csv: the numbers of metrics.jsonl as a table. New columns are added at the end."""
+    # Emptied: metrics.jsonl has what it held, and `cut` writes it anew below.
     file = (folder / "metrics.csv").open("w+", newline="")
     columns = ["step"]
     table = csv.DictWriter(file, columns)
@@ -416,6 +418,7 @@ def _open_mlflow(folder: Path, config: Record) -> tuple[Any, str]:
         place = client.create_experiment(name)
     else:
         place = experiment.experiment_id
+    # A run that this directory has there already is resumed, as wandb does by its id.
     for run in client.search_runs([place], f"tags.fabric_llm_run = '{tag}'"):
         client.update_run(run.info.run_id, status="RUNNING")
         return client, run.info.run_id

@@ -78,6 +78,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
     def load() -> Chosen:
         nonlocal opened, expected
         flash = config._attn_implementation == "flash_attention_2"  # has no CPU kernel
+        # A copy, since the devices get `config` with the attention that was asked for.
         on_cpu, dtype = deepcopy(config), loading.DTYPES[plan.model.precision]
         if flash:
             on_cpu._attn_implementation = "sdpa"

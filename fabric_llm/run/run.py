@@ -45,7 +45,7 @@ kept_alive: list[Any] = []
 
 
 class Run:
-    """The objects of a run on this rank, in the order in which build.py makes them.
+    """The objects of a run on this rank, which build.py makes.
 
     Nothing else may keep the optimizer: a rewind frees it before it makes another, since memory may
     not hold two.
@@ -178,6 +178,7 @@ def how_it_compares(run: Run) -> str:
             used.append(f"{name} {rises[name]:+.4f} of {budget:g}")
     if used:
         lines = f"\nForgotten: {', '.join(used)} nats"
+    # `overall` takes a rise of each source. A set that is evaluated on other rows now has none.
     is_known = rises.keys() >= run.schedule.shares_at(run.progress.position).keys()
     if is_known and (rise := run.log.overall(rises)) > 0:
         lines += f"\nWarning: the validation loss is {rise:.4f} above that before step 1."

@@ -213,12 +213,17 @@ def has_written(run: Run) -> bool:
 
 
 def prune(run: Run) -> None:
-    """Remove the checkpoints that --keep_last doesn't leave, on rank 0. With --mirror those that
-    have a copy there, and of the copies the same ones."""
+    """Remove the checkpoints that --keep_last doesn't leave. Called on rank 0.
+
+    With --mirror a checkpoint stays until it has a copy there, unless room on the disk is short.
+    The copies of the same checkpoints are removed as well.
+    """
     folder, mirror = run.plan.run_directory, run.mirror
     if mirror is None:
         keep.prune(folder, kept(run))
         return
+    # Counted together with those that are at the mirror alone, so that both places keep the
+    # same ones.
     leaving = keep.not_kept(folder, kept(run), mirror.documents)
     mirror.remove(path.name for path in leaving)
     newest = files.latest(folder)
@@ -254,6 +259,7 @@ def wait_for_mirror(run: Run) -> None:
         print(f"Waiting until {mirror.waiting[-1]} is at {mirror.address}: {seconds:.0f} s.")
         sys.stdout.flush()
     asked: list[Any] = []
+    # Since StopSignal.finish signals are ignored, and Ctrl-C would raise here.
     for number in SIGNALS:
         signal.signal(number, lambda *given: asked.append(given))
     while mirror.waiting and mirror.seconds_left() and not asked:
@@ -261,6 +267,7 @@ def wait_for_mirror(run: Run) -> None:
         time.sleep(0.1)
     hear_mirror(run)
     if asked:
+        # The mirror's process then has a few seconds, not the rest of the time (Mirror.close).
         mirror.deadline = 0.0
     if run.flags.save.keep_last is not None:
         prune(run)

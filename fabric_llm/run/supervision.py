@@ -65,6 +65,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
     this.fabric = make_fabric(placement, flags.model.precision, flags.devices.hang_timeout)
     # On TPUs there is no store in which ranks could hear of each other.
     watched = 1 if flags.devices.tpu else placement.world_size
+    # Fabric says the rank only once all have joined, but the watch begins before that.
     this.rank = int(os.environ["RANK"]) if watched > 1 else 0
     this.watch = Watch(this.rank, watched, stuck, this.children, signals.is_asked)
     try:
@@ -79,6 +80,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         fault = as_fault(error)
         if fault.code == faults.OUT_OF_MEMORY and this.plan is not None:
             fault = _out_of_memory(this, fault)
+        # Until the watch has a finished step of this process, starting again loses nothing.
         is_first_step = this.plan is not None and this.watch.step <= this.plan.start.step
         falls_back = this.is_program and flags.model.fast_paths == "fall_back"
         if is_first_step and falls_back and not signals.is_to_stop():
@@ -135,6 +137,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         # All ranks are told, so that none waits for rank 0.
         if problem is not None:
             raise problem
+        # --code counts by its content: machines may have a file of the same name, but another one.
         _require_one_command(ranks.gather({**flags.flat(), "code": register.fact()}))
         _fetch_together(this, flags)
     except ValueError as error:
@@ -172,6 +175,7 @@ def _fetch_together(this: ThisRank, flags: Flags) -> None:
         if this.ranks_apart is not None:
             copies.require_seen(flags.save.mirror, this.ranks_apart, mark)
     ranks.together(lambda: checks.fetch_data(flags), mark)
+    # Data at an address may change between the machines' looks at it.
     _require_one_command(ranks.gather({"train_data_dir as fetched": fetched.versions()}))
 
 
@@ -320,7 +324,8 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
     never joined."""
     watch = this.watch
     if this.rank == 0 and this.plan is None:
-        # Nothing was done in the run directory. A plan can only be wrong after joining.
+        # Nothing was done in the run directory. While ranks are joining no plan can be wrong yet,
+        # so the code of the fault alone says whether it is a mistake.
         run_directory.leave(first, has_plan=watch.is_joining)
     elif this.plan is None and _writes_status(this):
         run_directory.record_fault(this.directory, first)

@@ -48,6 +48,7 @@ def steer(run: Run) -> None:
     if forgetting.action != "steer" or there.step == 0 or schedule.is_over(there):
         return
     before = schedule.mixture.shares_at(there.position)
+    # As a part of the run: the closer evaluations are, the less a share changes at each.
     interval = run.flags.evaluation.eval_step_interval / schedule.max_step
     shares = forgetting.steered(run.losses, schedule.mixture.fitting(there.position), interval)
     bounds = parse_bounds(run.flags.evaluation.steer_bounds)
@@ -77,9 +78,12 @@ def steer_once_more(run: Run) -> None:
 
 
 def stops(run: Run) -> bool:
-    """Whether too much was forgotten to go on: with `stop`, and with `steer` above a hard budget or
-    where there is no room left, which is judged in the last third. A rate that is young forgets
-    more than is kept."""
+    """Whether the run ends here because too much was forgotten.
+
+    A run that steers ends above a hard budget, or where its shares are as large as they may be. The
+    latter is judged in the last third of the steps: while the learning rate is still high, losses
+    are above those that are kept once it has decayed.
+    """
     forgetting, there, schedule = run.forgetting, run.progress, run.schedule
     if forgetting.verdict != "steer":
         return forgetting.verdict == "stop"
@@ -144,6 +148,7 @@ def rewind(run: Run) -> None:
     run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
     address, watch = run.flags.save.mirror, run.watch
+    # None where a run goes back to its beginning, and loads --model_name once more.
     load_again(run, copies.readable(address, run.mirror, run.ranks_apart, watch, last))
     copies.forget(run.ranks_apart, run.plan.run_directory)
     restore(run, document)
