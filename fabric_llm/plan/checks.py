@@ -66,6 +66,7 @@ def check_training(flags: Flags) -> None:
         # The demo's dataset may have to be made first.
         read = [] if flags.demo else trained_on(flags)
         named = [*evaluated_on(flags), *read]
+        # What an address names is checked once it is here, see `fetch_data`.
         _check_folders(flags, [given for given in named if not address.is_address(given)])
     if not meets_others:
         fetch_data(flags)
@@ -128,6 +129,7 @@ def check_flags(flags: Flags) -> None:
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     _check_steering(flags, mix)
     freezing.check(training.freeze, training.train_only)
+    # Called for its error, before anything is read.
     overrides(flags)
 
 

@@ -77,6 +77,7 @@ def make_plan(
     if is_rank_zero():
         _require_model_can(plan, skeleton)
         _require_rows_to_share(plan, flags.model.attention)
+        # Checked again, now that the data has said how long the run is.
         checks.check_length(flags, schedule.max_step)
         if resume_from is not None:
             with same_run.written_by_a_run(resume_from):
@@ -342,6 +343,7 @@ def _plan_data(flags: Flags, resumed: dict[str, Any]) -> tuple[DataPlan, DataMix
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
         budgets=budgets,
         probes=evaluated_probes(evaluation.probes, budgets),
+        # "auto" counts as true until it is measured whether the model can, see Plan.completed.
         document_end=first.document_end if masking else None,
         document_masking=masking,
     )

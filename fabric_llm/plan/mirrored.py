@@ -42,6 +42,7 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
     went_on = bool(here) and not mirror.is_own and _put_aside_what_was_left(store, mirror, here)
     if mirror.names and (went_on or not here):
         before = files.checkpoints(directory)
+        # Logs that are here are older than those there if another directory was mirrored since.
         found = fetch.restore(
             store, directory.name, directory, say=say, replaces_logs=not mirror.is_own
         )
@@ -53,6 +54,7 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
     (directory / LEFT).unlink(missing_ok=True)
     run_directory.require_any(flags, directory)
     # What a run that was killed has left here without a copy, or with another one of its name.
+    # The two newest, which is as many as its process lets wait (mirror/commands.py).
     for path in files.checkpoints(directory)[-2:]:
         if path.name not in mirror.names or not _is_same(store, path):
             mirror.upload(path.name)
@@ -65,6 +67,7 @@ def _put_aside_what_was_left(store: "Store", mirror: "Mirror", here: Sequence[Pa
     after the last one that both hold. Returns whether it has gone on there."""
     same = {path.name for path in here if path.name in mirror.names and _is_same(store, path)}
     last = max(same, default="")
+    # The mirror has nothing later, and under no name something else: all of it came from here.
     if all(name <= last for name in mirror.names) and mirror.names & {p.name for p in here} == same:
         return False
     left = [path for path in here if path.name not in same]
@@ -97,6 +100,7 @@ def newest(
     for path in sorted(there, key=files.step_of, reverse=True):
         if here is not None and files.step_of(path) <= files.step_of(here):
             break
+        # Those that are here were looked at by whoever has found `here`.
         if not path.exists() and suits(mirror.documents[path.name]):
             store = Store(mirror.address, in_run=True)
             return fetch.one(store, directory.name, path.name, directory)

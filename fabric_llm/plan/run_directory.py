@@ -235,6 +235,8 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             for path in (folder / LOCK, *folder.glob(".mirror*")):
                 path.unlink(missing_ok=True)
             with suppress(OSError):  # another run has begun there since
+                # The run directory first, then its parents: each is empty once the one in it is
+                # gone.
                 for path in _made[folder]:
                     path.rmdir()
             unlock(folder)
@@ -319,8 +321,8 @@ def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) ->
     Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for
     readers: no code uses them.
 
-    event: started, resumed, saved, stage, left_out, fell_back or ended. step: finished steps, None
-    if unknown.
+    event: started, resumed, saved, stage, left_out, fell_back, ended, or what mirrored.tell says of
+    --mirror. step: finished steps, None if unknown.
     """
     line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
     # A disk that is full or gone doesn't end a run here: a save will.

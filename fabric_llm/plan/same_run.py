@@ -44,6 +44,8 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
     """What a checkpoint says of its run, to be compared by runs that resume from it. schedule: that
     of the run where it is."""
     flat, declared, given = flags.flat(), flags.declared(), given_checkpoint(flags)
+    # Of data that isn't packed `document_end` is always None, so there the flag itself is
+    # compared.
     packed = bool(plan.data.dataset.manifest.get("packed"))
     masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
     # What may change by --resume_override.
@@ -78,10 +80,10 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
         del of_run["ema_device"], of_run["ema_every"]
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
-    # Another order of rows would read some twice and others never.
     # The losses before step 1 stay what others are compared with.
     evaluated_on = plan.data.measured_on()
     base = plan.resumed["measured_on"] if plan.is_base_known else evaluated_on
+    # Another order of rows would read some twice and others never.
     order = STREAM_ORDER if is_stream(plan.data.dataset.train) else ROW_ORDER
     return {
         "fixed": {**of_data, "row_order": order, **fixed},
@@ -113,7 +115,8 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     }
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
     now = facts(plan, plan.schedule, flags)
-    # The guard counts on from these numbers.
+    # The guard counts on from these numbers. What can't be added is no number, and raises
+    # TypeError, which `written_by_a_run` expects of a foreign file.
     sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])
     fixed, changed = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     # A run can't turn from one dataset into a mixture, or back.
@@ -230,6 +233,8 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
             for source, fact in value.items():
                 if before.get(source, fact) != fact:
                     differing[f"{name} of {source}"] = before[source], fact
+        # One dictionary and one other value mean a mixture and one dataset, of which
+        # `require_same_run` has a sentence.
         elif before != value and dict not in (type(before), type(value)):
             differing[name] = before, value
     return differing

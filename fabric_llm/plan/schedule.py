@@ -47,6 +47,7 @@ class Schedule:
         # The last step of the data may take less than a batch.
         if self.end is not None:
             sequences = min(sequences, self.end - progress.position)
+        # Stages begin where steps do, so all rows of a step are equally long.
         return progress.advance(sequences, self.mixture.context_at(progress.position))
 
     def end_of_run(self) -> int:
@@ -134,6 +135,7 @@ class Schedule:
             asked = Fraction(round(share * FINEST), FINEST)
             above[name] = max(Fraction(0), min(room, asked - least))
         # What all ask for above the least is scaled to the room.
+        # The divisor isn't 0 where none of them asks for more.
         scale = min(Fraction(1), room / max(sum(above.values()), Fraction(1, FINEST)))
         within = {name: least + share * scale for name, share in above.items()}
         # Sources of a later stage with rows of another length keep what they have.
@@ -173,6 +175,7 @@ LaidOut = tuple[tuple[Stage, ...], Optional[int], int]
 def last_step(step: int, position: int, end: int, batch: int) -> int:
     """The step that ends at the position `end`, counted from where a run is. It may take less than
     a batch."""
+    # Rounded down from below 0, which is up: what is left of a batch is a step as well.
     return step - (position - end) // batch
 
 
@@ -216,6 +219,7 @@ def _require_steps(mix: DataMix, last: int, step: int) -> None:
     # Stages begin at fractions of the run, so a short run may round two to one step.
     begins = [round(stage.begins * last) for stage in mix.stages] + [last]
     for stage, first, after in zip(mix.stages, begins, begins[1:]):
+        # A stage that is over needs no step any more.
         if first >= after and after > step:
             raise ValueError(
                 f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins "
@@ -227,6 +231,7 @@ def _stages(mix: DataMix, max_step: int, batch: int, here: Cursor) -> tuple[Stag
     """The stages so far, and those from here on."""
     # Sources that are new have no weight in the stages so far.
     new = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
+    # A stage that would begin here has read nothing yet, and is laid out anew below.
     stages = [
         Stage(old.begins, old.weights + new) for old in here.stages if old.begins < here.position
     ]

@@ -208,6 +208,8 @@ def start(flags: Flags) -> ThisRank:
                 mirror = mirrored.open_mirror(flags, named)
         except ValueError as error:
             problem = as_mistake(error)
+            # Ranks that a launcher has started wait for this one already. They are told when they
+            # join (run/supervision.py), and would else wait in vain.
             if placement.world_size == 1 or starts:
                 raise problem from None
     # Last, since a problem that is found before then needs no ranks to be ended.

@@ -155,6 +155,8 @@ def _without_effect(
         # Neither ddp nor one device shards, so NO_SHARD describes them.
         if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):
             continue
+        # Such as "strategy fsdp fsdp2": a flag, and the values that it may have; without values
+        # any will do that counts as true.
         for need in filter(None, flags[name].needs.split(",")):
             needed, *values = need.split()
             # Of a value with commas, one of the parts is enough.
