@@ -220,6 +220,7 @@ class Prefetch:
         self.rows_read = RowsRead()  # by this rank; steps that were only read ahead don't count
         self.tokens_at = np.zeros(1, dtype=np.int64)  # likewise; becomes as long as a row
         self.seconds_waited = 0.0  # by steps, for their micro-batches
+        # It starts no thread before something is submitted, so with --num_workers 0 it never does.
         self.pool = ThreadPoolExecutor(max(num_workers, 1), "batches")
         self.pending: dict[int, Future[tuple[list[MicroBatch], RowsRead, np.ndarray]]] = {}
 
@@ -232,6 +233,7 @@ class Prefetch:
         ]
         for other in self.pending.keys() - set(following):  # after a jump, such as a rollback
             self.pending.pop(other).cancel()
+        # Asked for before this step's own are waited for, so that the threads go on meanwhile.
         for other in following:
             # Most were started by earlier steps.
             if other not in self.pending:

@@ -115,7 +115,7 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
         names = tuple(document["mixture"]["sources"])
         stages = []
         for segment in document["mixture"]["segments"]:
-            # A source that a rewind or a later stage added has no weight before.
+            # A source that a stage doesn't name isn't read in it.
             weights = tuple(segment["weights"].get(name, 0) for name in names)
             stages.append(Stage(segment["begins"], weights))
         return Mixture(

@@ -145,6 +145,7 @@ def _of_short_form(text: str) -> dict[str, Any]:
     # A comma at the end is no mistake.
     for source in comma_separated(text):
         # name=folder:weight, or name=folder:weight:max_epochs. A weight may be 1/3.
+        # A weight has no slash but that of a quotient: so a colon in a path doesn't begin one.
         match = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", source)
         if match is None or match[1].strip() in sources:
             raise ValueError(
@@ -297,8 +298,8 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
 def at_least(
     mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[int], exactly: bool = False
 ) -> DataMix:
-    """The same with at least, or exactly, such a share of some sources in each stage, which the
-    others give up, or get, in proportion.
+    """The mixture in which some sources have at least, or exactly, these shares of each stage. The
+    other sources give up tokens for that, or get some, in proportion.
 
     contexts: tokens in a row of each source; a stage with rows of another length than a source's
     reads none of it.

@@ -87,6 +87,7 @@ class Questions:
 
     def _row(self, number: int) -> dict[str, np.ndarray]:
         length, depth = self.about(number)
+        # Seeded by its number as well, so that any rank can make any question by itself.
         generator = np.random.Generator(np.random.Philox([self.seed, number]))
         begin = generator.integers(len(self.text))
         # Indexing copies, so the pair below isn't written into the text.

@@ -58,6 +58,7 @@ class Tasks(Rows):
         language_model.by_row has them, [rows, 3]. targets: [rows].
         """
         judged: dict[str, list[list[float]]] = defaultdict(list)
+        # Rows of one document stand side by side, so another number begins the next document.
         firsts = np.flatnonzero(np.diff(self.about["document"])) + 1
         for rows in np.split(np.arange(len(self)), firsts):
             # Not all choices of the document were evaluated.
@@ -71,6 +72,7 @@ class Tasks(Rows):
             # Without another choice to compare with, it is right if greedy decoding gives it.
             if self.about["alone"][rows[0]]:
                 right = [sums[rows[0], 1] == targets[rows[0]]] * 2
+            # Several choices of a document may be right. Bits per byte are of all of these.
             counted = (losses, targets[rows], self.about["bytes"][rows])
             of_right = [numbers[gold].sum() for numbers in counted]
             # Of all tasks together, and of the document's own.
@@ -106,4 +108,5 @@ def open_tasks(folder: Path, verify: str) -> TokenDataset:
         raise ValueError(
             f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}"
         ) from error
+    # A TokenDataset has two splits. Here both are the requests, which are only evaluated.
     return replace(dataset, train=rows, validation=rows)
