@@ -55,7 +55,7 @@ def _word() -> re.Pattern[str]:
 
 
 def _number(word: str) -> int:
-    # A text may be one word, such as a genome, and isn't kept.
+    # Long words aren't put into the cache: a whole text may be one, such as a genome.
     return _kept_number(word) if len(word) <= LONG else zlib.crc32(word.encode())
 
 
@@ -74,6 +74,7 @@ def grams(text: str) -> Iterator[tuple[list[str], np.ndarray]]:
         held = held[1 - GRAM :] + some
         numbers = np.fromiter(map(_number, held), np.uint64, len(held))
         hashes = np.zeros(max(0, len(held) - GRAM + 1), np.uint64)
+        # A polynomial of 13 numbers modulo 2**64, for all places at once: Horner's rule.
         for place in range(GRAM):
             hashes = hashes * FACTOR + numbers[place : place + len(hashes)]
         yield held, hashes
@@ -82,7 +83,8 @@ def grams(text: str) -> Iterator[tuple[list[str], np.ndarray]]:
 class EvaluationSet(NamedTuple):
     """What documents mustn't share."""
 
-    # of its 13-grams, in order, and the largest number: so any other has a place among them. uint64
+    # Of its 13-grams, sorted, and 2**64 - 1 as the last, so that `searchsorted` gives each hash a
+    # place in the array. uint64
     hashes: np.ndarray
     # For the manifest: `path`, `sha256` of its manifest, `texts`, `short` ones, and `documents`
     # that share words with it.
@@ -106,6 +108,7 @@ def shared(text: str, sets: Sequence[np.ndarray]) -> dict[int, str]:
     for words, hashes in grams(text):
         for number, known in enumerate(sets):
             places = np.searchsorted(known, hashes)
+            # One example in each set is enough, and only the first one is named.
             for at in np.flatnonzero(known[places] == hashes)[:1]:
                 found.setdefault(number, " ".join(words[at : at + GRAM]))
     return found

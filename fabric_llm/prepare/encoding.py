@@ -274,6 +274,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
             # A file of nothing but bad records must not fill the mark.
             if len(out.mark.named) < MAX_NAMED:
                 out.mark.named.append((number, bad))
+    # Only now, since a readable record of the same file may come after unreadable ones.
     for number, count in unreadable.items():
         if number not in readable:
             _require_others(piece, number, count, first_bad[number])
@@ -401,6 +402,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     context = multiprocessing.get_context("spawn")  # threads of the tokenizer don't outlive a fork
     # Only the pool's processes are killed below, and none that the caller has started.
     others = multiprocessing.active_children()
+    # Fewer pieces than workers leave some threads to each process.
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
         running = {

@@ -444,9 +444,8 @@ class Streams(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while True:
-            # Behind the end of one stream the next one begins, after any padding.
             if self.stream.eof:
-                # Behind the end of a stream, look for the next one.
+                # The next stream begins behind this one, after any padding.
                 rest = self.stream.unused_data.lstrip(b"\0")
                 while not rest:
                     if not (block := self.raw.read(io.DEFAULT_BUFFER_SIZE)):

@@ -60,6 +60,7 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     for text in texts:
         counts.update(split(backend, text, of_bytes))
     words = Words(backend, counts)
+    # Before any join, since `share` is one of the tokens that the corpus has without new ones.
     total = sum(time * len(symbols) for symbols, time in zip(words.symbols, words.times))
     # The smallest is taken first: what saves most, then characters, then pairs.
     heap = [words.rank(candidate) for candidate in words.saved]

@@ -337,11 +337,11 @@ def _encode(
     stops = options.on_error == "stop"
     apart = [one.save(folder) for one in evaluation]
     job = Job(str(folder), options.text_field, stops, apart, **convention(backend, tokenizer))
-    # Pieces with other names were made of other texts, or in another way.
     # The place of the folder and what is done about errors change no token.
     of_all = job._replace(folder="", stop_on_error=False)
     made_with = [PIECE_FORMAT, metadata.version("tokenizers"), of_all, _sha256(backend)]
     of_sources = input_files.by_name()
+    # Pieces of a former start with other names were made of other texts, or in another way.
     by_name = {f"piece-{piece.name(of_sources, made_with)}": piece for piece in pieces}
     left = {name: piece for name, piece in by_name.items() if read_mark(folder / name) is None}
     _tell_of_former_work(folder, by_name, left)

@@ -102,6 +102,7 @@ def drawn(
     max_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
     chosen = np.flatnonzero(may_move & (numbers < fraction))
     # A text with which validation would hold too much stays in train.
+    # Counted from 0, since what a dataset keeps for validation isn't among `tokens` either.
     _add_while(in_validation, _by_text(chosen, texts, numbers), lengths, 0, max_tokens)
     # Without a fraction, validation holds only what a dataset keeps for it.
     if not fraction:
@@ -218,6 +219,7 @@ def split_documents(
     texts = documents["hash"][:, 0].copy()
     del of_pieces, documents  # most of the memory
     contaminated = goes >= CONTAMINATED
+    # Without the mark, `goes` says again where each document would go.
     goes %= CONTAMINATED
     short = lengths < shortest
     left_out = again | short
@@ -228,6 +230,8 @@ def split_documents(
         in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row)
     in_validation &= ~left_out
     in_train = ~in_validation & ~left_out
+    # One reason for each document, the first of these three, or `require_all_counted` would
+    # count it twice.
     short &= ~contaminated
     again &= ~contaminated & ~short
     in_both = 0  # what is drawn never is

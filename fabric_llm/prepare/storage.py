@@ -61,6 +61,7 @@ def corpus(address: str) -> str:
             temporary.mkdir()
             try:
                 _copy(store, found, temporary, address)
+                # Listed once more: objects that were replaced meanwhile may be of two versions.
                 now = {one["path"]: one for one in _listed(store, name)}
                 if any(now.get(one["path"]) != one for one in found):
                     raise _changed(address)
@@ -202,6 +203,7 @@ def _send(folder: Path, store: Store, lease: Lease) -> None:
     size = sum(entry["bytes"] for entry in entries.values())
     say_at_once(f"Sending {size / 2**20:,.1f} MiB to {store.address}.")
     again(lease.check)
+    # Before the manifest goes: without either, `require_free` would refuse what a kill leaves.
     again(lambda: store.put(MARK, b""))
     again(lambda: store.remove([OF_DATA]))
     for name, entry in entries.items():
@@ -209,9 +211,11 @@ def _send(folder: Path, store: Store, lease: Lease) -> None:
         again(partial(_bring, store, name, folder / name, entry))
     again(lease.check)
     known, leases = {*entries, MARK}, f"{FOLDER}/"
+    # What only a former dataset had goes, too, but no lease: this process holds one.
     strays = [name for name in again(lambda: store.below("")) if name not in known]
     again(lambda: store.remove([name for name in strays if not name.startswith(leases)]))
     again(lease.check)
+    # Created, not replaced: whoever took over a lost lease may have written one meanwhile.
     if not again(lambda: store.create(OF_DATA, own)):
         raise Lost(f"another process has written {store.address}")
     again(lambda: store.remove([MARK]))
