@@ -102,6 +102,7 @@ def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> fl
     # Heads that can't be divided are copied first, see share_rows.
     if key_values % sharing:
         key_values = heads
+    # Queries and the output have all heads, keys and values their own.
     elements = 2 * (heads + key_values) * size * config.num_hidden_layers
     return passes * tokens * elements * 2 * (sharing - 1) / sharing
 
@@ -119,9 +120,13 @@ def message_bytes(
     how, nodes = placement.sharding.sharding_strategy, placement.num_nodes
     inside, between = (placement.devices - 1) / placement.devices, (nodes - 1) / nodes
     if placement.strategy in ("single", "ddp") or how == "NO_SHARD":
+        # Nothing is gathered where devices have the whole model: an all-reduce sums gradients.
         return 2 * reduced_bytes * inside * syncs, 2 * reduced_bytes * between * syncs
+    # For the forward pass and again for the backward pass, unless weights stay whole between
+    # the two.
     gathers = 1 if how == "SHARD_GRAD_OP" else 2
     sent = (gathers * gathered_bytes + reduced_bytes) * micro_batches
+    # A hybrid gathers inside of its node, and sends others an all-reduce of its gradients.
     over_network = 2 * reduced_bytes * micro_batches if how == "HYBRID_SHARD" else sent
     return sent * inside, over_network * between
 
@@ -143,5 +148,6 @@ def latency(placement: Any, units: int, syncs: int, micro_batches: int) -> float
     if how == "HYBRID_SHARD":
         nodes_in_ring, after = 1, tree
     ring = BEGIN + nodes_in_ring * (devices - 1) * INSIDE + (nodes_in_ring - 1) * BETWEEN
+    # As many as gathers of the weights, and one for the gradients.
     rings = 2 if how == "SHARD_GRAD_OP" else 3
     return units * micro_batches * (rings * ring + after)

@@ -47,6 +47,8 @@ def until_it_fits(
     that fits. None may fit.
     """
     changes: list[tuple[Change, Prediction]] = []
+    # A function, since both change whenever a change is taken, and what comes next depends on
+    # that.
     for change in _cheapest_first(lambda: (flags, prediction)):
         # A change that doesn't help by itself isn't kept, so that the advice stays short.
         tried = _attempt(own, changed(flags, change))
@@ -183,8 +185,8 @@ def _cheapest_first(now: Callable[[], tuple[Flags, Prediction]]) -> Iterator[Cha
     """Changes that may need less memory. now: the flags with those that were taken, and their
     prediction.
 
-    Where the model and its optimizer don't fit by themselves, fewer activations don't help before
-    they do.
+    As long as the model and its optimizer alone don't fit, fewer activations can't help: changes of
+    these two come first then.
     """
     if not now()[1].state_fits:
         # `now` is asked again after each change, since the caller may have taken it.

@@ -120,6 +120,7 @@ class Products(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = local_part(tensor).untyped_storage()
                 storages[storage._cdata] = storage
+        # A sum of the residual stream takes what a product has read or made. Others are fused.
         if is_sum and not storages.keys() & self.storages:
             return result
         if is_sum:

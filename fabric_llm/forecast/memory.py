@@ -106,6 +106,7 @@ def predict_memory(work: Work) -> Memory:
     # Both are no moments of a step, so they mustn't count in the search for the peak.
     most = moments.pop(ELSEWHERE)
     operations = most.pop(OPERATIONS)
+    # The peak is the device's, so what is offloaded to the host doesn't count.
     here: dict[str, dict[str, int]] = {}
     for moment, held in moments.items():
         here[moment] = {}

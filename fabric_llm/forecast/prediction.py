@@ -114,6 +114,7 @@ def predict(
     micro_batch_size, micro_batches, batch = batch_sizes(
         flags, placement.devices, placement.num_nodes
     )
+    # Called for its error, as a run would raise it.
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     model, skeleton = _model(flags, placement.kind)
     text_config = model.config.get_text_config()
@@ -191,6 +192,7 @@ def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: st
         flags = replace(flags, training=replace(flags.training, max_step=steps))
     checks.check_flags(flags)
     evaluated = map(Path, checks.evaluated_on(flags))
+    # A plan needs no dataset, so one that isn't here is no mistake.
     is_here = all(source_of(Path(given)) for given in checks.trained_on(flags))
     if is_here and all(folder.is_dir() for folder in evaluated):
         placement = _place(flags, "cpu")

@@ -205,6 +205,7 @@ def _trace(
     y = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
     # A point alone has no line, and few points are shown each.
     has_markers = len(steps) <= (1 if is_undone else FEW_POINTS)
+    # Colours tell sets of a single run apart, and else the runs, whose sets have dashes.
     color = number if is_one else i
     trace = go.Scatter(
         STYLES[style],

@@ -173,8 +173,8 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 
 
 def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
-    """The last loss, and the best in words; of a mean, since the shares of its sets last changed:
-    others are other means."""
+    """The last loss, and in words the best one. A mean over sets is followed back only to where
+    their shares last changed, since means with other shares don't compare."""
     # A loss of NaN or infinity is neither the last nor the best one.
     steps, values = (part[np.isfinite(loss.values)] for part in loss)
     if not len(values):

@@ -301,7 +301,8 @@ class Event(NamedTuple):
     """Something that happened after `step` finished steps."""
 
     step: int
-    kind: str  # started, resumed, saved, stage, stopped, killed, failed, done, or of VERDICTS
+    # started, resumed, saved, stage, stopped, killed, failed, fell_back, done, or of VERDICTS
+    kind: str
     words: str = ""
     time: str = ""  # UTC, as ISO 8601
     position: int = 0  # sequences read by then; 0 in the whole of an older run
