@@ -105,7 +105,10 @@ def takes_packed_attention(reference: PreTrainedModel) -> bool:
         ):
             return LanguageModel(reference)(rows, **positions)
 
+    # Positions that restart every 7 tokens: three documents in each row.
     is_same = _makes_the_same(reference, packed, position_ids=torch.arange(16).expand(2, -1) % 7)
+    # Masks are made of the windows that the configuration has, and packed attention of those that
+    # layers hand over: both must be the same.
     # Some models have their windows in masks alone, which these few tokens don't show.
     text_config = reference.config.get_text_config()
     has_window = bool(getattr(text_config, "sliding_window", None))
@@ -124,6 +127,8 @@ def heads_in_training(reference: PreTrainedModel) -> tuple[int, float]:
         dropouts.append(more.get("dropout") or 0.0)
         return packed_attention.packed_attention(module, query, key, value, *args, **more)
 
+    # Layers hand their heads and their dropout to the attention function, so one that listens takes
+    # its place in the body.
     watching = patch.dict(AttentionInterface._global_mapping, {packed_attention.PACKED: watched})
     with (
         attention(reference, packed_attention.PACKED),
@@ -226,10 +231,10 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
 def beyond_the_row(
     model: PreTrainedModel, lengths: Sequence[int], documents: bool = False
 ) -> Optional[str]:
-    """What positions in a row of one of `lengths` tokens depend on besides their place, in words;
-    None: on nothing.
+    """What the positions in a row depend on besides their place in it, in words; None where they
+    depend on nothing else. lengths: those that rows have, in tokens.
 
-    Its probe is a few positions, however long rows are. documents: rows hold documents of any
+    The probe is a few positions, however long rows are. documents: rows hold documents of any
     length up to theirs, whose positions restart. model: it has computed nothing yet.
     """
     config = model.config.get_text_config()
@@ -239,6 +244,7 @@ def beyond_the_row(
         return f"its attention counts chunks of {chunk:,} tokens from the beginning of a row"
     if not (kinds := positions.kinds(config) & positions.BY_LONGEST):
         return None
+    # Documents may be shorter than any row: as short as can be, or just missing a row's length.
     if documents:
         lengths = sorted({2, *lengths, *(length - 1 for length in lengths)})
     # transformers keeps the longest row that was seen on the module of rotary positions.

@@ -72,6 +72,8 @@ class Head:
         before = vars(self.base).get("forward")
         self.base.forward = lambda *args, **inputs: outputs
         try:
+            # The ids stand for the number of tokens alone: the layers, which would look them up,
+            # don't run.
             return self.causal_lm(
                 input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)
             ).logits[0]
@@ -107,7 +109,8 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(needs_grad):
                 chunk = chunk.detach().requires_grad_(needs_hidden)
                 logits = head(chunk)
-                # PyTorch's compiler warns of any other
+                # The backward pass of the loss stops at this leaf. A compiled loss takes nothing
+                # but leaves without a warning.
                 leaf = logits.detach().requires_grad_(logits.requires_grad)
                 loss = token_loss(leaf, chunk_targets)
                 # of a vector, only the first number is trained
@@ -116,6 +119,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if loss.requires_grad:
                 trained.backward()
                 wanted = [chunk, *tensors] if needs_hidden else tensors
+                # autograd.grad, not backward: `backward` below returns the gradients, so they must
+                # not be in the `grad` of the parameters as well.
                 gradients = list(torch.autograd.grad(logits, wanted, leaf.grad, allow_unused=True))
                 of_hidden += [gradients.pop(0)] if needs_hidden else []
                 # Summed in float32, whatever the weights: bfloat16 would round at each chunk.

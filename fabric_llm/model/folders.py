@@ -89,6 +89,8 @@ def check_model_folder(name: str) -> None:
     # An index names the files to open: none of them may be a pickle, or lie outside of the folder.
     for index in folder.glob("*.index.json"):
         for file in sorted(set(weight_map(index).values())):
+            # `weight_map` has refused names that lead outside. The index of pickles beside
+            # safetensors is never opened, so it may name what it likes.
             if index.name in WEIGHT_FILES:
                 weights_name(file, index)
 

@@ -135,6 +135,7 @@ def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Opti
                 named = f"{name} ({relative:.1%} of its output)"
                 break
     else:
+        # No module differs, so that loss and logits alone decide.
         if abs(ours.loss - reference.loss) <= limits.loss and logits <= limits.logits:
             return None
     return (
@@ -161,6 +162,7 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
     # A hook samples each gradient as it is made: all at once would take a second model's memory.
     handles = [parameter.register_post_accumulate_grad_hook(keep) for parameter in names]
     with torch.enable_grad():
+        # The first token of each row has no prediction, so it is no target.
         loss = model.eval()(**inputs) / (inputs["labels"].numel() - len(inputs["labels"]))
         loss.backward()
     for handle in handles:
@@ -193,7 +195,7 @@ def gradients_of_wrapped(
     sampled = {}
     for name, (parameter, first, counts) in shards(wrapped).items():
         if parameter.requires_grad:
-            # Zeros where there is none.
+            # Zeros where there is none: rank 0 asks for each name in what every rank sends.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             piece = local_part(gradient).detach().flatten()
             sampled[name] = square(piece).item(), _sampled(piece, first, sum(counts))
@@ -255,6 +257,8 @@ def _sampled(gradient: Tensor, offset: int, count: int) -> Tensor:
     A copy: a view would keep the whole gradient, which would be sent to all ranks with it.
     """
     step = max(1, -(-count // SAMPLED_ELEMENTS))
+    # The first place at or behind `offset` that is a multiple of n, so that shards take the places
+    # that the whole would.
     return gradient[-offset % step :: step].to("cpu", torch.float32, copy=True)
 
 

@@ -19,7 +19,7 @@ from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model import chunked_loss, packed_attention
 
-# Ranges of positions in a document, of each of which evaluations sum the loss, see
+# Evaluations also sum the loss by how far into its document a target is: the number of ranges. See
 # training/evaluation.py.
 PLACES = 12
 # Names that causal LMs have for the coefficient of their routers' loss.

@@ -21,8 +21,8 @@ from fabric_llm.model.sharded import repeated_layers
 
 # Parameters of a layer. A smaller one spends less time than its compilation takes.
 WORTH_COMPILING = 10**6
-# Of batches, that layers are compiled for: each context to train and to evaluate on, and its last
-# batch.
+# The most shapes of batches that layers are compiled for: one for each context that is trained or
+# evaluated on, and one for its last batch.
 MAX_SHAPES = 64
 KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten.mm.default,
@@ -55,6 +55,7 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+    # Versions of transformers that have the first name deprecate the second one.
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
@@ -73,7 +74,7 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
         # One function for all layers: each begins to fetch the input that the next one needs.
         for module in there:
             module._gradient_checkpointing_func = call
-    # transformers turns on all layers or none, so the others are turned off again.
+    # All layers are turned on by now, so the others are turned off again.
     if which.startswith("every:"):
         layers = [
             module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_available
 from transformers.utils.hub import get_checkpoint_shard_files
-from transformers.utils.logging import disable_progress_bar  # noqa: F401
+from transformers.utils.logging import disable_progress_bar  # noqa: F401  # for our callers
 
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line

@@ -30,6 +30,8 @@ def load_reference(
     """
     # Buffers come first: computing them would write into parameters that aren't on the meta device.
     compute_buffers(model)
+    # Parameters on the meta device don't take tensors of a CPU as their `data`, see `_give`. These
+    # do, and have no memory of their own.
     model.apply(replacing(_nothing))
     names = units(model)
     # Taken after the replacement, so that `_give` fills the parameters that the model has now.

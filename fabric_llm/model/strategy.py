@@ -233,6 +233,7 @@ def _wrap_fsdp(
 ) -> nn.Module:
     # A unit whose dtype isn't the model's, such as a float32 router, computes in its own.
     kept = {"mixed_precision": None}
+    # True means the settings of the outermost unit, and a dictionary replaces some of them.
     policy: dict[nn.Module, Any] = {}
     for module, dtype in dtypes.items():
         if module is not model:
@@ -270,6 +271,8 @@ def _wrap_fsdp(
             backward_prefetch=prefetch,
             limit_all_gathers=how.limit_all_gathers,
             device_id=fabric.device,
+            # The optimizer's groups, freezing and checkpoints go by the parameters that the model
+            # had.
             use_orig_params=True,
         )
 

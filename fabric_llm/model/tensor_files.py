@@ -187,5 +187,6 @@ class TensorFile:
         with self.path.open("wb" if header else "r+b") as file:
             file.write(header)
             file.seek(self.begins.pop(name))
+            # As bytes, since numpy has no bfloat16.
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         return not self.begins

@@ -31,8 +31,8 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
     It is false for a module that mixes tokens, or that has dropout.
 
     model: its weights are on the CPU, and each is given the same tokens at once and in two tiles.
-    measures: false where there are no weights but fake ones; then it counts what modules are called
-    with, and give back.
+    measures: False where the weights are fake, so that outputs say nothing. Then it is true for
+    each module that takes one tensor and returns one.
     """
     # Modules directly inside of a layer, so that what is tiled is as large as it can be.
     names, tiled = {}, {}

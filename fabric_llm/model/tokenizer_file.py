@@ -40,7 +40,8 @@ def check_tokenizer_file(path: Path) -> None:
 
 def _token_numbers(document: Any) -> list[int]:
     """The token ids of a tokenizer.json, as far as it has the form of one."""
-    # Token ids are in a dictionary or a list, depending on the kind of the tokenizer.
+    # A dictionary has ids as its values. The ids of a list, as of Unigram, are its places, which
+    # the size of the file bounds already: that it has no `values` is suppressed.
     numbers: list[Any] = []
     with suppress(KeyError, TypeError, AttributeError):
         numbers += document["model"]["vocab"].values()
