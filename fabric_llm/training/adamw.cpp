@@ -11,6 +11,7 @@
 static inline float widen(uint16_t bfloat16) {
     const uint32_t bits = uint32_t(bfloat16) << 16;
     float value;
+    // memcpy, since C++ leaves a cast of the pointer undefined
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
@@ -62,6 +63,7 @@ struct Piece {  // a row of rows_of
 extern "C" void update(
     const Piece *pieces, int64_t count, int threads, float decay, float grad_weight, float beta2, float square_weight,
     float bias, float eps, float step_size) {
+    // each thread takes the next piece once it is free, because pieces differ in size
     std::atomic<int64_t> next{0};
     const auto work = [&] {
         for (int64_t i; (i = next++) < count;) {

@@ -224,9 +224,9 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Do all of the next `step` that doesn't need the values of gradients or the learning rate:
-        a GPU is still computing gradients, and the host would wait for it after this. Until then
-        gradients may change in place."""
+        """Prepare the next `step` as far as it depends neither on the values of gradients nor on
+        the learning rate. Called while a GPU still computes gradients, so that this takes no time
+        of its own. Until `step` gradients may change in place, as clipping changes them."""
         self.prepared = [self._launches(group) for group in self.param_groups]
 
     @torch.no_grad()
@@ -258,6 +258,7 @@ class AdamW(torch.optim.Optimizer):
         counts = [self.state[param]["step"] for param in params]
         steps = (torch.stack(counts) + 1).tolist() if counts else []
         for param, step in zip(params, steps):
+            # Kernels get addresses, and take what lies there as contiguous.
             if not param.grad.is_contiguous():
                 param.grad = param.grad.contiguous()
             state = self.state[param]

@@ -119,6 +119,7 @@ def plain_update(pieces: Sequence[Piece], numbers: list[float]) -> None:
             p.mul_(decay).sub_(m.div(root.mul_(bias).add_(eps)).mul_(step_size))
             noises = noise(first + start, p.numel(), key, p.device)
             for target, value, bits in zip((param, exp_avg, exp_avg_sq), (p, m, v), noises):
+                # Bits, not values: copied to bfloat16 they would be converted as integers.
                 target.view(torch.int16).copy_(bfloat16_bits(value, bits))
 
 
@@ -233,6 +234,7 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
             for one, tensors in ((update, result), (plain_update, expected)):
                 cut = count // 3  # into two pieces of different lengths
                 flat = tensors.view(torch.bfloat16)
+                # The second piece ends with the last index that fits into 32 bits.
                 parts = [
                     (list(flat[:, :cut]), 2**32 - count, key),
                     (list(flat[:, cut:]), 2**32 - count + cut, key),

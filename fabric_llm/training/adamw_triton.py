@@ -47,6 +47,7 @@ def update(pieces: Sequence[Piece], numbers: list[float]) -> None:
     )
 
 
+# By default Triton compiles a kernel of its own for an integer that is 1, or a multiple of 16.
 @triton.jit(do_not_specialize=["pieces"])
 def _kernel(
     table, pieces, decay, grad_weight, beta2, square_weight, bias, eps, step_size,

@@ -163,6 +163,7 @@ def evaluate(
     if questions is not None:
         result |= questions.answered(np.reshape(sums, (-1, width)), np.array(of_each))
     result["perplexity"] = math.inf
+    # math.exp overflows above 709.
     if result["loss"] < 700:
         result["perplexity"] = math.exp(result["loss"])
     if text:

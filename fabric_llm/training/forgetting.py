@@ -80,6 +80,7 @@ class Forgetting:
         rises, left = self.rises(losses), {}
         most = MAX_CHANGE * min(1.0, interval / USUAL_INTERVAL)
         for name, budget in self.budgets.items():
+            # Not 0: --forgetting_action steer takes only budgets above 0 (plan/checks.py).
             aim = (1 - MARGIN) * budget
             fraction = (aim - rises.get(name, 0.0)) / aim
             # A loss that is NaN has forgotten all.

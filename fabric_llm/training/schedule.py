@@ -83,12 +83,15 @@ def lr_at(
     step, steps = step - warmup_steps, max_step - warmup_steps
     if decay_steps is None:
         decay_steps = max(1, max_step // 10)
+    # A short run may be shorter than its warm-up and its last decay together.
     decay_steps = min(steps, decay_steps)
+    # Below 0 until the last decay begins, then the fraction of it that is done.
     decayed = (step - steps + decay_steps) / max(1, decay_steps)
     if cooldown_steps is None:
         cooldown_steps = max_step // 4
     if constant_lr is None:
         constant_lr = (lr + min_lr) / 2
+    # As a fraction of the way from min_lr to lr, as schedules give every rate.
     constant = (constant_lr - min_lr) / (lr - min_lr) if lr > min_lr else 1.0
     at = AfterWarmup(
         step,
@@ -105,6 +108,7 @@ def lr_at(
     else:
         with register.of_user(f"the schedule {lr_schedule!r}"):
             left = float(register.SCHEDULES[lr_schedule](at))
+    # The sum may differ from lr in its last bit.
     return lr if left == 1 else min_lr + (lr - min_lr) * left
 
 

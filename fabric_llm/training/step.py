@@ -157,6 +157,7 @@ def clip_gradients(
     # A rank may hold nothing of a small parameter.
     gradients = [g for g in gradients if g.numel()]
     norm = sum_over_shards(sum_of_squares(gradients), group).sqrt().item()
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_.
     if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
         # Rounded to float32, so that another order of the sums, 1e-16 apart, doesn't change a
         # gradient's last bit.
