@@ -88,6 +88,8 @@ def send(apart: Apart, files: Callable[[], Sequence[File]]) -> None:
         torch.distributed.send_object_list([word], dst=0, group=apart.group)
 
     try:
+        # What the file will hold is announced first, as shapes and dtypes. Its tensors follow one
+        # by one, so that rank 0 never holds more than one of them.
         for file in files():
             announced = {}
             for name, tensor in file.layout.items():
@@ -106,6 +108,7 @@ def receive(apart: Apart, sender: int) -> Iterator[tuple[File, str, Tensor]]:
     time."""
     heard: list[Any] = [None]
     while True:
+        # A File announces what follows, a name the tensor that comes next, and None the end.
         torch.distributed.recv_object_list(heard, src=sender, group=apart.group)
         [word] = heard
         if word is None:

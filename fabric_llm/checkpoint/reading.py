@@ -46,7 +46,6 @@ def load_optimizer(
         may_be_missing = may_be_missing or parameter_of(key) in may_lack
         if key in stored or not may_be_missing:
             # A key that is missing, and mustn't be, is reported with the shape "nothing".
-            # Left out: parameters that aren't trained, the average, and what is there already.
             if (there := stored.shapes.get(key, "nothing")) != shape:
                 raise damaged(
                     path, f"the optimizer's state holds {there} as {key}, the model {shape}."
@@ -66,6 +65,7 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
         # A key is state.NAME.ITEM, and NAME has dots of its own.
         name, _, item = key.removeprefix("state.").rpartition(".")
         shard = known.get(name)
+        # Left out: parameters that aren't trained, the average, and what is there already.
         if (
             shard is None
             or shard.parameter not in trained

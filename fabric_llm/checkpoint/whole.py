@@ -62,8 +62,8 @@ class Pieces:
     def of_units(self, group: Optional[ProcessGroup]) -> Iterator[dict[str, Tensor]]:
         """The whole weights of one unit after the other, on rank 0. All ranks call it.
 
-        group: of the same ranks, to use instead of the model's own, whose device the pieces are on,
-        or None.
+        group: a process group of the same ranks to use in place of the model's own, as that of
+        writing.Background; None: the model's own.
         """
         # Ranks of other replicas have nothing to send.
         if not self.held:

@@ -2,13 +2,13 @@
 
     checkpoints/RUN/step-00000100/
         MANIFEST.json            bytes and sha256 of every other file, written last
-        config.json, model.safetensors, tokenizer... state_dict_type full: opens with
-        from_pretrained
+        config.json, model.safetensors, tokenizer...
+                                 state_dict_type full: opens with from_pretrained
         weights/                 state_dict_type sharded: each rank's part of the weights
         trainer/progress.json    step, position and what must be the same on resume
         trainer/optimizer/       optimizer state, each rank's part
-        trainer/probe.safetensors  logits of the model in training on a fixed batch, for
-                                   export_hf.py
+        trainer/probe.safetensors
+                                 logits of the model in training on a fixed batch, for export_hf.py
 
 Everything is JSON or safetensors: reading it runs no code. Parts have their offsets in their files,
 so that any number of ranks, and one process without any, can read them.
@@ -81,13 +81,13 @@ class Pending:
     probe: dict[str, Tensor]
     document: dict[str, Any]  # progress.json
     manifest: dict[str, Any]  # but for the files
-    # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host
-    # where least would be left.
+    # (bytes of the copies that let training go on meanwhile, bytes of free memory), both of the
+    # host that would have the least left. None: no copies are asked for.
     copies: Optional[tuple[int, float]] = None
     ranks_apart: Optional[apart.Apart] = None  # those that don't see rank 0's disk
     # Of the files that this rank has written.
     entries: dict[str, files.Entry] = field(default_factory=dict)
-    problem: Optional[Fault] = None  # why they are not
+    problem: Optional[Fault] = None  # why this rank couldn't write them all
 
     @property
     def is_copied(self) -> bool:
@@ -128,8 +128,8 @@ def begin(
     model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed
     run must have in common with this one. origin: hashes of what the run was made from. probe: see
     `record_probe`. copy: to host memory, where there is room, so that training can go on before
-    `commit`. ranks_apart: those that don't see rank 0's disk. Raises Fault (74) on all ranks where
-    `target` exists, has no room, or isn't writable.
+    `commit`. ranks_apart: those that don't see rank 0's disk. Raises Fault on all ranks: 74 where
+    `target` exists, has no room, or isn't writable, 76 where a tensor holds NaN or infinity.
     """
     # The forward pass of the probe has left the outermost unit whole. Its shards are saved.
     reshard(model)
@@ -389,7 +389,8 @@ class Background:
 
     def __init__(self, model: nn.Module) -> None:
         ranks = from_first(shard_ranks(model))  # those that send weights to rank 0
-        # A group of its own, because collectives of two threads in one group could be mixed up.
+        # A group of its own, because collectives of two threads in one group could be mixed up. Of
+        # gloo, because what it sends are copies in the host's memory.
         self.group = None if alone() else torch.distributed.new_group(ranks, backend="gloo")
         # One thread, so that all ranks write checkpoints in the same order.
         self.pool = ThreadPoolExecutor(1, "checkpoint")
