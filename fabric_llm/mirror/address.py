@@ -112,6 +112,7 @@ def open_store(address: str) -> Any:
             "retry_timeout": timedelta(seconds=RETRY_SECONDS),
         },
     }
+    # obstore doesn't read the files of profiles, see credentials.py.
     if urlsplit(address).scheme == "s3":
         options["config"] = credentials.of_profile()
     return store.from_url(address.rstrip("/"), **options)

@@ -41,6 +41,7 @@ class Mirror:
         self.deadline: Optional[float] = None  # of time.monotonic(), once the run is over
         self.queue: SimpleQueue[Report] = SimpleQueue()
         self.unsent: list[dict[str, Any]] = []  # commands
+        # `_start_again` sends commands from a thread of its own: whoever sends holds the lock.
         self.lock, self.is_lost = Lock(), False
         self._start()
 
@@ -140,6 +141,7 @@ class Mirror:
                 time.sleep(SECONDS_TO_START_AGAIN)
         with self.lock:
             asked = [command.get("upload") for command in self.unsent]
+            # Uploads that the lost process was told of are older than what is unsent.
             lost = [{"upload": name} for name in self.waiting if name not in asked]
             self.unsent, self.is_lost = [*lost, *self.unsent], False
             self._send()
@@ -155,6 +157,7 @@ class Mirror:
             name = report.get("mirrored") or report.get("given_up")
             if "mirrored" in report:
                 self.names.add(report["mirrored"])
+                # What was asked for and refused, because it was the newest, may be asked for again.
                 self.leaving.clear()
             elif "removed" in report:
                 self.names.discard(report["removed"])

@@ -44,7 +44,7 @@ class Commands:
         """report: called with each report, from several threads. timeout_seconds: for what is left
         once stdin ends without {"end"}."""
         self.report, self.timeout_seconds = report, timeout_seconds
-        self.changed = threading.Condition()  # of the three below
+        self.changed = threading.Condition()  # for changes of the three below
         self.queue: deque[tuple[str, Any]] = deque()  # (command, what it names)
         self.current: Optional[str] = None  # the checkpoint that is being uploaded
         self.deadline: Optional[float] = None  # of time.monotonic(), once there is one
@@ -97,9 +97,12 @@ class Commands:
         with self.changed:
             if "upload" in command:
                 self.queue.append(("upload", names[0]))
+                # Older ones are given up, so that a server that is slower than the run has the
+                # newest.
                 for name in self._waiting()[:-MOST_WAITING]:
                     self._forget(name)
             if "remove" in command:
+                # What is to be removed needn't be copied before.
                 for name in set(names) & set(self._waiting()):
                     self._forget(name)
                 self.queue.append(("remove", (names, bool(command.get("newest")))))
@@ -130,6 +133,7 @@ class Commands:
 
     def report_end(self) -> None:
         with self.changed:
+            # Told once, although `_exit` calls this from a thread of its own.
             if not self.stopped.is_set():
                 self.stopped.set()
                 behind = [*[name for name in (self.current,) if name], *self._waiting()]

@@ -1,5 +1,6 @@
-"""Keys for S3, where obstore doesn't look, or can't tell what it has found: the files of a profile,
-and, for requests that are signed here, the environment, a container's endpoint and an instance's.
+"""Keys for S3. obstore doesn't look for them in the files of a profile. Where it finds them, in the
+environment and at the endpoints of a container and of an instance, it doesn't tell which they are:
+so they are looked for here as well, to sign the requests of leftovers.py.
 
 The order is that of https://docs.aws.amazon.com/sdkref/latest/guide/standardized-credentials.html,
 without single sign-on and roles that are assumed.
@@ -44,6 +45,7 @@ def of_profile() -> dict[str, str]:
         section = _section("AWS_SHARED_CREDENTIALS_FILE", "credentials", profile)
         found = {NAMES[name]: value for name, value in section.items() if name in NAMES}
     if not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
+        # In this file the section of a profile is called `profile NAME`, but for the default.
         named = profile if profile == "default" else f"profile {profile}"
         region = _section("AWS_CONFIG_FILE", "config", named).get("region")
         if region:
@@ -99,7 +101,8 @@ def _of_container() -> str:
 def _of_instance() -> str:
     """What an EC2 instance's endpoint answers."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        raise ValueError
+        raise ValueError  # for `find`: there are no keys
+    # An instance may answer only to who has fetched a token before (IMDSv2).
     token = _ask(
         f"{INSTANCE}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "300"}, "PUT"
     )

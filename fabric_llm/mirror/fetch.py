@@ -96,6 +96,7 @@ def restore(
             return target
         try:
             place = f"{run}/{name}"
+            # Before the checkpoint has its name: a start that finds one here fetches nothing more.
             logs = partial(_logs, store, run, directory, replaces_logs)
             _folder(store, place, target, MANIFEST, before=logs)
             return target
@@ -206,6 +207,7 @@ def folder_of(
             _folder(store, name, target, MANIFEST, wanted, content=content)
         if content is None:
             target.mkdir(exist_ok=True)
+            # The run may have gone on since, and `restore` leaves logs that are there as they are.
             for file in LOGS:
                 (target / file).unlink(missing_ok=True)
             found = restore(store, name, target, only_logs=only_logs)
@@ -229,17 +231,20 @@ def _folder(
 
     Raises Fault (66) for what is missing or damaged, (77), (74).
     """
+    # A name that no reader takes for a folder that is whole, whenever a kill comes.
     temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
         entries = _entries(store, place, temporary, manifest, content)
         entries = {name: entry for name, entry in entries.items() if wanted(name)}
+        # A manifest from outside may hold negative numbers.
         needed = sum(max(entry["bytes"], 0) for entry in entries.values())
         files.room(temporary, needed, place, "make room, or take another disk")
         if needed:
             say(f"Fetching {store.address}/{place} ({needed / 2**20:,.1f} MiB) to {str(target)!r}.")
         for name, entry in entries.items():
             _file(store, f"{place}/{name}", temporary / name, entry)
+        # Each file is on the disk by now. The names in folders must be, too, before the rename.
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
             fsync(folder)
         before()
@@ -361,9 +366,10 @@ def patiently(
     trouble: Callable[[str], Any] = lambda why: None,
     sleep: Callable[[float], Any] = time.sleep,
 ) -> T:
-    """What `action` returns, tried again for `seconds` (default: PATIENCE_SECONDS) from its first
-    error, since it may take long itself. Raises Fault (74, 2) then, and OSError of the local disk.
-    trouble: called with what went wrong each time."""
+    """Call `action` until it succeeds, and return its result. Tries end `seconds` (default:
+    PATIENCE_SECONDS) after the first error, not after the first call, since an action may take long
+    itself. Raises Fault (74, 2) then, and OSError of the local disk. trouble: called with what went
+    wrong each time."""
     end = None
     for pause in pauses():
         try:

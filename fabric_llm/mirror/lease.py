@@ -3,8 +3,9 @@
 Its owner writes it again every BEAT_SECONDS. Another takes over by creating the next number, which
 only one can do: at once if the owner has said that it ended, or is the same run directory, whose
 lock says that the former process is gone; otherwise once the object hasn't changed for
-LEASE_SECONDS, for which an owner is waited that says that it finishes. That is measured by the
-watcher's own monotonic clock: clocks of two machines are never compared.
+LEASE_SECONDS. If it changes, the other is refused, unless the owner says that it only finishes:
+then it is waited for. Time is measured by the watcher's own monotonic clock: clocks of two machines
+are never compared.
 """
 
 import json

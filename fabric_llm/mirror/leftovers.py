@@ -83,6 +83,7 @@ def _request(
     endpoint = credentials.endpoint() or f"https://s3.{region}.amazonaws.com"
     url = urlsplit(endpoint)
     path = quote(f"{url.path.rstrip('/')}/{bucket}/{key}", safe="/-_.~")
+    # The signature is of the query in this order, so it is sent in this order.
     sent = "&".join(f"{quote(k, safe='')}={quote(v, safe='')}" for k, v in sorted(query.items()))
     time = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     headers = {"host": url.netloc, "x-amz-content-sha256": EMPTY, "x-amz-date": time}
@@ -120,6 +121,7 @@ def _signature(
     canonical = "\n".join((method, path, query, lines, names, EMPTY))
     scope = f"{time[:8]}/{region}/s3/aws4_request"
     digest = hashlib.sha256(canonical.encode()).hexdigest()
+    # The key of the signature is made of the secret by date, region, service and version in turn.
     key = f"AWS4{keys[1]}".encode()
     for word in scope.split("/"):
         key = hmac.digest(key, word.encode(), "sha256")

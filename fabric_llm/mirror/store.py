@@ -24,6 +24,8 @@ AT_ONCE = 4  # parts in flight
 LONGEST_PAUSE_SECONDS = 60.0
 FOLDER = ".leases"  # of all runs, see lease.py
 PROBE = f"{FOLDER}/a-probe"  # before any lease's name, so that an owner removes what a kill left
+# Words in obstore's messages, and in those of servers that it quotes, by what they mean, see
+# `as_fault`.
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "InvalidBucketName")
 BAD_KEY = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidToken"),
@@ -157,6 +159,7 @@ class Store:
             except OSError as error:
                 raise Damaged(f"{str(path)!r} can't be read: {error.strerror}") from error
 
+        # One request, instead of a multipart upload, of which a kill leaves parts (leftovers.py).
         if size <= part:
             self.put(name, b"".join(parts()))
         else:
@@ -182,6 +185,7 @@ class Store:
                 self.requests += 1
                 length = min(PART_BYTES, size - start)
                 waiting.append(pool.submit(get_range, self.raw, name, start=start, length=length))
+                # The memory holds no more pieces than this, however slow the caller is.
                 if len(waiting) == AT_ONCE:
                     yield bytes(waiting.popleft().result())
             while waiting:
@@ -244,6 +248,7 @@ def reason(error: BaseException) -> str:
     if status:
         said = f" ({code[1]})" if code else ""
         return f"the server answered {status[1].strip()}{said}"
+    # Of a folder. Such a number in an error of S3 is that of a connection, see below.
     if local and not text.startswith("Generic S3"):
         return local[1].strip()
     if "kind: Timeout" in text or "operation timed out" in text:
@@ -264,8 +269,8 @@ def _lasts(error: BaseException) -> bool:
 
 
 def as_fault(error: BaseException, address: str, in_run: bool = False) -> Fault:
-    """What obstore raised as a sentence about `address`: what the user can mend (2), or else, as
-    anything in a run, (74), which may go by itself."""
+    """The Fault for what obstore raised, in a sentence about `address`: 2 where the user can mend
+    it, 74 where it may go by itself. Once the run has used the address, `in_run`, always 74."""
     text = str(error)
     why, code = f"{reason(error)}: try again later", SAVE_FAILED
 
@@ -318,8 +323,8 @@ def probe(store: Store) -> None:
 
 
 def _probed(store: Store) -> tuple[bool, Optional[bytes]]:
-    """(whether a second object took the place of the first one, which should be b"first", what is
-    there then)."""
+    """(whether a second object of one name took the place of the first, what there is of this name
+    then: it should be b"first")."""
     # A name of its own: processes that start together must not take each other's for theirs.
     name = f"{PROBE}-{secrets.token_hex(8)}"
     store.create(name, b"first")

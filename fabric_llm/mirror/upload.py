@@ -83,6 +83,7 @@ class Uploader:
         waits = False
         while True:
             try:
+                # In short waits, between which it is looked whether time is up.
                 return lock.acquire(timeout=LOCK_SECONDS).lock
             except Timeout:
                 self.commands.check_time()
@@ -150,6 +151,7 @@ class Uploader:
         if command == "remove":
             self._remove(*named)
             return True
+        # Of a checkpoint that was given up while it waited, see `Commands`.
         if command == "clear":
             self._again(lambda: self._discard(named, unless_whole=True))
             return True
@@ -158,6 +160,7 @@ class Uploader:
         except GivenUp as why:
             if str(why):
                 self._say(f"{why}.")
+            # Without a manifest what was sent is no checkpoint, but it would stay.
             self._again(lambda: self._discard(named, unless_whole=True))
             self.report({"given_up": named})
         self.commands.current = None
@@ -167,11 +170,14 @@ class Uploader:
         began, requests = time.monotonic(), self.store.requests
         entries = self._entries(name)
         place, sent = self._place(name), 0
+        # Anew where somebody has put another manifest meanwhile, see `_publish`.
         while not self._again(lambda: self._is_whole(name)):
             for file, entry in entries.items():
                 sent += self._bring(name, file, entry)
                 failpoint("mirror.file")
+            # Files that another checkpoint of this name had, and this one hasn't.
             self._again(lambda: self._remove_strays(place, entries))
+            # Before the manifest: whoever finds the checkpoint goes on with its logs.
             self._logs()
             failpoint("mirror.before_manifest")
             self._again(lambda: self._publish(name))
@@ -302,8 +308,8 @@ class Uploader:
     # ------------------------------------------------------------------------- what may go wrong
 
     def _at_start(self, store: Store, action: Callable[[], T]) -> T:
-        """As `_again`, for as long as a trainer waits that hasn't begun. Raises Fault (74, 2)
-        then."""
+        """As `_again`, but not for ever, since the trainer waits to begin. Raises Fault (74, 2)
+        when its time is up."""
         seconds = self.commands.timeout_seconds
         done = patiently(store, action, seconds, self._trouble, self._sleep)
         self._recovered()
