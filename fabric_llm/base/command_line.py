@@ -239,6 +239,7 @@ def parse(
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
             fail(program, _one_sentence(message, flags, named))
 
+    # In place of jsonargparse's own loader, which takes aliases, see `_Loader`.
     jsonargparse.set_loader("yaml", _load_value, exceptions=(ValueError,))
     # Without abbreviations: a new flag would change what an old abbreviation means.
     parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)

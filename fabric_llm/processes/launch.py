@@ -77,6 +77,7 @@ def adopt_launcher() -> None:
     """Make the environment of a rank that srun or nobody started look as torchrun's. Raises
     ValueError for a wrong number."""
     _given.update(os.environ)
+    # A run that starts again by itself counts --max_hours from here.
     _given.setdefault(STARTED, repr(time.monotonic()))
     if hasattr(os, "sched_getaffinity"):
         _cores.update(os.sched_getaffinity(0))
@@ -210,6 +211,7 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]))
     elif (port := number_of("MASTER_PORT", 1, 2**16 - 1)) and node == 0:
         try:
+            # Only tried, so that a port in use is told before the other ranks are started.
             socket.create_server(("", port)).close()
         except OSError as error:
             raise port_in_use() from error

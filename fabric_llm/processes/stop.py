@@ -16,7 +16,8 @@ from fabric_llm.base.faults import STOPPED, Fault
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 STARTED = "FABRIC_LLM_STARTED"
 STOP_FILE, SAVE_FILE = "stop", "save_now"
-# In which a scheduler signals all processes, and a launcher its ranks once more.
+# A scheduler signals all processes, and a launcher its ranks once more: what comes within this time
+# counts as one request.
 SECONDS_OF_ONE_REQUEST = 1.0
 
 

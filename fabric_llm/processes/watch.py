@@ -37,7 +37,7 @@ MAX_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
 # After a longer time the job was suspended, which isn't held against any rank.
 MAX_SECONDS_BETWEEN_LOOKS = 5.0
-# In which ranks hear of each other before they join, so that a lost one can be named.
+# Ranks hear of each other in this time before they join, so that a lost one can be named.
 SECONDS_TO_MEET = 1.0
 SECONDS_TO_FIRST_WORDS = 0.1  # between beats until all ranks have been heard of
 SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends gives it up
@@ -109,6 +109,7 @@ class Watch:
     def mark(self, step: int, doing: str) -> None:
         """Work goes on: `step` steps are finished, and `doing` comes now."""
         self.step, self.doing, self.marked = step, doing, time.monotonic()
+        # A rank that went without progress had begun to hear all others, see `_seen`.
         self.hears_all = self.rank == 0
 
     def claim_end(self) -> None:
@@ -172,6 +173,7 @@ class Watch:
         # A rank that lives is silent for fewer seconds.
         self.patience = min(MAX_SECONDS_OF_SILENCE, timeout_seconds / 3)
         self.interval = min(MAX_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
+        # `begin` comes here once more, for its own time-out, while the threads run.
         if not self.thread.is_alive():
             self.since = time.monotonic()
             # If this process holds the door, the store must take it over before the process group
@@ -228,6 +230,7 @@ class Watch:
                 "retryable": own.retryable,
                 "again": own.again,
             }
+            # compare_set writes where there is nothing yet, so that the first fault stays.
             store.compare_set("first", "", json.dumps(told))
         # It is remembered, since the store may end with rank 0.
         if self.first is None and store.check(["first"]):
@@ -252,6 +255,7 @@ class Watch:
         }
 
     def _listened(self) -> set[int]:
+        """The ranks whose heartbeats this one reads."""
         heard = {0, *self.children.processes}
         if self.hears_all:
             heard = set(range(self.world_size))
@@ -263,6 +267,8 @@ class Watch:
     def refresh(self) -> None:
         """Exchange with the store now. It is lost if it doesn't answer in time, or has never
         answered before the ranks joined."""
+        # The exchange that is under way may have begun before what is to be told was known, so the
+        # one after it is waited for.
         begun, deadline = self.begun, time.monotonic() + SECONDS_TO_ANSWER
         self.woken.set()
         while self.done <= begun and not self.store_is_lost:

@@ -145,10 +145,11 @@ def verify_run(run: Path, exports: bool) -> Report:
 
 
 def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
-    """Inspect the checkpoint `path`. Returns what the log must say as well, or None if damaged.
+    """Inspect the checkpoint `path`. Returns what the log must say as well, None if it is damaged.
 
-    Of its progress.json "tokens", "sources", "logged" and "position"; "evaluated": {"eval_loss" or
-    set: nats}, {} if it wasn't.
+    These are the "tokens" and the "position" that it has reached, what was read of each of its
+    "sources", how its process has "logged", and what was "evaluated": {"eval_loss" or the name of a
+    set: nats}, {} where nothing was.
     """
     say(f"{path}: hashing")
     before = len(report.findings)

@@ -66,7 +66,8 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     # The tokens that the text of each new one is made of until now.
     parts = [made_of(old, token.text) for token in learned]
     tokenizer._tokenizer = extended(old, learned)
-    # From here on a text is encoded as it is, whatever the tokenizer's file asks for.
+    # From here on `old` encodes a text as it is, whatever its file asks for. Its copy, which is
+    # saved, was made before, and keeps what the file asks for.
     old.no_truncation()
     old.no_padding()
     first = size(old)
