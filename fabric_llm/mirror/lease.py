@@ -78,6 +78,7 @@ class Lease:
 
     def keep(self, stopped: Event) -> None:
         """Beat until `stopped`, in a thread of its own. Raises Lost."""
+        # Shorter leases, as in tests, have as many beats.
         seconds = BEAT_SECONDS * self.seconds / LEASE_SECONDS
         while not stopped.wait(seconds) and not self.ended:
             try:

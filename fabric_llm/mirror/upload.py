@@ -59,6 +59,7 @@ class Uploader:
         with suppress(Over):
             place = local_folder(self.store.address)
             parent = place and place.parent
+            # A mistyped address of a folder is made without an error, so that is said.
             is_new = parent is not None and not parent.exists()
             self._at_start(self.store, lambda: probe(self.store))
             if is_new:

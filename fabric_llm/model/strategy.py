@@ -332,6 +332,7 @@ def _wrap_fsdp2(
         mixed = replace(
             own, param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype)
         )
+    # Children come first, as `fully_shard` asks: it leaves out what is sharded already.
     for unit, dtype in dtypes.items():
         # Just before it is sharded, so that only one unit at a time is whole.
         for module in unit.modules():

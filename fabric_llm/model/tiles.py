@@ -115,6 +115,7 @@ def _joined(forward: Callable[[Tensor], Tensor], hidden: Tensor, tokens: int) ->
     out, begin = None, 0
     for tile in _split(hidden, tokens):
         # Written to its place at once: torch.cat would hold all tiles twice.
+        # A tile is one row, and its graph is dropped before the next one is made.
         [part] = forward(tile).detach()
         out = part.new_empty(hidden.shape) if out is None else out
         out.view(-1, hidden.shape[-1])[begin : begin + len(part)] = part

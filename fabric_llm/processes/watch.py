@@ -201,6 +201,7 @@ class Watch:
 
     def _connect(self) -> torch.distributed.Store:
         if self.world_size == 1:
+            # Nobody else reads it, but the watch of one rank finds that it hangs as well.
             return torch.distributed.HashStore()
         if torch.distributed.is_initialized():  # the group's own is locked while it waits for a key
             store = distributed_c10d._get_default_store().clone()  # there is no public way to it
