@@ -251,7 +251,8 @@ def parse(
     # Without a value it is "", which is refused below as a file that can't be read.
     before.add_argument("--config", nargs="?", const="")
     known, words = before.parse_known_args(argv)
-    # As argparse tells flags from values.
+    # Unknown flags are answered here, with the flags that may be meant. What is a flag is decided
+    # as argparse does.
     given = [word.partition("=")[0] for word in words if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
     if others := [name for name in given if name.removeprefix("--") not in flags]:
         fail(

@@ -15,7 +15,8 @@ from typing import Any, Optional
 from fabric_llm.base.faults import SAVE_FAILED, Fault
 from fabric_llm.base.files import step_of
 
-# In a run directory that wasn't the last to be mirrored, until it holds what the mirror does.
+# A file in a run directory that may hold less than the mirror does, since another one was the last
+# to be mirrored there.
 LEFT = ".mirror-left"
 SECONDS_TO_START_AGAIN = 30.0
 SECONDS_TO_END = 10.0  # for removals and logs
@@ -78,6 +79,7 @@ class Mirror:
             raise Fault(sentence, first.get("code", SAVE_FAILED))
         self.names.update(first["checkpoints"])
         self.is_own = first["own"]
+        # A thread takes the reports, so that the process never waits for a pipe that is full.
         self.listener = Thread(target=self._listen, args=[self.process.stdout], daemon=True)
         self.listener.start()
 

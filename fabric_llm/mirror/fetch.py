@@ -159,9 +159,11 @@ def dataset(address: str, whole: bool = True) -> Path:
         )
     key = hashlib.sha256(address.rstrip("/").encode() + content).hexdigest()[:16]
     target = cache() / key / name
+    # A folder of its own, since the other one holds all files once it is there.
     if not whole and not target.is_dir():
         target = cache() / f"{key}-manifest" / name
     target.parent.mkdir(parents=True, exist_ok=True)
+    # One process fetches, and the others of this machine wait and find the folder.
     with FileLock(cache() / f"{key}.lock"):
         if not target.is_dir():
             for left in target.parent.glob(".tmp-*"):  # of a process that was killed

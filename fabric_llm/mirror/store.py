@@ -23,7 +23,8 @@ MOST_PARTS = 9_000  # S3 takes 10,000
 AT_ONCE = 4  # parts in flight
 LONGEST_PAUSE_SECONDS = 60.0
 FOLDER = ".leases"  # of all runs, see lease.py
-PROBE = f"{FOLDER}/a-probe"  # before any lease's name, so that an owner removes what a kill left
+# It sorts before the name of any lease, so that an owner removes what a kill has left of it.
+PROBE = f"{FOLDER}/a-probe"
 # Words in obstore's messages, and in those of servers that it quotes, by what they mean, see
 # `as_fault`.
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "InvalidBucketName")

@@ -20,8 +20,8 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
 
 # The mean difference of logits that rounding explains on one device, as a fraction of their
-# standard deviation: 25 to 1000 times what was seen over 70 families (docs/results/families.md),
-# and a fifth of what a model that packed attention would change shows.
+# standard deviation. It is 25 to 1000 times what was seen over 70 families
+# (docs/results/families.md), and a fifth of what is seen where packed attention changes a model.
 SAME_DEVICE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 
@@ -32,6 +32,7 @@ def idle_parameters(model: PreTrainedModel) -> frozenset[str]:
     of these tokens. Autograd's graph says so; no gradient is made.
     """
     rows = _rows(model)
+    # Eager attention has gradients on a CPU, unlike flex attention.
     with attention(model, "eager"), torch.enable_grad():
         loss = LanguageModel(model.eval())(rows, rows)
     # Walk autograd's graph from the loss back to the parameters that it was computed from.
