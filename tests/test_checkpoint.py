@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import built, run_ranks, toy_run, train_ranks
+from ranks import built, metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 from test_order import claimed_rows
 from transformers import AutoModelForCausalLM
@@ -36,6 +36,7 @@ from fabric_llm.checkpoint.keep import (
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
+from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
 from parse_arguments import parse_train
 
@@ -145,6 +146,43 @@ def test_layout_of_a_sharded_checkpoint(runs):
         "weights/shard-00001-model-00001-of-00001.safetensors",
         "weights/shard-00002-model-00001-of-00001.safetensors",
     ]
+
+
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (1, ()),
+        (1, ("--async_save", "true")),
+        pytest.param(2, ("--micro_batch_size", 2), marks=pytest.mark.longer),
+        pytest.param(
+            2,
+            ("--micro_batch_size", 2, "--strategy", "fsdp2", "--async_save", "true"),
+            marks=pytest.mark.longer,
+        ),
+    ],
+)
+def test_weights_in_several_files_are_resumed_verified_and_exported(
+    toys, runs, tmp_path, monkeypatch, ranks, flags
+):
+    """As those above 5 GB are. The index is a file of the checkpoint like all others."""
+    monkeypatch.setattr(whole.WeightFiles.__init__, "__defaults__", ("20KB",))
+    words = [*toy_run(toys, tmp_path, model="llama-tied"), *FLAGS, *flags, "--run_name", "run"]
+    train_ranks(ranks, *words, "--max_step", 2)
+    step = tmp_path / "run" / "step-00000002"
+    index = json.loads((step / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert {*files.read(step)["files"], "MANIFEST.json"} == set(files_of(step))
+    # An older version didn't list it.
+    manifest = json.loads((step / "MANIFEST.json").read_text())
+    del manifest["files"]["model.safetensors.index.json"]
+    (step / "MANIFEST.json").write_text(json.dumps(manifest))
+    train_ranks(ranks, *words, "--resume", "true", "--resume_override", "max_step")
+    assert metrics(tmp_path / "run", "step") == [1, 2, 3]
+    assert metrics(tmp_path / "run") == pytest.approx(metrics(runs / "full"), rel=1e-5)
+    assert verify.main([str(tmp_path / "run")]) == 0
+    (tmp_path / "run" / "step-00000003" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(Fault, match="model.safetensors.index.json has 2 bytes"):
+        files.check_folder(tmp_path / "run" / "step-00000003", hashes=True)
 
 
 def test_a_full_checkpoint_opens_with_transformers(runs, toys):

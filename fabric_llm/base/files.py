@@ -22,6 +22,7 @@ from typing import Any, Optional, Self
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
 MANIFEST = "MANIFEST.json"
+WEIGHT_INDEX = "model.safetensors.index.json"  # which of several files has a tensor
 STEP_NAME = r"step-\d{8,}"  # of a checkpoint
 THREADS = 4  # hashing and reading both release the GIL
 ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
@@ -274,8 +275,9 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
             f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.",
             REFUSED,
         )
-    # A file that isn't listed has no hash, so nothing vouches for it.
-    if foreign := sorted(set(there) - listed.keys() - {MANIFEST}):
+    # A file that isn't listed has no hash, so nothing vouches for it. An index of weights only names
+    # files that are listed, and those of older checkpoints aren't.
+    if foreign := sorted(set(there) - listed.keys() - {MANIFEST, WEIGHT_INDEX}):
         raise Fault(
             f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.",
             NO_CHECKPOINT,

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base.faults import one_line
+from fabric_llm.base.files import WEIGHT_INDEX
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.state_dicts import saved_shapes
 from fabric_llm.model import loading, positions, sharded
@@ -181,12 +182,14 @@ class WeightFiles:
         for file, names in split.filename_to_tensors.items():
             of_file = {name: layout[name] for name in names}
             self.files[file] = TensorFile(folder / file, of_file, {"format": "pt"})
+        self.index: list[str] = []  # the names of files that no weights are written to
         # With several files, from_pretrained looks up in the index which one holds a tensor.
         if split.is_sharded:
+            self.index.append(WEIGHT_INDEX)
             index = {"metadata": {"total_parameters": skeleton.num_parameters(), **split.metadata}}
             index["weight_map"] = split.tensor_to_filename
             content = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (folder / "model.safetensors.index.json").write_text(content)
+            (folder / WEIGHT_INDEX).write_text(content)
 
     def write(self, weights: dict[str, Tensor]) -> list[str]:
         """Write the weights of a unit. Returns the names of files that are complete now."""

@@ -372,9 +372,14 @@ def _write_whole(
     receive, so that none waits."""
     # A list, which the lambda below can fill.
     opened: list[whole.WeightFiles] = []  # on rank 0
+
+    def begin_files() -> None:
+        opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton))
+        describing.start(opened[0].index)
+
     problem = None
     if pending.rank == 0:
-        problem = _try(lambda: opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton)))
+        problem = _try(begin_files)
     # The other ranks send in this loop, so it runs to its end even after a problem.
     for weights in pieces.of_units(group):
         if opened and problem is None:

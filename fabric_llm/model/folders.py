@@ -20,7 +20,7 @@ from fabric_llm.base.faults import REFUSED, Fault
 from fabric_llm.base.files import check_name, weight_map
 from fabric_llm.base.names import command, hub_name
 
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+WEIGHT_FILES = ("model.safetensors", files.WEIGHT_INDEX)
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # What may stand beside a configuration that random weights are drawn for: anything else may be
 # weights.
