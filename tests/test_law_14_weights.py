@@ -440,3 +440,11 @@ def test_weight_files_that_are_not_read_are_named(toys, tmp_path, read):
     config = AutoConfig.from_pretrained(tmp_path / "model")
     assert unread_weights(str(tmp_path / "model"), config) == sorted(expected)
     assert unread_weights(str(toys / "llama"), config) == []
+
+
+def test_weights_beside_those_that_the_configuration_names_are_named(toys, tmp_path):
+    shutil.copytree(toys / "llama", tmp_path / "model")
+    shutil.copy(toys / "llama" / "model.safetensors", tmp_path / "model" / "own.safetensors")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.transformers_weights = "own.safetensors"
+    assert unread_weights(str(tmp_path / "model"), config) == ["model.safetensors"]

@@ -48,6 +48,7 @@ from fabric_llm.base.faults import (
     STOPPED,
     UNWRITABLE,
 )
+from fabric_llm.mirror import client
 
 # In CI the longer suite has the servers.
 pytestmark = pytest.mark.longer
@@ -723,3 +724,16 @@ def test_an_average_takes_addresses(of_a_run, tmp_path):
     ours, theirs = tensors(tmp_path / "average"), tensors(tmp_path / "beside")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_signal_at_the_end_waits_no_longer_for_a_process_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "SECONDS_TO_END", 0.5)
+    mirror = client.Mirror((tmp_path / "mirror").as_uri(), tmp_path / "run", 600)
+    os.kill(mirror.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    timer = threading.Timer(0.5, mirror.end_soon)
+    timer.start()
+    with mirror.process:  # closes the pipes
+        mirror.close()
+    assert time.monotonic() - began < 30 and mirror.process.returncode == -signal.SIGKILL
+    timer.join()

@@ -1,18 +1,22 @@
 """Optimizers of one's own in bfloat16: the Lion of docs/make_it_yours.md learns as in float32, and
 what is said of updates is so."""
 
+import math
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks, toy_run
+from ranks import metrics, run_ranks, toy_run, train_ranks
 from torch import nn
 
 from fabric_llm.base import register
+from fabric_llm.checkpoint import reading
 from fabric_llm.training import adamw
+from fabric_llm.verify import __main__ as verify
 
 PAGE = (Path(__file__).parent.parent / "docs" / "make_it_yours.md").read_text()
 FLAGS = SimpleNamespace(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, seed=0, lion_beta=0.99)
@@ -164,3 +168,33 @@ def test_a_run_says_what_its_optimizer_loses(toys, tmp_path):
     assert (
         said.count("this optimizer keeps 0% of such updates") == 1 and "nothing is lost" not in said
     )
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.longer)])
+def test_state_of_another_shape_is_saved_resumed_and_verified(toys, tmp_path, ranks):
+    """Such as factored moments, or none where a parameter has had no gradient."""
+    code = """
+    @register.optimizer
+    def make(groups, names, store, flags):
+        return torch.optim.Adafactor(groups, lr=flags.training.lr)
+    """
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom fabric_llm.base import register\n" + textwrap.dedent(code)
+    )
+    words = [*toy_run(toys, tmp_path), "--code", tmp_path / "mine.py", "--strategy", "ddp"]
+    words += ["--lr", 1e-2, "--eval_iters", 0, "--save_step_interval", 2]
+    words += ["--global_batch_size", 4, "--micro_batch_size", 2] if ranks == 1 else []
+    words += ["--global_batch_size", 4, "--micro_batch_size", 1] if ranks == 2 else []
+    train_ranks(ranks, *words, "--run_name", "whole", "--max_step", 4)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "step-00000004")
+    train_ranks(ranks, *words, "--run_name", "cut", "--max_step", 4, "--resume", "true")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    last = [tmp_path / name / "step-00000004" for name in ("whole", "cut")]
+    states = [reading.optimizer_state(path) for path in last]
+    shapes = {name.rpartition(".")[2] for name in states[0]}
+    assert {"row_var", "col_var"} <= shapes
+    for name, shape in states[0].shapes.items():
+        size = math.prod(shape)
+        assert torch.equal(*(state.elements(name, 0, size) for state in states)), name
+    assert verify.main([str(tmp_path / "cut"), "--no_export"]) == 0

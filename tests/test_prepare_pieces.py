@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.base.failpoints import VARIABLE
+from fabric_llm.prepare import encoding
 from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare.inputs import work_folder_of
 from fabric_llm.prepare.prepare import prepare, work_folder
@@ -208,6 +209,23 @@ def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
             prepare(**given)
     assert raised.value.code == 73
     assert work_folder_of(tmp_path / "out").name == ".out.preparing"
+
+
+def test_a_work_folder_that_is_removed_while_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    """By a process that was ready just then: the lock would be that of a file without a name."""
+    folder, lock, removed = work_folder_of(tmp_path / "out"), encoding.lock, []
+
+    def after_removal(*given):
+        if not removed:
+            removed.append(shutil.rmtree(folder))
+        lock(*given)
+
+    monkeypatch.setattr(encoding, "lock", after_removal)
+    with work_folder(tmp_path / "out") as made:
+        assert removed and (made / "lock").is_file()
+        with pytest.raises(ValueError, match="is being prepared by another process"):
+            with work_folder(tmp_path / "out"):
+                pass
 
 
 def test_work_with_another_tokenizer_is_thrown_away(call, undisturbed, tmp_path):

@@ -275,8 +275,8 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
             f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.",
             REFUSED,
         )
-    # A file that isn't listed has no hash, so nothing vouches for it. An index of weights only names
-    # files that are listed, and those of older checkpoints aren't.
+    # A file that isn't listed has no hash, so nothing vouches for it. An index of weights holds no
+    # more than names of files that are listed, and older checkpoints didn't list it.
     if foreign := sorted(set(there) - listed.keys() - {MANIFEST, WEIGHT_INDEX}):
         raise Fault(
             f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.",

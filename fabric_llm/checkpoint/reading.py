@@ -50,8 +50,9 @@ def load_optimizer(
                 raise damaged(
                     path, f"the optimizer's state holds {there} as {key}, the model {shape}."
                 )
-            # A number isn't split: its `first` says only on which ranks it is valid.
-            begin = first if shape else 0
+            # None where it isn't split. Of a number, which isn't either, `first` says only on which
+            # ranks it is valid.
+            begin = first if first is not None and shape else 0
             part = local_part(tensor).view(-1)
             part.copy_(stored.elements(key, begin, len(part)))
 

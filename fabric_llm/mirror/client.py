@@ -20,6 +20,7 @@ from fabric_llm.base.files import step_of
 LEFT = ".mirror-left"
 SECONDS_TO_START_AGAIN = 30.0
 SECONDS_TO_END = 10.0  # for removals and logs
+SECONDS_TO_LOOK = 0.05  # whether the process has ended
 Report = dict[str, Any]  # a line of the process, see commands.py
 
 
@@ -178,13 +179,21 @@ class Mirror:
             self.deadline = time.monotonic() + self.seconds
         return max(0.0, self.deadline - time.monotonic())
 
+    def end_soon(self, *_: Any) -> None:
+        """Wait no longer for what isn't there yet. A handler of signals."""
+        self.deadline = time.monotonic()
+
     def close(self) -> None:
         """Let the process finish what it was told, for as long as there is time, and end."""
-        seconds = self.seconds_left() + SECONDS_TO_END
-        self._say({"end": seconds})
-        try:
-            self.process.wait(seconds + SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        told, latest = None, 0.0
+        while self.process.poll() is None:
+            seconds = self.seconds_left() + SECONDS_TO_END
+            # `end_soon` may be called meanwhile.
+            if self.deadline != told:
+                told, latest = self.deadline, time.monotonic() + seconds + SECONDS_TO_END
+                self._say({"end": seconds})
+            if time.monotonic() > latest:
+                self.process.kill()
+            time.sleep(SECONDS_TO_LOOK)
         # The last reports may still be on their way.
         self.listener.join(SECONDS_TO_END)

@@ -379,9 +379,10 @@ def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
     read = [path.name for path in _weight_files(model_name, config)]
     files = (*folder.glob("*.safetensors"), folder / folders.WEIGHT_FILES[1])
     unread = {path.name for path in files if path.is_file()} - set(read)
-    # Where an index was read, it isn't among `read` itself, but it isn't a second copy either.
-    if read != [folders.WEIGHT_FILES[0]]:
-        unread -= set(folders.WEIGHT_FILES)
+    # An index that leads to what was read isn't among `read` itself, and is no second copy.
+    single, index = folders.WEIGHT_FILES
+    if getattr(config, "transformers_weights", None) in (None, index) and single not in read:
+        unread.discard(index)
     return sorted(unread)
 
 

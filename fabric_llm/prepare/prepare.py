@@ -199,7 +199,19 @@ def work_folder(output: Path) -> Iterator[Path]:
     Raises Fault (73) where it can't be made, or another process works in it.
     """
     folder = inputs.work_folder_of(output)
-    # The lock goes with the process that holds it, however that ends.
+    descriptor = _locked(folder, output)
+    try:
+        if (folder / "old").exists() and not output.exists():  # killed between the two renames
+            (folder / "old").rename(output)
+        yield folder
+    finally:
+        # Closing the file releases the lock.
+        os.close(descriptor)
+
+
+def _locked(folder: Path, output: Path) -> int:
+    """The descriptor of the locked file in a work folder, which is made. The lock goes with the
+    process that holds it, however that ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -210,12 +222,17 @@ def work_folder(output: Path) -> Iterator[Path]:
         encoding.lock(
             descriptor, f"output {output} is being prepared by another process, in {folder}"
         )
-        if (folder / "old").exists() and not output.exists():  # killed between the two renames
-            (folder / "old").rename(output)
-        yield folder
-    finally:
-        # Closing the file releases the lock.
+        # Another process may have removed the folder between the two statements.
+        is_there = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
+    except FileNotFoundError:
+        is_there = False
+    except BaseException:
         os.close(descriptor)
+        raise
+    if is_there:
+        return descriptor
+    os.close(descriptor)
+    return _locked(folder, output)
 
 
 def has_work(folder: Path) -> bool:

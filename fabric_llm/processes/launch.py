@@ -49,7 +49,7 @@ class Children:
             if code := process.poll():
                 how = f"ended with code {code}"
                 if code < 0:
-                    how = f"was killed by {signal.Signals(-code).name}"
+                    how = f"was killed by {_signal_name(-code)}"
                 if -code in SIGNALS:
                     return rank, how, STOPPED
                 return rank, how, code if code in CODES else PEER_LOST
@@ -66,6 +66,13 @@ class Children:
                 process.kill()
                 # After the kill, so that no zombie is left and its exit code is known.
                 process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # such as a real-time signal
+        return f"signal {number}"
 
 
 # The environment of this process before it changed it, and its cores before libraries bound them.

@@ -88,8 +88,8 @@ class StopSignal:
             at_once(at_start())
 
     def is_asked(self) -> bool:
-        """True once a signal has come. A thread may ask while the main thread is in C code, where
-        Python runs no handlers."""
+        """Whether a signal has come. A thread may ask while the main thread is in C code, where
+        Python runs no handlers. It hears of the signal once, and again after the handler ran."""
         # An empty pipe is no error: no signal has come.
         heard = b""
         with suppress(BlockingIOError):

@@ -258,17 +258,14 @@ def wait_for_mirror(run: Run) -> None:
         seconds = mirror.seconds_left()
         print(f"Waiting until {mirror.waiting[-1]} is at {mirror.address}: {seconds:.0f} s.")
         sys.stdout.flush()
-    asked: list[Any] = []
-    # Since StopSignal.finish signals are ignored, and Ctrl-C would raise here.
+    # Since StopSignal.finish signals are ignored, and Ctrl-C would raise here. The mirror's process
+    # then has a few seconds, not the rest of the time (Mirror.close).
     for number in SIGNALS:
-        signal.signal(number, lambda *given: asked.append(given))
-    while mirror.waiting and mirror.seconds_left() and not asked:
+        signal.signal(number, mirror.end_soon)
+    while mirror.waiting and mirror.seconds_left():
         hear_mirror(run)
         time.sleep(0.1)
     hear_mirror(run)
-    if asked:
-        # The mirror's process then has a few seconds, not the rest of the time (Mirror.close).
-        mirror.deadline = 0.0
     if run.flags.save.keep_last is not None:
         prune(run)
 

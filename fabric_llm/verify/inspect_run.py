@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fabric_llm.base import files
+from fabric_llm.base import files, register
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault, one_line
 from fabric_llm.base.names import listed
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.reading import optimizer_state
-from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
+from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, saved_shapes
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER, RowsRead, claimed_by
 from fabric_llm.model import freezing
@@ -228,11 +228,14 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     # A frozen parameter has no optimizer state.
     given = [progress["schedule"].get(flag) for flag in freezing.FLAGS]
     frozen = freezing.frozen_names(skeleton, *given)
-    # Every trained parameter has a tensor of its own shape for each moment of the optimizer.
-    moments = {}
+    # Every trained parameter has a tensor of its own shape for each moment of the optimizer. One of
+    # --code may keep another number of elements, or nothing before a parameter's first gradient.
+    moments, kept = {}, progress["optimizer_state"]
+    if "optimizer" in register.ONLY:
+        kept = [name for name in kept if name == EMA]
     for name, parameter in skeleton.named_parameters():
         if parameter.requires_grad and name not in frozen:
-            for moment in progress["optimizer_state"]:
+            for moment in kept:
                 moments[f"state.{PREFIX}{name}.{moment}"] = tuple(parameter.shape)
     stored, wrong = optimizer_state(path), []
     for name, shape in sorted(moments.items()):
