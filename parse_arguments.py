@@ -128,18 +128,14 @@ def _with_true(argv: list[str]) -> list[str]:
 def _in_gib(argv: list[str]) -> list[str]:
     """With the number of GiB for a --device_memory that has a unit."""
     # One text, so that both `--device_memory=80GiB` and the two words match one pattern.
-    text = "\n".join(argv)
+    text, pattern = "\n".join(argv), r"^(--device_memory[=\n])(\d+\.?\d*|\.\d+) ?([GMT]i?B)$"
 
     def number(given: re.Match[str]) -> str:
         return f"{given[1]}{float(given[2]) * UNITS[given[3].lower()]:.6g}"
 
-    return (
-        re.sub(
-            r"^(--device_memory[=\n])([\d.]+) ?([GMT]i?B)$", number, text, flags=re.M | re.I
-        ).split("\n")
-        if argv
-        else []
-    )
+    if not argv:
+        return []
+    return re.sub(pattern, number, text, flags=re.M | re.I).split("\n")
 
 
 def _parse_run(
@@ -150,9 +146,7 @@ def _parse_run(
     argv = list(sys.argv[1:] if argv is None else argv)
     # These decide whether the demo or the flags of a resumed run apply, and so which file is read:
     # they must be known before anything is parsed.
-    named = any(
-        re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv
-    )
+    named = any(re.match(r"--(config|model_name|train_data_dir)(=|$)", word) for word in argv)
     # The flags that the user has typed, before those of a file are put in front of them.
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     # An explicit model, dataset or file says what to train, so arguments.yaml isn't looked for.

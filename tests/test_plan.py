@@ -270,6 +270,8 @@ UNTRAINABLE = {
     "--model_name {large} --data_mix a={data}:1 --eval_data a={data}": "--eval_data: 'a' is eval",
     "--model_name {large} --train_data_dir {data} --eval_data a={text}": "'{text}' isn't a datas",
     "--model_name {small} --train_data_dir {missing}": "",  # which is elsewhere
+    # Of the planned device, not of this machine's.
+    "--model_name {large} --train_data_dir {data} --precision 16-mixed": "",
 }
 
 
@@ -323,6 +325,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
         ("--price_per_hour cheap", "--price_per_hour takes a number, not 'cheap'."),
         ("--price_per_hour -1", "--price_per_hour must be at least 0"),
         ("--device_memory 0", "--device_memory must be positive"),
+        ("--device_memory 1.2.3GiB", "--device_memory takes a number, not '1.2.3GiB'."),
         ("--global_batch_size 3 --devices 2", "--global_batch_size 3 doesn't divide by"),
         ("--activation_checkpointing most", "--activation_checkpointing takes none, full"),
         ("--context_parallel 3 --devices 3", "--context_parallel 3: '"),
@@ -388,7 +391,7 @@ def test_a_mixture_says_its_rows_and_its_steps(toys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "gib"), [("80", 80), ("80GiB", 80), ("1.5TiB", 1536), ("80GB", 80e9 / 2**30)]
+    ("given", "gib"), [("80", 80), ("80GiB", 80), (".5TiB", 512), ("1.5TiB", 1536), ("80GB", 80e9 / 2**30)]
 )
 def test_device_memory_with_its_unit(given, gib):
     words = ["--model_name", "x", "--device_memory", given]
@@ -581,6 +584,10 @@ def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
     data = rows_of(tmp_path / "data", 199)
     words = ("--model_name", toys / "llama", "--train_data_dir", data, "--global_batch_size", 100)
     assert said(*words, "--number_epochs", 3)["steps"] == 6, "597 rows, the last step with 97"
+    # 49 divides the 1,421 rows, and 203 / 49 * 7 as a float is above 29.
+    seven = ("--number_epochs", 7, "--global_batch_size", 49)
+    other = rows_of(tmp_path / "other", 203)
+    assert said(*words[:2], "--train_data_dir", other, *seven)["steps"] == 29
     saves = ("--max_step", 10_000, "--save_step_interval", 100, "--keep_last", 2)
     assert said(*words, *saves)["kept_checkpoints"] == 3
     assert said(*words, *saves, "--keep_every", 500)["kept_checkpoints"] == 23

@@ -76,6 +76,7 @@ def test_where_the_network_is_slow_the_hybrid_is_faster(toys):
     gradients of a hybrid."""
     flags = ("--precision", "32-true", "--mfu", 1e-7, "--sweep", "devices=8..64")
     fast, _ = swept(toys, *flags)
+    assert fast[16, "FULL_SHARD"]["prediction"]["steps"] == 10, "--max_step, on any devices"
     prediction = fast[16, "FULL_SHARD"]["prediction"]
     # Gbit/s: nearly all of computing
     network = 8e-9 * prediction["network_bytes"] / (0.9 * prediction["seconds"]["compute"])
@@ -124,6 +125,15 @@ def test_the_latency_of_rings_and_trees():
 )
 def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
     assert_mistake(toys, capsys, words, sentence)
+
+
+@pytest.mark.longer
+def test_a_run_of_unknown_length_has_no_hours(toys):
+    [row] = said(
+        "--model_name", toys / "llama", *SHORT[:2], "--sweep", "devices=8..8",
+        "--price_per_hour", 2,
+    )["rows"]  # fmt: skip
+    assert [row["prediction"][name] for name in ("steps", "hours", "price")] == [None] * 3
 
 
 @pytest.mark.longer

@@ -195,8 +195,7 @@ def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: st
     # A plan needs no dataset, so one that isn't here is no mistake.
     is_here = all(source_of(Path(given)) for given in checks.trained_on(flags))
     if is_here and all(folder.is_dir() for folder in evaluated):
-        placement = _place(flags, "cpu")
-        batches = batch_sizes(flags, placement.devices, placement.num_nodes)
+        batches = batch_sizes(flags, _devices(flags), flags.devices.num_nodes)
         # stdout may be read as JSON, and a warning isn't part of it.
         with redirect_stdout(sys.stderr):
             require_data(flags, batches, source)
@@ -282,11 +281,14 @@ def _kept_checkpoints(flags: Flags, steps: Optional[int]) -> Optional[int]:
     return min(saves, kept)
 
 
+def _devices(flags: Flags) -> int:
+    """Of a node, as the flags name them."""
+    return 1 if flags.devices.devices == "auto" else flags.devices.devices
+
+
 def _place(flags: Flags, kind: str) -> Placement:
     """The devices that the flags name, which needn't be here."""
-    fsdp, devices = flags.fsdp, flags.devices.devices
-    if devices == "auto":
-        devices = 1
+    fsdp, devices = flags.fsdp, _devices(flags)
     sharding = Sharding(**{f.name: getattr(fsdp, f.name) for f in fields(Sharding)})
     world = devices * flags.devices.num_nodes
     if flags.devices.tpu:
@@ -384,7 +386,8 @@ def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
         return lay_out(mix, rows, batch, None, training.number_epochs)[2]
     if rows[0] == ENDLESS:
         return None
-    return ceil(rows[0] / batch * training.number_epochs)
+    # Rounded up in integers: the quotient as a float may be above the whole number that it is.
+    return -(-rows[0] * training.number_epochs // batch)
 
 
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:

@@ -69,7 +69,6 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
         "gradient_accumulation_steps": micro_batches,
         "global_batch_size": None,
     }
-    same["max_step"] = flags.training.max_step or 1  # hours are those of --tokens
     # The dictionary is shared by all predictions, so that each step is traced once.
     memory_of = partial(_memory, {})
     asked = flags.fsdp.sharding_strategy
