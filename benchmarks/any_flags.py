@@ -35,7 +35,6 @@ def main() -> int:
     add("--minutes", type=float, default=120, help="no row begins after these")
     add("--seed", type=int, default=1, help="of rows, interruptions and toys' flags")
     add("--folder", type=Path, help="for toys and runs (default: a temporary one)")
-    add("--root", type=Path, default=ROOT, help="the checkout whose train.py runs")
     options = page.parse(parser)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="any_flags-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,8 +43,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     differing: list[dict[str, Any]] = []
     began = time.monotonic()
-    ends, root = began + 60 * options.minutes, options.root.resolve()
-    for place, outcome in law_16.rows_until(ends, array, folder, options.seed, root):
+    ends = began + 60 * options.minutes
+    for place, outcome in law_16.rows_until(ends, array, folder, options.seed):
         add_up(outcome, counts)
         for sentence in outcome.refused:
             page.progress(f"refused: {sentence}")
@@ -54,12 +53,14 @@ def main() -> int:
         if outcome.differences:
             shown = "\n  ".join(outcome.differences[:MAX_SHOWN])
             page.progress(f"DIFFERENT, in {len(outcome.differences)} ways:\n  {shown}")
-            page.progress(f"  repeat, in {options.root}:\n{outcome.commands}")
+            page.progress(f"  repeat:\n{outcome.commands}")
             differing.append({"differences": outcome.differences, "commands": outcome.commands})
         else:
             for run in (folder / "runs").glob(f"seed-{options.seed}-row-{place}*"):
                 shutil.rmtree(run) if run.is_dir() else run.unlink()
-    write(options, array, counts, differing, (time.monotonic() - began) / 60)
+    body = table(array, counts, (time.monotonic() - began) / 60)
+    numbers = {"counts": counts, "differing": differing}
+    page.write("Any flags: how never changes what", [], options, body, numbers)
     if options.folder is None and not differing:
         shutil.rmtree(folder)
     return int(bool(differing))
@@ -74,44 +75,15 @@ def add_up(outcome: law_16.Outcome, counts: Counter[str]) -> None:
     counts["runs that differ"] += bool(outcome.differences)
 
 
-def write(
-    options: Any,
-    array: law_16.Array,
-    counts: Counter[str],
-    differing: list[dict[str, Any]],
-    minutes: float,
-) -> None:
-    kinds: dict[str, list[str]] = {}
-    for values, one in array.refused.items():
-        named = "a whole row"
-        if 0 < len(values) < 12:
-            named = " ".join(f"--{name} {value}" for name, value in sorted(values, key=str))
-        kinds.setdefault(law_16.kind_of(one.sentence), []).append(f"{named} ({len(one.beside)} x)")
-    covered, never = array.covered & set(array.all), array.pairs_never()
+def table(array: law_16.Array, counts: Counter[str], minutes: float) -> str:
+    covered = array.covered & set(array.all)
     lines = [
         ["minutes", f"{minutes:.0f}"],
         *([name, f"{number:,}"] for name, number in counts.items()),
         ["flags that say how, drawn", len(array.factors) - 2],
-        ["pairs of values, of toys and flags", f"{len(array.all):,}"],
-        ["covered by runs that were not refused", f"{len(covered):,}"],
-        ["refused by the program, or without effect on each other", f"{len(never):,}"],
+        ["pairs of values covered", f"{len(covered):,} of {len(array.all):,}"],
     ]
-    refused = [f"- {kind} With `{'`, `'.join(given)}`." for kind, given in sorted(kinds.items())]
-    idle = [f"- `--{name}`: {why}." for name, why in law_16.NOT_DRAWN.items()]
-    different = []
-    for one in differing:
-        shown = ", ".join(one["differences"][:3])
-        different.append(f"{shown}\n\n```\n{one['commands']}\n```")
-    sections = [
-        page.table(["", ""], lines),
-        *("## Refused", "\n".join(refused or ["Nothing."])),
-        *("## Not drawn", "\n".join(idle)),
-        *("## What differs", "\n\n".join(different or ["Nothing."])),
-    ]
-    pairs = [len(covered), len(never), len(array.all)]
-    numbers = {"counts": counts, "pairs": pairs, "differing": differing, "refused": kinds}
-    title = "Any flags: how never changes what"
-    page.write(title, [], options, "\n\n".join(sections), numbers)
+    return page.table(["", ""], lines)
 
 
 if __name__ == "__main__":

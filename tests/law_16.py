@@ -539,11 +539,6 @@ class Array:
         return {pair for pair in left if idle(*pair) or idle(*pair[::-1]) or self._never(set(pair))}
 
 
-def kind_of(sentence: str) -> str:
-    """A sentence without its values, to count those of one kind."""
-    return re.sub(r"'[^']*'|\d+|/\S+", "_", sentence.partition("error: ")[2] or sentence).strip()
-
-
 # --------------------------------------------------------------------- a run and its interruptions
 
 # Places of base/failpoints.py, and how often a short run reaches them at most.
