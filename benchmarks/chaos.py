@@ -3,12 +3,8 @@ ever lost?
 
     python benchmarks/chaos.py --kills 500 --output chaos.json
 
-Two FSDP ranks train a small GPT-2 with dropout and stochastic rounding. Each attempt is killed with
-SIGKILL after a random time: rank 0, rank 1 or both. After each kill everything that bears a
-checkpoint's name is read and hashed, and the steps that are gone are counted. `--resume auto` goes
-on until the run is done, which must then have the weights and the log of an undisturbed run, bit
-for bit; then the next run begins. Runs and checks are those of tests/faults/test_kills.py, with
-ranks that are forked, so that 500 kills take minutes.
+After each kill everything that bears a checkpoint's name is read and hashed, and the steps that are
+gone are counted. Runs and checks are those of tests/faults/test_kills.py.
 """
 
 from __future__ import annotations
@@ -24,15 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import conftest  # noqa: E402  the tests' toy models and data
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import conftest  # noqa: E402, F401  what the tests set in the environment
 from faults import test_kills as tests  # noqa: E402
 from ranks import Job  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
 
-from benchmarks import page  # noqa: E402
-from fabric_llm.base.faults import PEER_LOST, Fault  # noqa: E402
+from benchmarks import inputs, page  # noqa: E402
+from fabric_llm.base.faults import Fault  # noqa: E402
 
 tests.STEPS = 15  # longer runs than theirs
 KINDS = [  # strategy, --state_dict_type, --async_save
@@ -53,36 +46,26 @@ COUNTS = {
     # kills that left a half-written or half-removed folder, swept at the next start
     "leftovers": "leftovers swept",
 }
-TITLES = ["strategy", "checkpoint", "async", *COUNTS.values(), "exit codes", "seconds"]
+TITLES = ["strategy", "checkpoint", "async", *COUNTS.values()]
 
 
 def main() -> int:
     parser = page.parser(__doc__)
     add = parser.add_argument
     add("--kills", type=int, default=500, help="of all kinds of runs together")
-    add("--early", type=float, default=0.0, help="fraction of the kills while ranks still set up")
     add("--seed", type=int, default=0, help="of the moments")
     options = page.parse(parser)
     kills = -(-options.kills // len(KINDS))
     counted, lines = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])
-        model.save_pretrained(folder / "gpt2")
-        conftest.make_dataset(folder / "data", np.random.default_rng(0))
+        inputs.write_toy(folder)
         for number, kind in enumerate(KINDS):
             generator = random.Random(options.seed + number)
-            counts = chaos(folder, kind, kills, options.early, generator)
+            counts = chaos(folder, kind, kills, generator)
             counted.append(counts)
-            codes = [key for key in counts if key not in (*COUNTS, "seconds")]
-            exits = ", ".join(f"{counts[code]} x {code}" for code in codes)
-            lines.append([*kind, *(counts[key] for key in COUNTS), exits, counts["seconds"]])
-    notes = [
-        f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}",
-        "Exit codes: of ranks that weren't killed themselves; they ended with "
-        f"{PEER_LOST}, or were done",
-    ]
+            lines.append([*kind, *(counts[key] for key in COUNTS)])
+    notes = [f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}"]
     table = page.table(TITLES, lines, words=3)
     page.write("Chaos: random kills", notes, options, table, list(zip(KINDS, counted)))
     faults = ("unreadable", "different", "orphans")
@@ -90,7 +73,7 @@ def main() -> int:
 
 
 def chaos(
-    folder: Path, kind: tuple[str, str, str], kills: int, early: float, generator: random.Random
+    folder: Path, kind: tuple[str, str, str], kills: int, generator: random.Random
 ) -> Counter[str]:
     """Run after run until there were so many kills."""
     counts, began, output = Counter(), time.monotonic(), folder / "-".join(kind)
@@ -99,11 +82,7 @@ def chaos(
     longest = time.monotonic() - began
     while counts["kills"] < kills:
         run = output / f"run-{counts['runs']}"
-        while True:
-            # The moment of the kill; early kills come while ranks still set up.
-            latest = longest * (0.3 if generator.random() < early else 1.1)
-            if attempt(run, kind, counts, generator, generator.uniform(0.0, latest)):
-                break
+        while not attempt(train(run, kind), run, counts, generator, 1.1 * longest):
             if counts["kills"] % 20 == 0:
                 progress = f"{counts['kills']} kills, {counts['runs']} runs ended"
                 page.progress(f"{output.name}: {progress}")
@@ -114,7 +93,6 @@ def chaos(
             page.progress(f"DIFFERENT: {error}")
             counts["different"] += 1
         shutil.rmtree(run)
-    counts["seconds"] = round(time.monotonic() - began)
     return counts
 
 
@@ -126,16 +104,11 @@ def train(run: Path, kind: tuple[str, str, str]) -> Job:
 
 
 def attempt(
-    run: Path,
-    kind: tuple[str, str, str],
-    counts: Counter[str],
-    generator: random.Random,
-    seconds: float,
+    job: Job, run: Path, counts: Counter[str], generator: random.Random, latest: float
 ) -> bool:
-    """One start of `run`, and the kill after `seconds`. True if it came to its end, False if it was
-    killed, which is counted."""
-    job = train(run, kind)
-    time.sleep(seconds)
+    """One start of `run`, and a kill within `latest` seconds. True if it came to its end, False if
+    it was killed, which is counted."""
+    time.sleep(generator.uniform(0.0, latest))
     victims = generator.choice([[0], [1], [0, 1], [0, 1]])
     job.kill(victims)
     try:

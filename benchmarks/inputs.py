@@ -78,6 +78,19 @@ def write_rows(
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def write_toy(folder: Path) -> None:
+    """The GPT-2 and the data of the tests, whose folder is on sys.path."""
+    import conftest
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])
+    model.save_pretrained(folder / "gpt2")
+    conftest.make_dataset(folder / "data", np.random.default_rng(0))
+
+
 def flags(**given: Any) -> list[str]:
     """Flags of a command of this repository."""
     return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
