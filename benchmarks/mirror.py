@@ -2,18 +2,11 @@
 
     python benchmarks/mirror.py --minutes 30 --seed 0
 
-A small GPT-2 with dropout and stochastic rounding trains on one device or on two (fsdp2, sharded
-checkpoints), and is mirrored to a real server. At random the process dies, or the process of the
-mirror, or both with the run directory, as where a machine is lost, or the server, which comes back
-after some seconds. The same command with --resume auto goes on until the run is done, which must
-then have the weights, the optimizer and the log of an undisturbed run, bit for bit, and the bucket
-must hold nothing but what is in a manifest, logs and the lease. Then the next run begins. Seconds
-of a step with and without a mirror are measured first, in turns, and with --restore a model of 1.06
-GiB in float32 is brought back to an empty disk, on one rank and on two.
-
-With --foreign 100000 nothing is killed: so many objects of others lie under the same prefix, a third
-beside the run, in a folder of the run, and among its checkpoints, and what a start, a lease, a
-list, a restore and a removal take is measured without and with them.
+The process dies, or the process of the mirror, or both with the run directory, or the server, which
+comes back after some seconds. The same command goes on until the run is done, which must then have
+the weights, the optimizer and the log of an undisturbed run, bit for bit, and the bucket must hold
+nothing but what is in a manifest, logs and the lease. Seconds of a step with and without a mirror
+are measured first, in turns.
 """
 
 from __future__ import annotations
@@ -29,15 +22,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from benchmarks import page  # noqa: E402  the others are imported later: --help is quick
+from benchmarks import inputs, page  # noqa: E402  the others are imported later: --help is quick
 
 STEPS, INTERVAL, TIMED_STEPS = 40, 4, 60
 KINDS = {1: ("auto", "full"), 2: ("fsdp2", "sharded")}  # ranks -> strategy, --state_dict_type
@@ -61,17 +55,12 @@ def main() -> int:
     add("--seed", type=int, default=0, help="of the moments")
     add("--restore", action="store_true", help="measure also how a model of 1 GiB comes back")
     add("--foreign", type=int, default=0, help="measure with so many objects of others, and end")
-    add("--server", default="seaweedfs", choices=("seaweedfs", "moto"), help="moto: it is frozen")
     options = page.parse(parser)
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.foreign:
         return beside_others(options)
-    import conftest  # the tests' toy models and data
-    import numpy as np
-    import servers
+    import conftest  # noqa: F401  what the tests set in the environment
     import test_mirrored_runs as tests
-    import torch
-    from transformers import AutoModelForCausalLM
 
     tests.STEPS, tests.INTERVAL = STEPS, INTERVAL
     with tempfile.TemporaryDirectory() as name:
@@ -79,57 +68,31 @@ def main() -> int:
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(tests.QUICK_LEASES)
         os.environ["PYTHONPATH"] = f"{folder / 'site'}{os.pathsep}{ROOT}"
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])
-        model.save_pretrained(folder / "gpt2")
-        conftest.make_dataset(folder / "data", np.random.default_rng(0))
-        (folder / "server").mkdir()
-        make = servers.seaweed if options.server == "seaweedfs" else servers.moto
-        with servers.running(make(folder / "server")) as server:
-            os.environ.update(servers.keys(server.url))
-            bucket = servers.Bucket(server.url).make()
-            seconds, checkpoint = timed(folder, server, options.rounds)
+        inputs.write_toy(folder)
+        with stored(folder) as (server, bucket):
+            seconds, requests = timed(folder, server, options.rounds)
             restores = [restored(folder, ranks) for ranks in KINDS if options.restore]
-            chaos = Chaos(folder, server, bucket, options.server == "moto", options.seed)
+            chaos = Chaos(folder, server, bucket, options.seed)
             chaos.run(60 * options.minutes)
     counts = chaos.counts
     killed = [[victim, counts[victim], counts["restored", victim]] for victim in VICTIMS]
-    codes = [
-        f"{counts[key]} x {key[1]}" for key in counts if isinstance(key, tuple) and key[0] == "code"
-    ]
     ends = ["runs", "starts", "different", "strays", "unexpected"]
+    titles = ["runs ended", "starts", "runs that differ", "runs with strays in the bucket"]
+    steps = []
+    for name, found in seconds.items():
+        rounds = ", ".join(map(page.milliseconds, found))
+        steps.append([name, page.milliseconds(statistics.median(found)), rounds])
     body = [
         page.table(["killed", "times", "then fetched from the mirror"], killed),
-        page.table(
-            [
-                *("runs ended", "starts", "runs that differ", "runs with strays in the bucket"),
-                *("unexpected ends", "exit codes", "seconds"),
-            ],
-            [[*(counts[key] for key in ends), ", ".join(codes), counts["seconds"]]],
-            words=0,
-        ),
-        page.table(
-            ["a checkpoint", "MiB", "requests", "seconds"],
-            [["median", f"{checkpoint[0] / page.MIB:.2f}", *checkpoint[1:]]],
-        ),
-        page.table(
-            ["seconds of a step, in ms", "median", "in each round"],
-            [
-                [
-                    name,
-                    page.milliseconds(statistics.median(found)),
-                    ", ".join(map(page.milliseconds, found)),
-                ]
-                for name, found in seconds.items()
-            ],
-        ),
+        page.table([*titles, "unexpected ends"], [[counts[key] for key in ends]], words=0),
+        f"A copy took {requests:g} requests (median).",
+        page.table(["seconds of a step, in ms", "median", "in each round"], steps),
     ]
     if restores:
         titles = ["a restore on", "seconds to fetch", "GiB fetched", "peak while fetching, GiB"]
-        titles += ["peak of all ranks, GiB"]
         body.append(page.table(titles, restores))
     notes = [
-        f"{STEPS} steps, a checkpoint every {INTERVAL}, --keep_last 2, a server of {options.server}",
+        f"{STEPS} steps, a checkpoint every {INTERVAL}, --keep_last 2",
         f"A dead owner's lease is taken over after {tests.LEASE_SECONDS} s instead of 60",
     ]
     page.write("The mirror", notes, options, "\n\n".join(body), [dict(seconds), str(counts)])
@@ -143,11 +106,7 @@ def beside_others(options: Any) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "server").mkdir()
-        make = servers.seaweed if options.server == "seaweedfs" else servers.moto
-        with servers.running(make(folder / "server")) as server:
-            os.environ.update(servers.keys(server.url))
-            bucket = servers.Bucket(server.url).make()
+        with stored(folder) as (_, bucket):
             for count in (0, options.foreign):
                 places = ("others", "RUN/others", "RUN")
                 names = [f"foreign-{count}/{places[k % 3]}/{k}" for k in range(count)]
@@ -159,16 +118,27 @@ def beside_others(options: Any) -> int:
                 rows.append(
                     one_beside(folder / str(count), f"s3://{servers.BUCKET}/foreign-{count}")
                 )
-    titles = ["seconds", "start", "copy", "list", "requests of it", "lease", "restore", "removal"]
+    titles = ["seconds", "start", "copy", "list", "lease", "restore", "removal"]
     titles += ["MiB of the uploader", "MiB of a restore"]
     body = page.table(titles, [[count, *row] for count, row in zip((0, options.foreign), rows)])
-    notes = [f"Objects of others under the prefix, on a server of {options.server}"]
+    notes = ["Objects of others under the prefix"]
     page.write("A mirror among others", notes, options, body, rows)
     return 0
 
 
+@contextmanager
+def stored(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """A server of seaweedfs, and its bucket."""
+    import servers
+
+    (folder / "server").mkdir()
+    with servers.running(servers.seaweed(folder / "server")) as server:
+        os.environ.update(servers.keys(server.url))
+        yield server, servers.Bucket(server.url).make()
+
+
 def one_beside(folder: Path, place: str) -> list[Any]:
-    """Seconds of each act of a run's mirror, the requests of a list, and peaks of memory in MiB."""
+    """Seconds of each act of a run's mirror, and peaks of memory in MiB."""
     import uploads
 
     from fabric_llm.mirror.fetch import checkpoints
@@ -193,10 +163,8 @@ def one_beside(folder: Path, place: str) -> list[Any]:
             mirror.say(upload=name)
             mirror.wait("mirrored")
         lap()
-        store = Store(place)
-        assert len(checkpoints(store, uploads.RUN)) == 2
+        assert len(checkpoints(Store(place), uploads.RUN)) == 2
         lap()
-        took.append(store.requests)
         with suppress(Lost):
             Lease(Store(place), "another").check()
         lap()
@@ -226,14 +194,14 @@ def mirrored(name: str) -> tuple[Any, ...]:
     return ("--mirror", place, "--mirror_timeout", MIRROR_SECONDS, "--resume", "auto")
 
 
-def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]], list[Any]]:
-    """Seconds of a step, by contender and round, and the medians of what a checkpoint costs."""
+def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a step, by contender and round, and the requests of a copy."""
     from ranks import Job, metrics
     from servers import proxied
     from test_mirrored_runs import ended, events
 
     seconds: dict[str, list[float]] = {"no mirror": [], "a mirror": [], "a mirror that is slow": []}
-    reports = []
+    requests = []
     with proxied(server.url) as proxy:
         proxy.slow_seconds = SLOW_SECONDS
         for number in range(rounds):
@@ -254,10 +222,9 @@ def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]
                 tokens = metrics(run, "tokens")[0]
                 found.append(statistics.median(tokens / each for each in steps))
                 if place == 1:
-                    reports += [event["report"] for event in events(run, "mirrored")]
+                    requests += [one["report"]["requests"] for one in events(run, "mirrored")]
                 page.progress(f"{name}, {contender}: {page.milliseconds(found[-1])} ms a step")
-    medians = [statistics.median(r[key] for r in reports) for key in ("bytes", "requests")]
-    return seconds, [*medians, f"{statistics.median(r['seconds'] for r in reports):.2f}"]
+    return seconds, statistics.median(requests)
 
 
 def restored(folder: Path, ranks: int) -> list[Any]:
@@ -274,44 +241,40 @@ def restored(folder: Path, ranks: int) -> list[Any]:
         sizes |= dict(num_attention_heads=8, num_key_value_heads=8, vocab_size=8192)
         LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128)).save_pretrained(model)
     strategy, kind = KINDS[ranks]
-    words = [sys.executable, str(ROOT / "train.py"), "--model_name", str(model), "--lr", "1e-5"]
-    words += ["--train_data_dir", str(folder / "data"), "--precision", "32-true"]
-    words += ["--strategy", strategy, "--state_dict_type", kind, "--devices", str(ranks)]
-    words += ["--global_batch_size", "2", "--micro_batch_size", "1", "--eval_iters", "0"]
-    words += ["--output_dir", str(out), "--run_name", name, "--save_step_interval", "1"]
-    words += ["--mirror", f"s3://models/{name}", "--mirror_timeout", "300", "--resume", "auto"]
+    words = {"model_name": model, "train_data_dir": folder / "data", "lr": 1e-5}
+    words |= {"strategy": strategy, "state_dict_type": kind, "devices": ranks}
+    words |= {"precision": "32-true", "global_batch_size": 2, "micro_batch_size": 1}
+    words |= {"eval_iters": 0, "save_step_interval": 1, "output_dir": out, "run_name": name}
+    words |= {"mirror": f"s3://models/{name}", "mirror_timeout": 300, "resume": "auto"}
+    words |= {"resume_override": "max_step"}
+    command = [sys.executable, str(ROOT / "train.py"), *inputs.flags(**words), "--max_step"]
     log = folder / f"{name}.txt"
-    peaks = {"fetching": 0, "all": 0}
-    began, fetched = 0.0, 0.0
+    began, fetched, peak = 0.0, 0.0, 0
 
     def seen(held: Any) -> None:
-        nonlocal fetched
-        peaks["all"] = max(peaks["all"], held.pss)
+        nonlocal fetched, peak
         if not fetched:
-            peaks["fetching"] = max(peaks["fetching"], held.pss)
+            peak = max(peak, held.pss)
             if "Fetched step-" in log.read_text():
                 fetched = time.monotonic() - began
 
-    for steps in (1, 2):
-        began = time.monotonic()
+    for steps in ("1", "2"):
+        began, peak = time.monotonic(), 0
         with log.open("w") as file:
-            more = ["--max_step", str(steps), "--resume_override", "max_step"]
-            code = memory.watched([*words, *more], 0.05, seen, stdout=file, stderr=file)
+            code = memory.watched([*command, steps], 0.05, seen, stdout=file, stderr=file)
         assert code == 0, log.read_text()
-        if steps == 1:
+        if steps == "1":
             size = sum(path.stat().st_size for path in out.glob(f"{name}/step-*/**/*.*"))
             shutil.rmtree(out / name)
-            peaks = dict.fromkeys(peaks, 0)
-    gib = [f"{number / page.GIB:.2f}" for number in (size, *peaks.values())]
+    gib = [f"{number / page.GIB:.2f}" for number in (size, peak)]
     return [f"{ranks} rank{'s' * (ranks > 1)}, {kind}", f"{fetched:.1f}", *gib]
 
 
 class Chaos:
-    """Run after run. counts: by kind of victim, ("restored", victim), ("code", code) and more."""
+    """Run after run. counts: by kind of victim, ("restored", victim) and more."""
 
-    def __init__(self, folder: Path, server: Any, bucket: Any, freezes: bool, seed: int) -> None:
-        """freezes: the server keeps all in memory, so that it is stopped with SIGSTOP instead."""
-        self.folder, self.server, self.bucket, self.freezes = folder, server, bucket, freezes
+    def __init__(self, folder: Path, server: Any, bucket: Any, seed: int) -> None:
+        self.folder, self.server, self.bucket = folder, server, bucket
         self.generator = random.Random(seed)
         self.counts: Counter[Any] = Counter()
         self.longest: dict[int, float] = {}  # seconds of an undisturbed run, by ranks
@@ -327,7 +290,6 @@ class Chaos:
             self.longest[ranks] = time.monotonic() - start
         while time.monotonic() < began + seconds:
             self.one(f"run-{self.counts['runs']}", self.generator.choice([*KINDS]))
-        self.counts["seconds"] = round(time.monotonic() - began)
 
     def one(self, name: str, ranks: int) -> None:
         """Start, disturb and start again one run until it is done, and check what is left."""
@@ -364,7 +326,7 @@ class Chaos:
         # Half of them meet a server that is gone already.
         gone = victim == "server" and self.generator.random() < 0.5
         if gone:
-            self.stop_server()
+            self.server.kill()
         job = Job(ranks, *flags(self.folder, run.name, ranks, *mirrored(run.name)))
         moment = self.generator.uniform(0.0, 0.9 * self.longest[ranks])
         # A lost disk is fetched, and a dead owner's lease waited for, before it trains again.
@@ -383,7 +345,6 @@ class Chaos:
         self.counts[victim] += 1
         if "Fetched step-" in said:
             self.counts["restored", before] += 1
-        self.counts.update(("code", code) for code in codes if code != -9)
         # 71: the other rank was killed. Without server or uploader a start ends with 74, an end
         # with 80.
         allowed = {0} if victim == "nobody" else {0, -9, 71}
@@ -398,7 +359,7 @@ class Chaos:
     def kill(self, job: Any, run: Path, ranks: int, victim: str) -> bool:
         """Returns whether there was anybody to be killed."""
         if victim == "server":
-            self.stop_server()
+            self.server.kill()
             time.sleep(self.generator.uniform(0.5, LONGEST_AWAY_SECONDS))
             self.start_server()
             return True
@@ -420,19 +381,10 @@ class Chaos:
             end(pid)
         return True
 
-    def stop_server(self) -> None:
-        if self.freezes:
-            os.killpg(self.server.process.pid, signal.SIGSTOP)
-        else:
-            self.server.kill()
-
     def start_server(self) -> None:
         from servers import wait_for
 
-        if self.freezes:
-            os.killpg(self.server.process.pid, signal.SIGCONT)
-        else:
-            self.server.start()
+        self.server.start()
 
         def answers() -> bool:
             with suppress(Exception):
