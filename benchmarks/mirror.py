@@ -101,28 +101,20 @@ def main() -> int:
 
 def beside_others(options: Any) -> int:
     """`--foreign`: a page of what a small run's mirror takes."""
-    import servers
-
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with stored(folder) as (_, bucket):
-            for count in (0, options.foreign):
-                places = ("others", "RUN/others", "RUN")
-                names = [f"foreign-{count}/{places[k % 3]}/{k}" for k in range(count)]
-                began = time.monotonic()
-                with ThreadPoolExecutor(16) as pool:
-                    for _ in pool.map(lambda name: bucket.put(name, b""), names):
-                        pass
-                page.progress(f"{count} objects were put in {time.monotonic() - began:.0f} s")
-                rows.append(
-                    one_beside(folder / str(count), f"s3://{servers.BUCKET}/foreign-{count}")
-                )
+    with tempfile.TemporaryDirectory() as name, stored(Path(name)) as (_, bucket):
+        for count in (0, options.foreign):
+            places = ("others", "RUN/others", "RUN")
+            names = [f"foreign-{count}/{places[k % 3]}/{k}" for k in range(count)]
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(lambda name: bucket.put(name, b""), names))
+            page.progress(f"{count} objects were put")
+            place = f"s3://{bucket.name}/foreign-{count}"
+            rows.append([count, *one_beside(Path(name, str(count)), place)])
     titles = ["seconds", "start", "copy", "list", "lease", "restore", "removal"]
     titles += ["MiB of the uploader", "MiB of a restore"]
-    body = page.table(titles, [[count, *row] for count, row in zip((0, options.foreign), rows)])
     notes = ["Objects of others under the prefix"]
-    page.write("A mirror among others", notes, options, body, rows)
+    page.write("A mirror among others", notes, options, page.table(titles, rows), rows)
     return 0
 
 
@@ -361,38 +353,22 @@ class Chaos:
         if victim == "server":
             self.server.kill()
             time.sleep(self.generator.uniform(0.5, LONGEST_AWAY_SECONDS))
-            self.start_server()
+            self.server.start()
+            self.bucket.make()  # returns once the server takes requests
             return True
         if victim == "uploader":
-            return any([end(pid) for pid in uploaders(run)])
+            return end_uploaders(run)
         if victim == "process":
             # On a machine with two ranks one may die alone.
             job.kill(self.generator.choice([[0], [*range(ranks)]]))
             return True
         # Either may come first, as where the power goes.
-        pids = uploaders(run)
         if self.generator.random() < 0.5:
             job.kill([*range(ranks)])
-        for pid in pids:
-            end(pid)
+        end_uploaders(run)
         job.kill([*range(ranks)])
-        # One that was being started.
-        for pid in uploaders(run):
-            end(pid)
+        end_uploaders(run)  # one that was being started
         return True
-
-    def start_server(self) -> None:
-        from servers import wait_for
-
-        self.server.start()
-
-        def answers() -> bool:
-            with suppress(Exception):
-                self.bucket.names("chaos/")
-                return True
-            return False
-
-        wait_for(answers, 60)
 
     def strays(self, prefix: str) -> list[str]:
         """Objects that are in no manifest, and are neither a log nor the lease, and parts of
@@ -416,24 +392,16 @@ class Chaos:
         return [*strays, *(f"missing {name}" for name in missing), *(f"part {p}" for p in parts)]
 
 
-def uploaders(run: Path) -> list[int]:
-    """The processes of --mirror of a run."""
-    found = []
+def end_uploaders(run: Path) -> bool:
+    """SIGKILL for the processes of --mirror of a run. Returns whether there was one."""
+    ended = False
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if b"fabric_llm.mirror.process" in words and str(run).encode() in words:
-                found.append(int(folder.name))
-    return found
-
-
-def end(pid: int) -> bool:
-    """SIGKILL. Returns whether it was there."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+                os.kill(int(folder.name), signal.SIGKILL)
+                ended = True
+    return ended
 
 
 if __name__ == "__main__":
