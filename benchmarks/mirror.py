@@ -221,17 +221,12 @@ def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]
 
 def restored(folder: Path, ranks: int) -> list[Any]:
     """A row: what it takes to go on with a model of 1.06 GiB on an empty disk."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from benchmarks import memory
 
     model, out, name = folder / "large", folder / "out", f"restore-{ranks}"
     if not model.is_dir():
-        torch.manual_seed(0)
-        sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
-        sizes |= dict(num_attention_heads=8, num_key_value_heads=8, vocab_size=8192)
-        LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128)).save_pretrained(model)
+        more = {"vocab_size": 8192, "max_position_embeddings": 128}
+        inputs.write_llama(model, True, **inputs.llama(1024, 4096, 16, 8, **more))
     strategy, kind = KINDS[ranks]
     words = {"model_name": model, "train_data_dir": folder / "data", "lr": 1e-5}
     words |= {"strategy": strategy, "state_dict_type": kind, "devices": ranks}
