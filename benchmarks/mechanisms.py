@@ -1,13 +1,8 @@
 """Take away what keeps a run safe, one mechanism after the other: does a test notice?
 
-    python benchmarks/mechanisms.py                # all, about half an hour on two cores
-    python benchmarks/mechanisms.py --only hashes  # those whose name holds a word
-
-Each mechanism of docs/faults.md is a named function or constant. In every process that the tests
-start, right after its module is loaded and before others import it, something without the mechanism
-is put in its place. The tests of its row must then fail: a test that passes without what it is
-there for is worth nothing. A mechanism whose name doesn't exist any more is reported as stale: its
-entry below must be brought up to date. The source isn't changed.
+In every process that the tests start, right after a mechanism's module is loaded and before others
+import it, something without the mechanism is put in its place. The tests of its row must then fail.
+The source isn't changed.
 """
 
 from __future__ import annotations
@@ -46,9 +41,6 @@ WATCH, BAD_INPUT, NUMERICS = "test_watch.py", "test_bad_input.py", "test_numeric
 EVALUATION, WORLD, FALLBACK = "test_evaluation.py", "test_launched_world.py", "test_fallback.py"
 GUARD, METRICS = "test_guard.py", "test_metrics.py"
 LAW_1, LAW_12 = "test_law_1_one_big_batch.py", "test_law_12_mixture.py"
-
-
-# ------------------------------------------------------------------------------- replacements
 
 
 def gives(value: Any) -> Callable[[Any], Any]:
@@ -456,9 +448,6 @@ MECHANISMS = [Mechanism(*entry) for entry in [
 ]]  # fmt: skip
 
 
-# -------------------------------------------------------------------- in the processes of the tests
-
-
 class Finder:
     """Finds one module, once, as Python would, and patches it as soon as it is loaded."""
 
@@ -496,32 +485,22 @@ def owner_of(mechanism: Mechanism, module: ModuleType) -> tuple[Any, str]:
     return owner, attribute
 
 
-# ------------------------------------------------------------------------------- the command
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[""], help="with one of these in the name")
-    parser.add_argument("--markdown", type=Path, help="file to write the table to")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from benchmarks import page
-
-    lines = []
+    results = []
     with tempfile.TemporaryDirectory() as name:
         for one in MECHANISMS:
             if not any(words in one.key for words in options.only):
                 continue
             began = time.monotonic()
-            result = verdict(Path(name), one)
-            lines.append([one.row, one.name, result, f"`tests/{one.tests} -k '{one.select}'`"])
-            print(f"{result:9} {one.key} ({time.monotonic() - began:.0f} s)", flush=True)
-    if options.markdown is not None:
-        table = page.table(["row", "mechanism taken away", "by the tests", "tests"], lines, words=4)
-        options.markdown.write_text(table + "\n")
-    noticed = sum(line[2] == "noticed" for line in lines)
-    print(f"Of {len(lines)} mechanisms that were taken away, tests noticed {noticed}.")
-    raise SystemExit(noticed < len(lines))
+            results.append(verdict(Path(name), one))
+            print(f"{results[-1]:9} {one.key} ({time.monotonic() - began:.0f} s)", flush=True)
+    noticed = results.count("noticed")
+    print(f"Of {len(results)} mechanisms that were taken away, tests noticed {noticed}.")
+    raise SystemExit(noticed < len(results))
 
 
 def verdict(folder: Path, mechanism: Mechanism) -> str:
