@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves
 class Held(NamedTuple):
     """Bytes at one moment. What processes share counts once (PSS)."""
 
-    seconds: float  # of time.monotonic
     anonymous: int  # of all processes, with shared memory: what is there nowhere else
     mapped: int  # pages of files, which the kernel drops where it needs the memory
-    largest: int  # anonymous, of the process that has most
     pids: list[int]
 
     @property
@@ -41,8 +39,7 @@ def held(pid: int) -> Held:
         except OSError:  # it has just ended
             continue
         children.setdefault(parent, []).append(int(folder.name))
-    tree, anonymous, mapped = [pid], [0], 0
-    seconds = time.monotonic()
+    tree, anonymous, mapped = [pid], 0, 0
     for each in tree:  # which grows
         tree += children.get(each, [])
         try:
@@ -51,9 +48,9 @@ def held(pid: int) -> Held:
             continue
         found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         if found:
-            anonymous.append(found["Pss_Anon"] + found["Pss_Shmem"])
+            anonymous += found["Pss_Anon"] + found["Pss_Shmem"]
             mapped += found["Pss_File"]
-    return Held(seconds, sum(anonymous), mapped, max(anonymous), tree)
+    return Held(anonymous, mapped, tree)
 
 
 def watched(
@@ -93,9 +90,8 @@ class Counted(TorchDispatchMode):
                 weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
             self.sizes[storage._cdata] = weakref.ref(storage)
         found = (reference() for reference in list(self.sizes.values()))  # other threads free, too
-        self.peak = max(
-            self.peak, sum(storage.nbytes() for storage in found if storage is not None)
-        )
+        alive = sum(storage.nbytes() for storage in found if storage is not None)
+        self.peak = max(self.peak, alive)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))

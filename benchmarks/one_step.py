@@ -24,14 +24,9 @@ from fabric_llm.run.run import Run
 from fabric_llm.training import step
 from parse_arguments import parse_train
 
-SMALL_LLAMA = {
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "vocab_size": 256,
-    "head_dim": 32,
-}
+SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
 SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_LLAMA |= {"vocab_size": 256, "head_dim": 32}
 
 
 def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:

@@ -2,9 +2,7 @@
 
     python benchmarks/plan.py
 
-The runs, their peaks, and the flags of this template that come nearest to each are those in the
-tables of docs/results/plan.md, which also explains the errors. Nothing is measured here, and no
-number of the plan was chosen by the runs of others. It needs no GPU.
+The runs and their peaks are those in the table of docs/results/plan.md.
 """
 
 from __future__ import annotations
