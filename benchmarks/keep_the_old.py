@@ -1,11 +1,9 @@
-"""Ways to keep what a model knows while it learns something new, at equal tokens: constant shares of
-replay, shares that are steered and an average of that run, a rewind, replay at the end only, replay that
-teaches what the base model predicts, and a merge with the base model.
+"""Ways to keep what a model knows while it learns something new, at equal tokens.
 
     python benchmarks/keep_the_old.py WORK [--seeds 1 2 3] [--budgets 0.2 0.1]
 
-The old text is Python's library, the new text the C++ headers of torch, the model a Llama of a sixth of a
-million parameters. What is done in WORK isn't done again.
+The old text is Python's library, the new text the C++ headers of torch. What is done in WORK isn't
+done again.
 """
 
 from __future__ import annotations

@@ -2,10 +2,7 @@
 
     python benchmarks/prepare.py --megabytes 100 --rounds 3 --cores 1 2 --markdown prepare.md
 
-The text is that of this machine: sources and documentation of the standard library and of installed
-packages. A byte-level BPE of 32,000 tokens is trained on it. Each contender is a process of its
-own, which measures after its imports; they take turns, so that a slow minute of the machine meets
-all of them. Ratios are medians over rounds of the same round.
+Each contender is a process of its own, which measures after its imports.
 """
 
 from __future__ import annotations
@@ -36,14 +33,12 @@ MAX_CHARACTERS = 2_000_000  # of a file
 COLUMNS = {
     "seconds": lambda row: f"{page.median(row):.1f}",
     "MB/s of text": lambda row: f"{row['text_bytes'] / page.median(row) / 1e6:.2f}",
-    "tokens/s": lambda row: f"{row['tokens'] / page.median(row):,.0f}",
     "of the tokenizer": page.number("times", ".3f"),
-    "processor seconds": lambda row: f"{statistics.median(row['processor_seconds']):.1f}",
     "bytes a token": page.number("bytes_a_token"),
     "padding": page.number("padding", ".2%"),
     "peak memory, MiB": lambda row: f"{statistics.median(row['peak_bytes']) / page.MIB:,.0f}",
 }
-EACH_ROUND = ("seconds", "processor_seconds", "peak_bytes")  # what a row has a list of
+EACH_ROUND = ("seconds", "peak_bytes")  # what a row has a list of
 # what is timed; what its result is reported as
 Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]
 
@@ -74,7 +69,7 @@ def main() -> int:
         f"{CONTEXT} tokens",
         f"Medians of {options.rounds} rounds, in turns; ratios are medians of the same round. "
         "Start-up (imports) of the contender's process is left out, that of the processes it "
-        "starts is not. Processor seconds: of all processes",
+        "starts is not",
     ]
     tables = []
     for cores in options.cores:
@@ -213,12 +208,10 @@ def work(name: str, folder: str, output: str, cores: str) -> int:
     """The process of a contender."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
     run, report = CONTENDERS[name](Path(folder), Path(output), int(cores))
-    # of this process, and of its children that have ended
-    before, began = sum(os.times()[:4]), time.perf_counter()
+    began = time.perf_counter()
     result = run()
     seconds = time.perf_counter() - began
-    numbers = {"seconds": seconds, "processor_seconds": sum(os.times()[:4]) - before}
-    print(json.dumps({**numbers, **report(result)}), flush=True)
+    print(json.dumps({"seconds": seconds, **report(result)}), flush=True)
     return 0
 
 

