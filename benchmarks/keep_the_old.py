@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="the folder of datasets and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1], help="nats")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
     parser.add_argument("--picture", type=Path, help="PNG to draw")
     given = page.parse(parser)
     work = given.work.resolve()
@@ -51,10 +50,9 @@ def main() -> None:
     drawn: dict[str, list[Result]] = {}
     for seed in given.seeds:
         base = train_base(work, seed)
-        for schedule in given.schedules:
+        for schedule, of_schedule in SCHEDULES.items():
             folder = work / f"seed-{seed}" / schedule
-            common = {"model_name": base, "seed": seed, **COMMON, **CONTINUED}
-            common |= SCHEDULES[schedule]
+            common = {"model_name": base, "seed": seed, **COMMON, **CONTINUED, **of_schedule}
             grid = [constant(folder, work, common, share) for share in SHARES]
             results = [*grid, replay_at_the_end(folder, work, common)]
             results.append(taught(folder, base, work, common))
@@ -66,16 +64,15 @@ def main() -> None:
                 choices.append([str(seed), schedule, *cells])
                 page.progress(" | ".join(choices[-1]))
             drawn[f"seed {seed}, {schedule} rate"] = results
-            for name, new, rise, highest in results:
+            for name, new, rise in results:
                 best = new_at(grid, rise)
                 apart = "" if best is None else f"{new - best:+.4f}"
-                cells = [name, f"{new:.4f}", f"{rise:+.4f}", highest, apart]
-                rows.append([str(seed), schedule, *cells])
+                rows.append([str(seed), schedule, name, f"{new:.4f}", f"{rise:+.4f}", apart])
                 page.progress(" | ".join(rows[-1]))
-    titles = ["seed", "rate", "run", "new, nats", "old, rise at the end", "highest, last third"]
+    titles = ["seed", "rate", "run", "new, nats", "old, rise at the end"]
     table = page.table([*titles, "new beside the best constant share"], rows, words=3)
     titles = ["seed", "rate", "budget", "share that choose advises", "old, rise by its law"]
-    titles += ["in its check branch", "at the end of the whole run", "new there, nats"]
+    titles += ["in its check branch", "at the end of the whole run"]
     table += "\n\n" + page.table(titles, choices, words=2)
     page.write("Ways to keep what a model knows", [], given, table, [*rows, *choices])
     if given.picture is not None:
@@ -112,7 +109,7 @@ def train_base(work: Path, seed: int) -> Path:
     return run / f"step-{BASE['max_step']:08d}"
 
 
-Result = tuple[str, float, float, str]  # name, loss of the new text, rises of the old one, nats
+Result = tuple[str, float, float]  # name, loss of the new text, rise of the old one's, nats
 
 
 def mix(work: Path, share: float) -> dict[str, str]:
@@ -126,10 +123,9 @@ def mix(work: Path, share: float) -> dict[str, str]:
 def trained(run: Path, name: str, **flags: Any) -> Result:
     with contextlib.suppress(subprocess.CalledProcessError):  # a budget may end it with code 76
         inputs.train(run, **flags)
-    evaluated = [line["eval"] for line in inputs.log(run, "eval")]
-    rises = [one["old"]["loss"] - evaluated[0]["old"]["loss"] for one in evaluated]
-    highest = max(rises[-len(rises) // 3 :])
-    return name, evaluated[-1]["new"]["loss"], rises[-1], f"{highest:+.4f}"
+    first, *_, last = inputs.log(run, "eval")
+    rise = last["eval"]["old"]["loss"] - first["eval"]["old"]["loss"]
+    return name, last["eval"]["new"]["loss"], rise
 
 
 def constant(folder: Path, work: Path, common: dict[str, Any], share: float) -> Result:
@@ -183,7 +179,7 @@ def of_average(name: str, run: Path, output: Path, parts: list[Path], **flags: A
         inputs.call("fabric_llm.average", *parts, output=output, **flags)
     losses = json.loads((output / "average.json").read_text())["eval_loss"]
     before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
-    return name, losses["new"], losses["old"] - before, ""
+    return name, losses["new"], losses["old"] - before
 
 
 def chosen(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[str]:
@@ -202,8 +198,8 @@ def chosen(folder: Path, work: Path, common: dict[str, Any], budget: float) -> l
         return [f"{budget:g}", "none"]
     losses = [choice["predicted"], choice["branches"][-1]["losses"]]
     rises = [f"{one['replay'] - before:+.4f}" for one in losses]
-    _, new, rise, _ = constant(folder, work, common, share)
-    return [f"{budget:g}", f"{share:g}", *rises, f"{rise:+.4f}", f"{new:.4f}"]
+    _, _, rise = constant(folder, work, common, share)
+    return [f"{budget:g}", f"{share:g}", *rises, f"{rise:+.4f}"]
 
 
 def draw(results: dict[str, list[Result]], file: Path) -> None:
@@ -213,9 +209,9 @@ def draw(results: dict[str, list[Result]], file: Path) -> None:
     figure = Figure((5 * len(results), 4.5), 120, layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     for panel, (title, of_panel) in zip(panels, results.items()):
-        grid = [(rise, new) for name, new, rise, _ in of_panel if name.endswith("% replay")]
+        grid = [(rise, new) for name, new, rise in of_panel if name.endswith("% replay")]
         panel.plot(*zip(*grid), "o-", color="gray", label="constant shares")
-        for name, new, rise, _ in of_panel[len(grid) :]:
+        for name, new, rise in of_panel[len(grid) :]:
             panel.plot(rise, new, "X" if "steer" in name else "s", label=name, markersize=8)
         panel.set(title=title, xlabel="Forgotten of the old text, nats a token")
         panel.legend(fontsize=8)
@@ -229,7 +225,7 @@ def new_at(grid: list[Result], rise: float) -> float | None:
     On a line over the logarithm of the rise: left out, runs of the grid lie nearer to that than to a
     line over the rise, which is above their curve.
     """
-    points = sorted((of_old, of_new) for _, of_new, of_old, _ in grid if of_old > 0)
+    points = sorted((of_old, of_new) for _, of_new, of_old in grid if of_old > 0)
     for (low, first), (high, second) in zip(points, points[1:]):
         if low <= rise <= high:
             return first + (second - first) * math.log(rise / low) / math.log(high / low)
