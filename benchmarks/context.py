@@ -1,9 +1,9 @@
 """The memory of a step against the tokens of a row, measured and by plan.py, for ranks that share
 rows and what saves memory.
 
-A real step on real ranks: on a GPU what its allocator counts, on a CPU the storages of all tensors.
-The slope is that between the first and the last length that was measured; what plan.py says doesn't
-fit is left empty. On a CPU the host is the device: `offload` is for GPUs.
+On a GPU it is what its allocator counts, on a CPU the storages of all tensors. The slope is that
+between the first and the last length that was measured; what plan.py says doesn't fit is left
+empty. On a CPU the host is the device: `offload` is for GPUs.
 """
 
 from __future__ import annotations

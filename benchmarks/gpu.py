@@ -2,17 +2,10 @@
 
     pip install . && python benchmarks/gpu.py --markdown gpu.md --output gpu.json
 
-It needs this repository, its dependencies and one GPU; no network, no files. `pytest -m gpu` shows
-first that the GPU computes the right thing.
-
-Llamas of 1, 3 and 8 billion parameters in bf16-true, with weights drawn on the GPU, over
-compilation, loss, attention, activation checkpointing and micro-batch. A step is train.py's
-(one_step.py) on rows of packed random documents that don't see each other. Each case is a process
-of its own and has a limit of time; whatever goes wrong in it is what its row says. What is left
-when the minutes are over isn't run. The files are written after each case, and a case that --output
-has from a call before isn't run again.
-
-MFU is counted as in a run's log, see fabric_llm/model/flops.py.
+A step is train.py's (one_step.py) on rows of packed random documents that don't see each other. Each
+case is a process of its own and has a limit of time; whatever goes wrong in it is what its row says.
+What is left when the minutes are over isn't run. The files are written after each case, and a case
+that --output has from a call before isn't run again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""A small model that was trained on rows of 256 tokens goes on with rows of 2,048: with and without
---rope, on one and two ranks.
-
-The text is the source of Python's standard library. Each run evaluates before its first step and at
-its end.
-"""
+"""A small model that was trained on rows of 256 tokens goes on with rows of 2,048, with and without
+--rope, on one and two ranks."""
 
 from __future__ import annotations
 

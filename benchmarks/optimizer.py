@@ -2,9 +2,7 @@
 
     python benchmarks/optimizer.py --markdown docs/results/optimizer.md
 
-Parameters have the shapes of Llamas, gradients are random. The optimizers take turns, one step
-each, so that other work on the machine meets all of them; times are medians over turns, ratios
-medians of the ratios within a turn.
+Parameters have the shapes of Llamas, gradients are random.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ NOTES = [
 ]
 
 
-def main() -> int:
+def main() -> None:
     parser = page.parser(__doc__, rounds=9)
     parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES)
     parser.add_argument("--threads", type=page.positive, default=1, help="of a CPU")
@@ -74,7 +72,6 @@ def main() -> int:
         tables[size] = timing(size, device, options.rounds)
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables.items())
     page.write("What a step of the optimizer costs", NOTES, options, body, tables)
-    return 0
 
 
 def compiling(device: torch.device) -> str:
@@ -144,4 +141,4 @@ def random_parameters(size: str, dtype: torch.dtype, device: torch.device) -> li
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

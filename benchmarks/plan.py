@@ -52,12 +52,11 @@ class Published(NamedTuple):
     flags: str
 
 
-def main() -> int:
+def main() -> None:
     options = page.parse(page.parser(__doc__))
     with tempfile.TemporaryDirectory() as name:
         rows = [predicted(one, Path(name)) for one in published()]
     page.write("Published peaks of memory, and what plan.py says", [], options, body(rows), rows)
-    return 0
 
 
 def published() -> list[Published]:
@@ -167,4 +166,4 @@ def sizes(rows: list[page.Row], key: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

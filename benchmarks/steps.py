@@ -6,18 +6,11 @@ and of ways to compute the loss.
     python benchmarks/steps.py loss
 
 Each row is a set of flags of train.py; rows take turns (turns.py). Memory is counted in the second
-step of each rank, before the timed ones: what tensors hold for parameters and optimizer, and the
-most that they take in the step beyond that, since before there was a model. Buffers of DDP that are
-never freed count; what gloo allocates itself does not.
+step of each rank, before the timed ones. Buffers of DDP that are never freed count; what gloo
+allocates itself does not.
 
-sharding: all rows start from the same weights, see the same tokens and must give the same losses:
+All rows of sharding start from the same weights, see the same tokens and must give the same losses:
 the exit code is 1 if they don't, or if a row fails.
-
-attention: over packed documents. `unmasked` lets them see each other, `masked` is SDPA with the
-mask of context x context that transformers makes, `packed` is this template's.
-
-loss: with a large vocabulary. `full` makes the logits of all tokens at once, as transformers does,
-`chunked` those of one chunk of tokens after the other.
 """
 
 from __future__ import annotations
@@ -60,8 +53,12 @@ ATTENTION = {  # row of attention -> flags of train.py
 }
 LOSSES = {"full": "--loss full", "chunked": "--loss chunked"}  # row of loss -> flags of train.py
 MANY_LOGITS = {"layers": 2, "hidden": 576, "vocabulary": 49152}
+# title, rows, the one that the others are beside, and what sizes are others
+IN_DOCUMENTS = {
+    "attention": ("Attention over packed documents", ATTENTION, "masked", {}),
+    "loss": ("The loss head", LOSSES, "full", MANY_LOGITS),
+}
 COLUMNS = {
-    "tokens/s": page.number("tokens_per_second", ",.0f"),
     "step, ms": page.step,
     "quartiles": page.spread,
     "x first": page.number("times_first"),
@@ -80,39 +77,29 @@ NOTES = [
 
 def main() -> int:
     parser = turns.parser(__doc__)
-    parser.add_argument("question", choices=QUESTIONS)
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="rows of sharding")
-    parser.add_argument("--devices", type=int, default=2, help="processes of sharding")
+    parser.add_argument("question", choices=["sharding", *IN_DOCUMENTS])
     parser.set_defaults(threads=1, dtypes=["float32"], warm_up=3)
     options = turns.resolve(parser)
     with tempfile.TemporaryDirectory() as name:
-        return QUESTIONS[options.question](Path(name), options)
+        if options.question == "sharding":
+            return sharding(Path(name), options)
+        in_documents(Path(name), options, *IN_DOCUMENTS[options.question])
+    return 0
 
 
 def sharding(folder: Path, options: argparse.Namespace) -> int:
     sizes = TOY if options.smoke else SIZES
-    variants = {name: VARIANTS[name] for name in options.only or VARIANTS}
-    rows = measure(folder, variants, sizes, options.dtypes[0], options, options.devices)
+    rows = measure(folder, VARIANTS, sizes, options.dtypes[0], options, ranks=2)
     notes = [
         f"Model: {sizes}; processes over {'NCCL' if options.kind == 'cuda' else 'gloo'}",
         *NOTES,
         f"All rows agree to {LOSS_TOLERANCE:.0e} nats at each compared step, or the exit code is 1",
     ]
-    if options.kind == "cpu":
-        notes.append("On a CPU cpu_offload has nothing to move: its rows say only that it works")
     table = page.compare(rows, COLUMNS)
     page.write("Sharding: FSDP's choices and DDP", notes, options, table, rows)
     if problem := problem_of(rows):
         print(f"steps.py: error: {problem}", file=sys.stderr)
     return int(problem is not None)
-
-
-def attention(folder: Path, options: argparse.Namespace) -> int:
-    return in_documents(folder, options, "Attention over packed documents", ATTENTION, "masked")
-
-
-def loss(folder: Path, options: argparse.Namespace) -> int:
-    return in_documents(folder, options, "The loss head", LOSSES, "full", **MANY_LOGITS)
 
 
 def in_documents(
@@ -121,8 +108,8 @@ def in_documents(
     title: str,
     variants: dict[str, str],
     beside: str,
-    **more: int,
-) -> int:
+    more: dict[str, int],
+) -> None:
     """Variants on rows of packed documents, short and long rows with the same tokens in a step."""
     rows: list[page.Row] = []
     tables = []
@@ -139,10 +126,6 @@ def in_documents(
         rows += measured
     notes = [f"Model: {sizes}; documents of {documents} tokens on average", *NOTES]
     page.write(title, notes, options, "\n\n".join(tables), rows)
-    return 0
-
-
-QUESTIONS = {"sharding": sharding, "attention": attention, "loss": loss}
 
 
 def measure(
@@ -173,8 +156,6 @@ def measure(
     rows = turns.in_turns(contenders, options)
     for row in rows:
         row["times_first"] = page.over(row, rows[0])
-        if (seconds := page.median(row)) is not None:
-            row["tokens_per_second"] = context * sizes["micro_batch"] * ranks / seconds
     return rows
 
 

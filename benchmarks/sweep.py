@@ -56,7 +56,7 @@ class Series(NamedTuple):
     published: dict[int, float]  # devices -> tokens per second and GPU
 
 
-def main() -> int:
+def main() -> None:
     options = page.parse(page.parser(__doc__))
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -64,7 +64,6 @@ def main() -> int:
             page.progress(f"{one.source} {one.run}")
             rows += predicted(one, Path(name))
     page.write("Published scaling, and what plan.py --sweep says", [], options, body(rows), rows)
-    return 0
 
 
 def published() -> list[Series]:
@@ -151,4 +150,4 @@ def middle(rows: list[page.Row], key: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,17 +1,11 @@
 """Tokens per second of this template, a bare PyTorch loop and HF Trainer, on the same model and
 tokens.
 
-    python benchmarks/throughput.py --output throughput.json
-    python benchmarks/throughput.py --packed   # rows of packed documents that don't see each other
-    python benchmarks/throughput.py --compile  # each with its own use of torch.compile
-
 What is timed is the whole step: reading the batch, forward, backward, clipping, update. All
 contenders start from the same weights and read the same rows, so that their first losses must be
-equal: the exit code is 1 if they aren't. Contenders whose package is missing are rows that say so.
-
-`fabric_llm` runs as train.py does by default (one_step.py), `plain` with all fast paths off. The
-bare loop is transformers' Llama with its own loss, torch.optim.AdamW and clip_grad_norm_, each with
-its defaults. HF Trainer logs, evaluates and saves nothing.
+equal: the exit code is 1 if they aren't. The bare loop is transformers' Llama with its own loss,
+torch.optim.AdamW and clip_grad_norm_, each with its defaults. HF Trainer logs, evaluates and saves
+nothing.
 """
 
 from __future__ import annotations

@@ -281,7 +281,9 @@ class Contender:
             self.processes[ours].start()
             theirs.close()  # so that a process that dies closes the pipe
 
-    def ask(self, what: Union[str, Path], steps: int, within_seconds: float = 10**6) -> Optional[Row]:
+    def ask(
+        self, what: Union[str, Path], steps: int, within_seconds: float = 10**6
+    ) -> Optional[Row]:
         """The report on `steps` steps, of all ranks the largest numbers; None, and the row has an
         error, without one. what: "time", "memory", or the file of a profiler's trace."""
         if self.row["error"]:
