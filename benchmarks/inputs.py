@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -119,12 +120,25 @@ def call(script: str, *words: object, **given: object) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=True)
 
 
+def once(script: str, *words: object, output: Path, **given: object) -> None:
+    """A command with --output, unless that is there."""
+    if not output.exists():
+        call(script, *words, output=output, **given)
+
+
 def train(run: Path, **given: object) -> None:
     """train.py into the directory `run`, unless it has come to its end there, also that of a
     guard."""
+    if not ended(run):
+        with suppress(subprocess.CalledProcessError):  # a guard ends it with 76
+            call("train.py", output_dir=run.parent, run_name=run.name, **given)
+        if not ended(run):
+            raise SystemExit(f"{run} has failed.")
+
+
+def ended(run: Path) -> bool:
     status = run / "STATUS.json"
-    if not status.exists() or json.loads(status.read_text())["code"] not in (0, 76):
-        call("train.py", output_dir=run.parent, run_name=run.name, **given)
+    return status.exists() and json.loads(status.read_text())["code"] in (0, 76)
 
 
 def log(run: Path, key: str) -> list[dict[str, Any]]:

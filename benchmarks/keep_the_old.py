@@ -92,11 +92,10 @@ def prepare(work: Path) -> None:
     common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
     tokenizer: dict[str, object] = {"train_tokenizer": VOCABULARY}
     for name, (folders, patterns) in texts.items():
+        excluded = ["--exclude", "test", "tests", "site-packages", "dist-packages"]
+        words = ["--input", *folders, "--pattern", *patterns, *excluded]
         output = work / "data" / name
-        if not output.exists():
-            excluded = ["--exclude", "test", "tests", "site-packages", "dist-packages"]
-            words = ["--input", *folders, "--pattern", *patterns, *excluded]
-            inputs.call("prepare_data.py", *words, output=output, **common, **tokenizer)
+        inputs.once("prepare_data.py", *words, output=output, **common, **tokenizer)
         tokenizer = {"tokenizer": work / "data" / "both" / "tokenizer"}
 
 
@@ -121,8 +120,7 @@ def mix(work: Path, share: float) -> dict[str, str]:
 
 
 def trained(run: Path, name: str, **flags: Any) -> Result:
-    with contextlib.suppress(subprocess.CalledProcessError):  # a budget may end it with code 76
-        inputs.train(run, **flags)
+    inputs.train(run, **flags)
     first, *_, last = inputs.log(run, "eval")
     rise = last["eval"]["old"]["loss"] - first["eval"]["old"]["loss"]
     return name, last["eval"]["new"]["loss"], rise
@@ -175,8 +173,7 @@ def merged(folder: Path, base: Path, budget: float) -> Result:
 
 
 def of_average(name: str, run: Path, output: Path, parts: list[Path], **flags: Any) -> Result:
-    if not output.exists():
-        inputs.call("fabric_llm.average", *parts, output=output, **flags)
+    inputs.once("fabric_llm.average", *parts, output=output, **flags)
     losses = json.loads((output / "average.json").read_text())["eval_loss"]
     before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
     return name, losses["new"], losses["old"] - before

@@ -25,6 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {  # name -> flags of the run that goes on
     "`--rope yarn:8`": {"rope": "yarn:8"},
 }
 TEXT = ["--input", sysconfig.get_path("stdlib"), "--exclude", "site-packages", "test", "idlelib"]
+TEXT += ["--pattern", "*.py"]
 COMMON = {
     "precision": "bf16-true",
     "lr_schedule": "wsd",
@@ -44,17 +45,18 @@ def main() -> None:
     options = page.parse(parser)
     began, folder = time.monotonic(), options.folder.resolve()
     steps, more = (4, 2) if options.smoke else (STEPS, MORE_STEPS)
+    short, long = folder / "short", folder / "long"
     of_short = {"context_length": SHORT, "train_tokenizer": VOCABULARY}
-    prepare(folder / "short", **of_short)
-    of_long = {"context_length": LONG, "tokenizer": folder / "short" / "tokenizer"}
+    inputs.once("prepare_data.py", *TEXT, output=short, **of_short)
+    of_long = {"context_length": LONG, "tokenizer": short / "tokenizer"}
     of_long |= {"min_document_tokens": LONG, "validation_fraction": 0.05}
-    prepare(folder / "long", **of_long)
+    inputs.once("prepare_data.py", *TEXT, output=long, **of_long)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     inputs.write_llama(folder / "model", **SHAPE, rope_parameters=rope)
-    base = {"model_name": folder / "model", "train_data_dir": folder / "short"}
+    base = {"model_name": folder / "model", "train_data_dir": short}
     base |= {"max_step": steps, "lr": 2e-3, "warmup_steps": steps // 10}
     inputs.train(folder / "base", **COMMON, **base, global_batch_size=16, micro_batch_size=16)
-    goes_on = {"model_name": files.latest(folder / "base"), "train_data_dir": folder / "long"}
+    goes_on = {"model_name": files.latest(folder / "base"), "train_data_dir": long}
     goes_on |= {"max_step": more, "lr": 1e-3, "global_batch_size": 4, "micro_batch_size": 2}
     rows = []
     for number, (name, flags) in enumerate(RUNS.items()):
@@ -69,11 +71,6 @@ def main() -> None:
         f"All of it took {(time.monotonic() - began) / 60:.0f} minutes",
     ]
     page.write(f"From {SHORT} tokens to {LONG:,}", notes, options, body(rows), rows)
-
-
-def prepare(output: Path, **flags: Any) -> None:
-    if not output.is_dir():
-        inputs.call("prepare_data.py", *TEXT, pattern="*.py", output=output, **flags)
 
 
 def body(rows: list[page.Row]) -> str:

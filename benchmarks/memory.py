@@ -69,12 +69,6 @@ def watched(
     return process.returncode
 
 
-def returning(bytes_: int) -> dict[str, str]:
-    """For the environment of what is measured: malloc returns freed blocks that are larger. By
-    itself it keeps those up to 32 MiB."""
-    return {"MALLOC_MMAP_THRESHOLD_": str(bytes_)}
-
-
 class Counted(TorchDispatchMode):
     """Bytes of the storages that are alive, each once, and the most that they were."""
 

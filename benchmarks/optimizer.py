@@ -34,7 +34,6 @@ COLUMNS = {
     "step, ms": page.step,
     "x torch fused": page.number("times_fused"),
     "bytes a parameter, at least": lambda row: str(row["bytes"]),
-    "GB/s": page.number("rate", ".1f", 1e9),
     "of a copy's": page.number("of_copy", ".0%"),
 }
 MAX_COPIED = 2**28  # float32 numbers, far more than a cache holds
@@ -53,7 +52,7 @@ OPTIMIZERS = {
 NOTES = [
     "Times: medians over rounds, in turns. x torch fused: median of the ratios within a round to "
     "torch.optim.AdamW(fused=True) on bfloat16 parameters",
-    "Bytes a parameter: reading and writing each tensor once; GB/s: these bytes in the time",
+    "Bytes a parameter: reading and writing each tensor once; of a copy's: these bytes in the time",
 ]
 
 

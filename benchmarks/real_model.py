@@ -11,7 +11,6 @@ What is done in WORK isn't done again.
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
@@ -87,22 +86,15 @@ def train(work: Path, name: str, shares: dict[str, float], budget: str) -> None:
     unread = [f"{source}={data / source}" for source in SETS if source not in shares]
     more = {"eval_data": ",".join(unread)} if unread else {}
     more |= {"data_mix": mix, "forgetting_budget": budget}
-    # Where the budget can't be kept, the run ends with 76 at the latest evaluation that may.
-    with contextlib.suppress(subprocess.CalledProcessError):
-        inputs.train(work / "runs" / name, model_name=work / "base", **more, **TRAINED)
+    inputs.train(work / "runs" / name, model_name=work / "base", **more, **TRAINED)
 
 
 def finish(work: Path, name: str, budget: str) -> None:
     """The run's export, a merge with the base model inside the budget, and a certificate."""
-    run, continued, merged = (work / folder / name for folder in ("runs", "continued", "merged"))
-    if not continued.exists():
-        inputs.call("export_hf.py", run, output=continued)
-    if not merged.exists():
-        words = {"forgetting_budget": budget, "output": merged}
-        inputs.call("fabric_llm.average", work / "base", run, **words)
-    certificate = work / f"certificate-{name}.json"
-    if not certificate.exists():
-        inputs.call("fabric_llm.verify", run, output=certificate)
+    run, merged = work / "runs" / name, work / "merged" / name
+    inputs.once("export_hf.py", run, output=work / "continued" / name)
+    inputs.once("fabric_llm.average", work / "base", run, output=merged, forgetting_budget=budget)
+    inputs.once("fabric_llm.verify", run, output=work / f"certificate-{name}.json")
 
 
 def write_base(folder: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional, Union
 
 from benchmarks import page
 from benchmarks.page import Row, positive, progress
@@ -37,7 +37,6 @@ FORGET = "the peak so far is forgotten"
 ASK_GPU = (
     "import torch; gpu = torch.cuda.get_device_properties(0); print(gpu.total_memory, gpu.name)"
 )
-Each = TypeVar("Each")
 
 
 def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
@@ -73,7 +72,7 @@ def resolve(options: argparse.ArgumentParser) -> argparse.Namespace:
     return given
 
 
-def alternate(contenders: Sequence[Each], rounds: int) -> Iterator[Each]:
+def alternate(contenders: Sequence[Any], rounds: int) -> Iterator[Any]:
     """Each contender once a round, forwards in one round and backwards in the next."""
     for number in range(rounds):
         yield from contenders if number % 2 == 0 else reversed(contenders)
