@@ -2,10 +2,10 @@
 
     pip install . && python benchmarks/gpu.py --markdown gpu.md --output gpu.json
 
-A step is train.py's (one_step.py) on rows of packed random documents that don't see each other. Each
-case is a process of its own and has a limit of time; whatever goes wrong in it is what its row says.
-What is left when the minutes are over isn't run. The files are written after each case, and a case
-that --output has from a call before isn't run again.
+A step is train.py's (one_step.py) on rows of packed random documents that don't see each other.
+Each case is a process of its own and has a limit of time; whatever goes wrong in it is what its row
+says. What is left when the minutes are over isn't run. The files are written after each case, and a
+case that --output has from a call before isn't run again.
 """
 
 from __future__ import annotations

@@ -219,8 +219,8 @@ def draw(results: dict[str, list[Result]], file: Path) -> None:
 def new_at(grid: list[Result], rise: float) -> float | None:
     """The new text's loss of the constant share with this rise, between the two runs beside it.
 
-    On a line over the logarithm of the rise: left out, runs of the grid lie nearer to that than to a
-    line over the rise, which is above their curve.
+    On a line over the logarithm of the rise: left out, runs of the grid lie nearer to that than to
+    a line over the rise, which is above their curve.
     """
     points = sorted((of_old, of_new) for _, of_new, of_old in grid if of_old > 0)
     for (low, first), (high, second) in zip(points, points[1:]):

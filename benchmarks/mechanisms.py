@@ -70,6 +70,16 @@ def with_names(**names: Any) -> Callable[[Any], Any]:
     return instead
 
 
+def after_setting(name: str, value: Any) -> Callable[[Any], Any]:
+    """In the place of a method, the same after an attribute of its object was set."""
+
+    def instead(original, self, *args, **more):
+        setattr(self, name, value)
+        return original(self, *args, **more)
+
+    return wrapping(instead)
+
+
 def nothing(*args: Any, **more: Any) -> None:
     pass
 
@@ -112,12 +122,6 @@ def own_problem_alone(original, pending, problems):
 
 
 @wrapping
-def without_background_problem(original, pending, *args, **more):
-    pending.problem = None
-    return original(pending, *args, **more)
-
-
-@wrapping
 def without_copies(original, *args, copy=False, **more):
     pending = original(*args, **more)
     pending.copies = (0, math.inf) if copy else None  # as if they had been made
@@ -156,12 +160,6 @@ def without_minimum(original, fabric, micro_batches):
 
 
 @wrapping
-def each_anew(original, self, number, frame):
-    self.until = 0.0
-    original(self, number, frame)
-
-
-@wrapping
 def without_interrupt(original, *args):
     with suppress(KeyboardInterrupt):
         original(*args)
@@ -179,12 +177,6 @@ def with_the_same_rank(original):
 def own_fault(original, self, fault):
     original(self, fault)
     return self.rank, fault
-
-
-@wrapping
-def forgetful(original, self, *seconds):
-    self.first = None
-    return original(self, *seconds)
 
 
 @wrapping
@@ -293,7 +285,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises",
      own_problem_alone),
     ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS,
-     "save_that_raises", without_background_problem),
+     "save_that_raises", after_setting("problem", None)),
     ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS,
      "save_that_raises", with_names(rmtree=nothing)),
     ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable",
@@ -311,7 +303,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP,
      "second_signal", without_interrupt),
     ("signals", "one that is delivered twice is one", "processes.stop:StopSignal._handle", STOP,
-     "delivered_twice", each_anew),
+     "delivered_twice", after_setting("until", 0.0)),
     ("signals", "a request to stop ends an evaluation",
      "training.evaluation:Evaluation._until_stopped", EVALUATION, "heard_inside",
      is_now(lambda self, batches, is_first: batches.stream(0))),
@@ -340,7 +332,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS,
      "first_error", own_fault),
     ("a rank fails", "its fault is remembered when the store has gone",
-     "processes.watch:Watch.refresh", WATCH, "known_once_the_store_has_gone", forgetful),
+     "processes.watch:Watch.refresh", WATCH, "known_once_the_store_has_gone",
+     after_setting("first", None)),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
      ROWS, "killed_rank_of_a_plain"),
     ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS,
