@@ -35,15 +35,13 @@ KINDS = [  # strategy, --state_dict_type, --async_save
     ("fsdp2", "sharded", "true"),
     ("fsdp", "full", "true"),
 ]
-COUNTS = {
+COUNTS = {  # docs/results/chaos.md says what they are
     "kills": "kills",
-    "runs": "runs ended",  # in spite of the kills
-    # kills after which something bears a checkpoint's name and doesn't verify
+    "runs": "runs ended",
     "unreadable": "unreadable",
-    "lost": "most steps lost",  # logged and gone, after any kill
-    "different": "runs that differ",  # whose final weights or log aren't the undisturbed run's
-    "orphans": "orphans",  # ranks that did not end by themselves after the other was killed
-    # kills that left a half-written or half-removed folder, swept at the next start
+    "lost": "most steps lost",
+    "different": "runs that differ",
+    "orphans": "orphans",
     "leftovers": "leftovers swept",
 }
 TITLES = ["strategy", "checkpoint", "async", *COUNTS.values()]
