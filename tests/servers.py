@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Optional
@@ -32,6 +32,13 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones: each is taken until all are found."""
+    with ExitStack() as taken:
+        found = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in found]
 
 
 def program(name: str) -> str:
@@ -101,7 +108,7 @@ def moto(folder: Path, **environment: str) -> Server:
 
 def seaweed(folder: Path) -> Server:
     path = program("weed")
-    ports = [free_port() for _ in range(7)]
+    ports = free_ports(7)
     (folder / "data").mkdir()
     return Server(
         lambda port: [
