@@ -64,7 +64,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--foo", "1"], ["--foo", "--help"]),
         (["--lr", "fast"], ["--lr", "number", "fast"]),
         (["--devices", "two"], ["--devices", "integer or auto", "two"]),
-        (["--resume", "maybe"], ["--resume", "true or false", "maybe"]),
+        (["--resume", "maybe"], ["--resume", "true, false or auto", "--checkpoint", "maybe"]),
         (["--precision", "fp8"], ["--precision", "bf16-true", "fp8"]),
         (["--max_step", "0"], ["--max_step", "0"]),
         (["--spike_threshold", "3", "--spike_window", "1"], ["--spike_window", "at least 2", "1"]),
@@ -507,6 +507,10 @@ def finished(toys, tmp_path_factory):
         (
             ["--resume", "true", "--max_step", "2"],
             ["is where this run ends", "step 2 of 2", "--max_step"],
+        ),
+        (
+            ["--resume", "true", "--max_step", "1", "--resume_override", "max_step"],
+            ["is after step 2, and the run would end after step 1", "--checkpoint"],
         ),
         (["--resume", "true"], ["max_step 2, not 9", "--resume_override max_step"]),
         (

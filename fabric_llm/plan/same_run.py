@@ -189,6 +189,12 @@ def _require_work(plan: Plan, flags: Flags, is_changed: bool) -> None:
     # There are steps left to train.
     if plan.start.step < plan.schedule.max_step:
         return
+    if plan.start.step > plan.schedule.max_step:
+        raise ValueError(
+            f"{str(plan.resume_from)!r} is after step {plan.start.step}, and the run would end "
+            f"after step {plan.schedule.max_step}: take a larger --max_step or --number_epochs, or "
+            "go back with --checkpoint."
+        )
     # A request to stop may have cut off the last evaluation.
     if flags.evaluation.eval_iters > 0 and not is_evaluated(plan.resumed):
         return
