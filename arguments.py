@@ -336,10 +336,15 @@ class TrainingArguments:
     """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to
     constant_lr, stable, decay"""
     warmup_steps: int = basic(
-        0, at_least=0, aliases="lr_warmup_steps num_warmup_steps warmup warmup_ratio"
+        0,
+        at_least=0,
+        aliases="lr_warmup_steps num_warmup_steps warmup warmup_ratio",
+        takes="a number of steps",
     )
     """steps of linear warm-up"""
-    decay_steps: Optional[int] = what(None, above=0, needs="lr_schedule wsd infinite")
+    decay_steps: Optional[int] = what(
+        None, above=0, needs="lr_schedule wsd infinite", takes="a number of steps"
+    )
     """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
     decay_shape: Literal[tuple(DECAYS)] = what("sqrt", needs="lr_schedule wsd infinite")
     """wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"""
@@ -580,7 +585,7 @@ class PlanArguments:
     """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or
     CPU"""
     # `parse_plan` has turned a unit into GiB before this is parsed.
-    device_memory: Optional[float] = option(None, above=0)
+    device_memory: Optional[float] = option(None, above=0, takes="GiB, such as 80 or 80GiB")
     """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""
     mfu: Optional[float] = option(None, above=0, below=1)
     """part of the accelerator's peak that the model's operations reach, such as 0.4 (default:

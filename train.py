@@ -32,7 +32,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             # environment.
             launch.adopt_launcher()
             arguments = parse_train(argv)
-            if arguments.demo and is_rank_zero():
+            # A demo that is resumed has its own flags, so nothing was found of this one.
+            is_new = arguments.checkpoint.resume is not True
+            if arguments.demo and is_new and is_rank_zero():
                 # Before the checks, whose sentences may be about flags of the demo.
                 print(
                     "No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.",

@@ -136,6 +136,17 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--logger none,csv", 2, "--logger none,csv: none goes by itself."),
     ("--log_model lats", 2, "--log_model takes false, last or all, not 'lats'."),
     ("--min_lr 1", 2, "--min_lr 1.0 is larger than --lr 2e-05."),
+    ("--warmup_steps 0.03", 2, "--warmup_steps takes a number of steps, not '0.03'."),
+    ("--replay data", 2, "--train_data_dir and --replay are both 'data'."),
+    ("--replay long --replay_fraction 20", 2, "must be between 0 and 1, such as 0.2, not 20."),
+    ("--resume_override learning_rate", 2, "--resume_override learning_rate: did you mean --lr?"),
+    ("--run_name checkpoints/run", 2, "not '/' or '..'. Did you mean 'run'?"),
+    ("--train_data_dir hf", 2, "it has no dataset_dict.json. It is a model's, for --model_name."),
+    (
+        "--forgetting_action steer --eval_step_interval 5 --max_step 20",
+        2,
+        "--forgetting_action steer keeps budgets: give --forgetting_budget, each above 0.",
+    ),
     ("--devices 0", 2, "--devices must be positive, not 0."),
     ("--devices -1", 2, "--devices must be positive, not -1."),
     (
@@ -290,7 +301,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--resume true --run_name other",
         66,
-        "--resume true: no complete checkpoint (step-N) in 'checkpoints/other'.",
+        "no complete checkpoint (step-N) in 'checkpoints/other'. Runs there are 'run'.",
     ),
     (
         "--resume true --checkpoint checkpoints/run",
@@ -385,7 +396,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
 ]
 OTHERS = [
     ("prepare_data", "--output out --train_tokenizer 300", 2, "no input: name at least one"),
-    ("prepare_data", "--input corpus --output out", 2, "give exactly one of --tokenizer"),
+    ("prepare_data", "--input corpus --output out", 2, "give --tokenizer, that of your model, or"),
     ("prepare_data", "--seq_len 64", 2, "Did you mean --context_length?"),
     ("train", "--help oblivion", 2, "The groups are devices, data, "),
     ("prepare_data", "--input corpus --output out --train_tokenizer 9", 2, "at least 257"),

@@ -63,7 +63,7 @@ def captured(words, stream="stdout"):
 @pytest.fixture(scope="module")
 def small(toys):
     return said(
-        "--model_name", toys / "llama", *SHORT, "--devices", 4, "--tokens", 4096,
+        "--model_name", toys / "llama", *SHORT[:2], "--devices", 4, "--tokens", 4096,
         "--price_per_hour", 2,
     )
 
@@ -325,7 +325,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
         ("--price_per_hour cheap", "--price_per_hour takes a number, not 'cheap'."),
         ("--price_per_hour -1", "--price_per_hour must be at least 0"),
         ("--device_memory 0", "--device_memory must be positive"),
-        ("--device_memory 1.2.3GiB", "--device_memory takes a number, not '1.2.3GiB'."),
+        ("--device_memory 1.2.3GiB", "--device_memory takes GiB, such as 80 or 80GiB, not '1.2"),
         ("--global_batch_size 3 --devices 2", "--global_batch_size 3 doesn't divide by"),
         ("--activation_checkpointing most", "--activation_checkpointing takes none, full"),
         ("--context_parallel 3 --devices 3", "--context_parallel 3: '"),
@@ -338,6 +338,9 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
             "--context_parallel 2 exchanges heads around packed attention",
         ),
         ("--rope foo", "--rope takes theta:THETA"),
+        ("--tokens 1e9", "--tokens and --max_step are both given: each is the run's length."),
+        ("--like nowhere", "--like: no run at 'nowhere'."),
+        ("--mfu 45", "--mfu must be less than 1, such as 0.45, not 45"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):

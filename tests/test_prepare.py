@@ -1018,8 +1018,8 @@ NOT_ON_THE_HUB = "^input {} is neither a file or folder here nor a dataset .*: .
 NO_PATH = "^input {} is neither a file or folder here nor .* from the hub$"  # nobody asks the hub
 # --input, other arguments, and what is said
 MISTAKES = [
-    ("in", {"tokenizer": None}, r"exactly one of --tokenizer \(got None\) and --train_tok.*None\)"),
-    ("in", {"train_tokenizer": 300, "tokenizer": "x"}, r"exactly one .* \(got x\) .* \(got 300\)"),
+    ("in", {"tokenizer": None}, "^give --tokenizer, that of your model, or --train_tokenizer$"),
+    ("in", {"train_tokenizer": 300, "tokenizer": "x"}, "--tokenizer x and --train_tokenizer 300 are both"),
     ("", {}, "no input: name at least one"),
     (
         "body.parquet",

@@ -115,6 +115,9 @@ class Flag:
             words = f"at least {self.at_least}"
         elif self.below is not None and not value < self.below:
             words = f"less than {self.below}"
+            # People mean percent.
+            if self.below == 1 and value < 100:
+                words += f", such as {value / 100:g}"
         elif not math.isfinite(value):
             words = "a finite number"
         else:
@@ -365,7 +368,7 @@ def _check_config(
         fail(
             program,
             f"--config {config!r} must hold `flag: value` lines, but holds "
-            f"{type(values).__name__}.",
+            f"{'nothing' if values is None else 'no such lines'}.",
         )
     # Values have no line numbers, so the text is read once more as nodes.
     nodes = yaml.compose(text, Loader=_Loader).value

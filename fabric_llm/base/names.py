@@ -197,7 +197,9 @@ def is_path(name: str) -> bool:
 
 def nearest_of(path: Path, files: bool = False) -> str:
     """The end of a message about `path`, which doesn't exist: a folder, or with `files` a file,
-    with a similar name."""
+    with a similar name, or the run that is called so."""
+    if path.parent == Path() and Path("checkpoints", path).is_dir():
+        return f" Did you mean {str(Path('checkpoints', path))!r}?"
     while not path.parent.exists():  # then the first folder on the way to it that doesn't exist
         path = path.parent
     beside = []

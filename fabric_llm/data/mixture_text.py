@@ -101,7 +101,7 @@ def with_replay(
     # repr gives the decimal that was written: 0.1, and not the binary number next to it.
     fraction = Fraction("0.2" if share is None else repr(share))
     if not 0 < fraction < 1:
-        raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
+        raise ValueError(f"--replay_fraction must be between 0 and 1, such as 0.2, not {share}.")
     sources = {}
     for name, path, weight in ((NEW, new, 1 - fraction), (REPLAY, replay, fraction)):
         # Twelve digits read well, such as 0.8, and are exact enough.
@@ -208,6 +208,8 @@ def _sources(given: dict[Any, Any]) -> tuple[list[Source], dict[str, Fraction]]:
         path = at_home(path)
         # Links are followed, because a dataset in two sources would have two orders of its rows.
         if (other := folders.setdefault(os.path.realpath(path), name)) != name:
+            if {name, other} == {NEW, REPLAY}:
+                raise ValueError(f"--train_data_dir and --replay are both {path!r}")
             raise ValueError(
                 f"sources {other!r} and {name!r} are both {path!r}; give one of them more weight"
             )

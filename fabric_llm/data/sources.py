@@ -92,9 +92,8 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             f"{str(folder)!r} is a file. If it holds text, {MAKE_IT} {command(**words)}."
         )
     if not folder.is_dir():
-        instead = (
-            nearest_of(folder) or " Make one with prepare_data.py --input ... --output data/mine."
-        )
+        made = command("prepare_data.py", output=folder)
+        instead = nearest_of(folder) or f" Make one with {made} --input ..."
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
         message = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
@@ -109,6 +108,8 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             )
         if datasets := sorted(file.parent.name for file in folder.glob("*/dataset_dict.json")):
             raise ValueError(f"{message} It holds {listed(datasets)}.")
+        if (folder / "config.json").is_file():
+            raise ValueError(f"{message} It is a model's, for --model_name.")
         raise ValueError(f"{message} If it holds text, {MAKE_IT} {command(**words)}.")
 
 

@@ -15,6 +15,7 @@ from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
+from fabric_llm.base.names import nearest_of
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.sources import open_source, source_of
@@ -331,6 +332,8 @@ def tflops_of(run: Path) -> float:
     The median of its logged steps but for the first, during which it compiled.
     """
     speeds = []
+    if not run.is_dir():
+        raise Fault(f"--like: no run at {str(run)!r}.{nearest_of(run)}")
     for _, record in json_lines(run / "metrics.jsonl"):
         if "model_tflops_per_device" in record:
             speeds.append(record["model_tflops_per_device"])
@@ -376,6 +379,8 @@ def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
     """Of the run, where flags or datasets say how many. batch: sequences of a step."""
     training, datasets = flags.training, _datasets(flags)
     if own.tokens is not None:
+        if "max_step" in flags.on_command_line:
+            raise ValueError("--tokens and --max_step are both given: each is the run's length.")
         return ceil(own.tokens / (batch * context))
     # One dataset of unknown size leaves the whole unknown.
     if training.max_step is not None or not datasets or None in datasets:

@@ -13,7 +13,7 @@ from typing import Optional, Union
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, is_rank_zero
-from fabric_llm.base.names import nearest
+from fabric_llm.base.names import flag_meant, nearest
 from fabric_llm.data import mixture_text
 from fabric_llm.data.periods import ONE_SET
 from fabric_llm.data.sources import (
@@ -124,10 +124,10 @@ def check_flags(flags: Flags) -> None:
         raise ValueError(
             f"--constant_lr {rate} isn't between --min_lr {training.min_lr} and --lr {training.lr}."
         )
-    # Without --max_step the length follows from the data, and make_plan.py checks again.
-    check_length(flags, training.max_step)
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     _check_steering(flags, mix)
+    # Without --max_step the length follows from the data, and make_plan.py checks again.
+    check_length(flags, training.max_step)
     freezing.check(training.freeze, training.train_only)
     # Called for its error, before anything is read.
     overrides(flags)
@@ -214,13 +214,14 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
 def overrides(flags: Flags) -> tuple[str, ...]:
     """The flags that --resume_override names. Raises ValueError for one that it can't change."""
     # All other flags may change freely, or never.
-    known = [name for name, one in flags.declared().items() if one.belongs_to_run]
+    known = {name: one for name, one in flags.declared().items() if one.belongs_to_run}
     given = (flags.checkpoint.resume_override or "").split(",")
     # The names may be given with dashes, as on the command line.
     names = tuple(name.strip().removeprefix("--") for name in given if name.strip())
     for name in names:
         if name not in known:
-            raise ValueError(f"--resume_override {name}: what can change is {', '.join(known)}.")
+            words = flag_meant(name, known, {}) or f"what can change is {', '.join(known)}."
+            raise ValueError(f"--resume_override {name}: {words}")
     return names
 
 

@@ -79,8 +79,11 @@ def require_any(flags: Flags, folder: Path) -> None:
     new run."""
     given = flags.checkpoint.checkpoint
     if flags.checkpoint.resume is True and given is None and not files.step_directories(folder):
+        others = [path.name for path in folder.parent.glob("*") if files.latest(path) is not None]
+        instead = f" Runs there are {listed(map(repr, sorted(others)))}." if others else ""
         raise Fault(
-            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT
+            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.{instead}",
+            NO_CHECKPOINT,
         )
 
 
@@ -92,9 +95,12 @@ def _name(flags: Flags) -> str:
         # A path may lead out of --output_dir, and unprintable characters can't be typed.
         is_plain = name == Path(name).name and name != ".." and name.isprintable()
         if not is_plain or not 0 < len(name) <= LONGEST_NAME:
+            instead = ""
+            if files.latest(Path(name)) is not None:
+                instead = f" Did you mean {Path(name).name!r}?"
             raise ValueError(
                 f"--run_name {name[:LONGEST_NAME]!r} must be a plain name of {LONGEST_NAME} "
-                "characters at most, not '/' or '..'."
+                f"characters at most, not '/' or '..'.{instead}"
             )
         return name
     default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)

@@ -60,7 +60,7 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     if rest:
         raise ValueError(
             f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by "
-            "it."
+            "it: give --devices."
         )
     micro_batch_size, global_batch_size = training.micro_batch_size, training.global_batch_size
     accumulation = training.gradient_accumulation_steps

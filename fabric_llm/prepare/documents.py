@@ -39,6 +39,9 @@ NOT_UTF8 = "is not valid UTF-8"
 UTF16 = "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8"
 ICONV = "iconv -f ENCODING -t UTF-8 converts a text in LATIN1, UTF-16 or others"
 CHATS = ("messages", "conversations")  # fields of data for chats
+OF_CHATS = (
+    "write each chat as one text, such as by tokenizer.apply_chat_template(chat, tokenize=False)"
+)
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
 # Numbers aren't needed, and int() refuses those of more than 4,300 digits. The second one finds the
@@ -227,8 +230,10 @@ def _text_of(record: Any, text_field: str, number: int, place: str = "field") ->
     if text_field not in record:
         return BadRecord(number, _no_field(text_field, record))
     if not isinstance(text := record[text_field], str):
+        advice = f": {OF_CHATS}" if text_field in CHATS else ""
         return BadRecord(
-            number, f'holds {type(text).__name__}, not a string, in its {place} "{text_field}"'
+            number,
+            f'holds {type(text).__name__}, not a string, in its {place} "{text_field}"{advice}',
         )
     return _document(number, text)
 
@@ -266,20 +271,18 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
     if any("\0" in name or not _is_utf8(name) for name in names):
         return f"{NOT_UTF8} ({ICONV})"
     if chats := [name for name in names if name in CHATS]:
-        return (
-            f'has no field "{text_field}", but a chat in "{chats[0]}": write each chat as one '
-            "text, such as by tokenizer.apply_chat_template(chat, tokenize=False)"
-        )
+        return f'has no field "{text_field}", but a chat in "{chats[0]}": {OF_CHATS}'
     # What should be several columns was read as one.
     if len(names) == 1 and (found := [mark for mark in ";|" if mark in names[0]]):
         return (
             f"has one column, {shown(names[0], 60)!r}: its columns seem to be separated by "
-            f"{found[0]!r}, where .csv has commas and .tsv tabs"
+            f"{found[0]!r}, where .csv has commas and .tsv tabs: convert it"
         )
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return (
-        f'has no field "{text_field}" (fields: {some}{more}): name the right one with --text_field'
+        f'has no field "{text_field}" (fields: {some}{more}): name the right one with '
+        "--text_field, or write several as one"
     )
 
 

@@ -50,9 +50,11 @@ def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
     tokenizer, size = given.tokenizer, given.train_tokenizer
     if not inputs:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
-    if (tokenizer is None) == (size is None):
+    if tokenizer is None and size is None:
+        raise ValueError("give --tokenizer, that of your model, or --train_tokenizer")
+    if None not in (tokenizer, size):
         raise ValueError(
-            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})"
+            f"--tokenizer {tokenizer} and --train_tokenizer {size} are both given: take one"
         )
     if given.decontaminate is not None and not comma_separated(given.decontaminate):
         raise ValueError("--decontaminate names no dataset")
@@ -296,10 +298,10 @@ def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles)
         kinds = " ".join(f"*{kind}" for kind in KINDS)
         words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
-    if suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
-        advice = f"did you mean --pattern '*{suffixes[0]}'?"
     if web := sum(input_files.not_read[kind] for kind in WEB):
         advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
+    if suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
+        advice = f"did you mean --pattern '*{suffixes[0]}'?"
     raise ValueError(f"no file in {folder} matches {words}: {advice}")
 
 

@@ -124,7 +124,7 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
         # 1e400 is infinite, which no rise exceeds.
         if not name or not re.fullmatch(NUMBER, number) or math.isinf(float(number)):
             raise ValueError(
-                "--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not "
+                "--forgetting_budget takes name:nats, comma-separated, such as replay:0.05, not "
                 f"{part!r}."
             )
         if name in budgets:
