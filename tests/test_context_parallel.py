@@ -22,7 +22,7 @@ from fabric_llm.data.columns import Rows, pads_before_text
 from fabric_llm.model import context_parallel, gate
 from fabric_llm.model.context_parallel import context_group
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.plan.make_plan import require_shares
+from fabric_llm.plan.model_plan import require_shares
 from fabric_llm.verify import __main__ as verify
 
 # ranks; that share rows
@@ -293,7 +293,7 @@ def write_masked(folder, toys, mask=[1, 1, 1, 0]):
     [
         (
             ("--context_parallel", 3),
-            "--context_parallel 3: 2 devices x 1 nodes don't divide by it.",
+            "--context_parallel 3: 2 devices x 1 nodes don't divide by it: give --devices.",
         ),
         (
             ("--attention", "sdpa"),
