@@ -436,7 +436,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
     monkeypatch.setattr(
-        "fabric_llm.plan.make_plan.open_source",
+        "fabric_llm.plan.data_plan.open_source",
         lambda folder, how, flags: asked.append(how) or open_dataset(folder, how),
     )
     arguments = parse_train(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import concatenate, open_dataset
-from fabric_llm.plan.make_plan import require_alike
+from fabric_llm.plan.data_plan import require_alike
 from fabric_llm.prepare import rows as packing
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.rows import best_fit, pack, repeated

@@ -35,7 +35,8 @@ from fabric_llm.model import (
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks, fetched
-from fabric_llm.plan.make_plan import model_plan, require_data, require_shares
+from fabric_llm.plan.make_plan import require_data
+from fabric_llm.plan.model_plan import model_plan, require_shares
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.schedule import lay_out
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes

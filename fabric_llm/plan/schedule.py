@@ -6,12 +6,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
+from fabric_llm.base.command_line import Flags
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least
+from fabric_llm.data.columns import ENDLESS
+from fabric_llm.data.mixture import Mixture, mixture_of
+from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least, described, require_one_length
 from fabric_llm.data.periods import Stage, position_of, read_before
+from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
+
+if TYPE_CHECKING:
+    from fabric_llm.data.dataset import TokenDataset
 
 # The largest share of a source after rewinds. For strong shifts, up to a half is advised.
 MAX_REPLAY = Fraction(1, 2)
@@ -321,3 +327,86 @@ def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Cursor) -
             "smaller batches, a smaller weight, or more data."
         )
     return stages, end, here.step + steps
+
+
+def plan_schedule(
+    flags: Flags,
+    batches: tuple[int, int, int],
+    sources: Mapping[str, TokenDataset],
+    mix: DataMix,
+    resumed: dict[str, Any],
+) -> Schedule:
+    """The steps of a run. Raises ValueError. batches: see `batch_sizes`."""
+    training, is_named, batch = flags.training, bool(flags.data.data_mix), batches[2]
+    # Of each source, in the order of the mixture.
+    rows = tuple(len(source.train) for source in sources.values())
+    contexts = tuple(source.context_length for source in sources.values())
+    # Without --data_mix there is one source.
+    if not is_named and batch > rows[0]:
+        [dataset] = sources.values()
+        raise ValueError(
+            f"A step takes {batch} sequences, but the training split of {dataset.given!r} "
+            f"has {rows[0]}."
+        )
+    # A stream isn't mixed, so it is the first and only source.
+    if training.max_step is None and rows[0] == ENDLESS:
+        [dataset] = sources.values()
+        raise ValueError(f"{dataset.given!r} is a stream, which has no end: give --max_step.")
+    require_one_length(mix, contexts)
+    # A new run starts at step 0.
+    start = Progress(**resumed["progress"]) if resumed else Progress()
+    length = training.max_step, training.number_epochs
+    # None also for a run without --data_mix: then the one source is laid out anew.
+    before = resumed.get("mixture") if is_named else None
+    steers = flags.evaluation.forgetting_action == "steer"
+    if before is None:
+        raised = _shares_of_hard_budgets(flags, mix)
+        begun = at_least(mix, raised, contexts, exactly=True)
+        stages, end, _ = lay_out(begun, rows, batch, *length)
+    else:
+        # Fractions are stored as text, because a float would round them.
+        raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
+        stages, end = mixture_of(resumed).stages, before["end"]
+        if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
+            # Changed on purpose: the stages before this step stay.
+            here = Cursor(start.step, start.position, stages)
+            more = at_least(mix, raised, contexts, exactly=steers)
+            stages, end, _ = lay_out(more, rows, batch, *length, here)
+    # Rewinds have skipped data, so the steps that are left are counted from here.
+    last = [] if end is None else [last_step(start.step, start.position, end, batch)]
+    if training.max_step is not None:
+        last.append(training.max_step)
+    mixture = Mixture(mix.names, rows, contexts, stages, training.seed, is_named)
+    # The run ends at the data's end or after --max_step, whichever comes first.
+    return Schedule(start, *batches, *length, mix, mixture, min(last), end, raised, steers)
+
+
+def _shares_of_hard_budgets(flags: Flags, mix: DataMix) -> dict[str, Fraction]:
+    """The shares of all steered sources with which a run begins, if it has a budget that holds at
+    every evaluation: those that answer for it have the largest that steering may reach, from which
+    it lowers them. {} without such a budget."""
+    given = flags.evaluation.forgetting_budget
+    hard = hard_budgets(given)
+    if not hard:
+        return {}
+    weights = mix.stages[0].weights
+    first = {name: Fraction(weight, sum(weights)) for name, weight in zip(mix.names, weights)}
+    shares = {name: first[name] for name in parse_budgets(given) if name in mix.names}
+    # All of them answer for a set that is no source.
+    answer = [name for name in shares if name in hard or not hard <= shares.keys()]
+    of_others = sum(share for name, share in shares.items() if name not in answer)
+    room = parse_bounds(flags.evaluation.steer_bounds)[1] - of_others
+    for name in answer:
+        shares[name] = max(shares[name], room / len(answer))
+    return shares
+
+
+def _is_laid_out_as_before(flags: Flags, mix: DataMix, batch: int, then: Mapping[str, Any]) -> bool:
+    """Whether the flags ask for the stages that a resumed run had. then: its flags."""
+    training = flags.training
+    if (described(mix), batch) != (then.get("data_mix"), then["global_batch_size"]):
+        return False
+    # Stages begin at fractions of a run, so another length moves them.
+    if training.max_step is not None:
+        return training.max_step == then["max_step"]
+    return then["max_step"] is None and training.number_epochs == then["number_epochs"]

@@ -30,7 +30,7 @@ from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source, is_finite
-from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_sources
+from fabric_llm.plan.data_plan import evaluated_probes, open_eval_data, open_sources
 from fabric_llm.plan.plan import DataPlan
 from fabric_llm.run.build import evaluated_sets
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
