@@ -266,7 +266,7 @@ class CheckpointArguments:
         kept=False,
         path=True,
         how=True,
-        aliases="ckpt_path resume_from_checkpoint load_checkpoint",
+        aliases="ckpt_path load_checkpoint",
     )
     """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a
     branch"""

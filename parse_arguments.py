@@ -53,6 +53,12 @@ NOT_A_FLAG = {
     "do_train do_eval do_predict": (
         "leave it out: a run trains, and evaluates where --eval_iters isn't 0"
     ),
+    "eval_strategy evaluation_strategy save_strategy logging_strategy": (
+        "--eval_step_interval, --save_step_interval and --log_step_interval say after which steps"
+    ),
+    "resume_from_checkpoint": (
+        "--resume true takes the newest checkpoint of the run, with --checkpoint FOLDER another"
+    ),
     "trust_remote_code": "leave it out: code that comes with a model is never run",
     "token hf_token use_auth_token hub_token": "set HF_TOKEN, or log in with hf auth login",
     "chat_template prompt_style train_on_inputs": (
