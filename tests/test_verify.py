@@ -21,7 +21,7 @@ from fabric_llm.base import files
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep
 from fabric_llm.verify import __main__ as verify_main
-from fabric_llm.verify import drill
+from fabric_llm.verify import drill, inspect_run
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("full", "sharded")
@@ -84,6 +84,16 @@ def edit_lines(file, change):
 
 
 # ------------------------------------------------------------------------------- a run
+
+
+def test_rows_that_are_too_many_to_compare_are_not_called_read_by_one_rank(
+    runs, monkeypatch, capsys
+):
+    assert verified(capsys, runs / "full", "--no_export")[1].count("were each read by one rank") == 3
+    monkeypatch.setattr(inspect_run, "MAX_ROWS", 1)
+    code, out, error = verified(capsys, runs / "full", "--no_export")
+    assert (code, error, out.count("Note: ")) == (0, "", 3)
+    assert "read by one rank" not in out
 
 
 @pytest.mark.longer

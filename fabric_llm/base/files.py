@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -275,15 +275,21 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
             f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.",
             REFUSED,
         )
-    # A file that isn't listed has no hash, so nothing vouches for it. An index of weights holds no
-    # more than names of files that are listed, and older checkpoints didn't list it.
-    if foreign := sorted(set(there) - listed.keys() - {MANIFEST, WEIGHT_INDEX}):
+    if foreign := sorted(unlisted(folder, listed)):
         raise Fault(
             f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.",
             NO_CHECKPOINT,
         )
     check_files(folder, listed, hashes, f"{str(folder)!r} is damaged", NO_CHECKPOINT)
     return document
+
+
+def unlisted(folder: Path, listed: Mapping[str, Any]) -> set[str]:
+    """The names of files in `folder` that nothing vouches for, since its manifest has no hash of
+    them."""
+    # An index of weights holds no more than names of files that are listed. Older checkpoints
+    # didn't list it.
+    return set(files_in(folder)) - listed.keys() - {MANIFEST, WEIGHT_INDEX}
 
 
 def check_files(

@@ -209,7 +209,7 @@ def damaged_files(path: Path) -> Iterator[str]:
     with suppress(Fault):
         wrong, entries = f"{str(path)!r} is damaged", files.read(path)["files"]
         # Files that were added to it, then those that are missing or changed.
-        for name in sorted(set(files.files_in(path)) - entries.keys() - {files.MANIFEST}):
+        for name in sorted(files.unlisted(path, entries)):
             yield f"{wrong}: {name} isn't listed in its {files.MANIFEST}."
         for name, entry in entries.items():
             try:
@@ -296,7 +296,8 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
             f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}."
         )
     elif sum(mixture.rows) <= 0 or end - first > MAX_ROWS:
-        report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
+        report.note(f"{str(file)!r}: too many rows to compare each.")
+        return f"{span} are as many as all ranks together have read"
     elif read != claimed_by(rows_at, first, end):
         report.find(
             f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, "
