@@ -209,6 +209,22 @@ def graphs_of_training(attention, batches):
     return found
 
 
+def graphs_of_layers_that_differ(shapes):
+    found = record_graphs()
+    model = causal_lm("diffllama", num_hidden_layers=3, attn_implementation="sdpa")
+    layers.compile_layers(model)
+    for rows in range(1, shapes + 1):
+        with torch.no_grad():
+            model(**batch(rows))
+    return len(found)
+
+
+def test_layers_that_differ_are_all_compiled_for_as_many_shapes(monkeypatch):
+    """Each has a number of its own, so none shares the graphs of another."""
+    monkeypatch.setattr(layers, "MAX_SHAPES", 9)  # more than torch's own limit for 3 layers
+    assert run_ranks(1, graphs_of_layers_that_differ, 9) == [27]
+
+
 @pytest.mark.longer
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(attention):

@@ -105,16 +105,21 @@ def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
     and a resumed run, which doesn't begin with an evaluation, would train other kernels than the
     run that it goes on with.
     """
-    with compiling():
-        for layer in repeated_layers(model).values() if recomputed != "offload" else ():
+    layers = repeated_layers(model)
+    with compiling(len(layers)):
+        for layer in layers.values() if recomputed != "offload" else ():
             layer.compile(dynamic=False)
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Around each torch.compile."""
-    # Beyond this number of shapes torch would run a layer uncompiled.
-    torch._dynamo.config.recompile_limit = MAX_SHAPES
+def compiling(layers: int = 1) -> Iterator[None]:
+    """Around each torch.compile of something that the model has so often."""
+    config = torch._dynamo.config
+    # Beyond these limits torch would run a layer uncompiled. Some families have a number in each
+    # layer that differs, such as DiffLlama, so that none shares the graphs of another.
+    limit = max(config.recompile_limit, MAX_SHAPES * layers)
+    config.recompile_limit = limit
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
     # Never put back: a layer is compiled later, when it is first called with a shape.
     meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
