@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
@@ -197,8 +198,11 @@ def _require_one_command(flags_of_ranks: list[dict[str, Any]]) -> None:
 def _plan_together(this: ThisRank, flags: Flags) -> None:
     """Set `this.plan`, on all ranks. Raises the same Fault on all ranks."""
     # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
-    # see the newest yet, or the end of the log, which has the losses of an evaluation.
-    resume_from, resumed = ranks.from_rank_zero(lambda: _checkpoint_to_resume(this, flags))
+    # see the newest yet, or the end of the log, which has the losses of an evaluation. To hash a
+    # large one may take longer than --hang_timeout.
+    mark = partial(this.watch.mark, 0, "comparing hashes")
+    chosen = ranks.together(lambda: _checkpoint_to_resume(this, flags), mark)
+    resume_from, resumed = ranks.from_first(chosen)
     place = copies.readable(
         flags.save.mirror, this.mirror, this.ranks_apart, this.watch, resume_from
     )
@@ -220,7 +224,9 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
 
 
 def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:
-    """(the checkpoint to resume from or None, its progress.json). Called on rank 0."""
+    """(the checkpoint to resume from or None, its progress.json) on rank 0; nothing on others."""
+    if this.rank != 0:
+        return None, {}
     path = run_directory.choose(flags, this.directory)
     if path is None:
         return None, {}

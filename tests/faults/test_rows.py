@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import train
 from fabric_llm.base import files
 from fabric_llm.base.faults import as_fault
+from fabric_llm.checkpoint import keep
 from fabric_llm.plan import run_directory
 
 pytestmark = pytest.mark.faults
@@ -502,6 +503,24 @@ def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
     assert (
         sentence in job.output[0] and status(tmp_path / "0" / "out" / "run")["reason"] == sentence
     )
+
+
+def test_hashing_a_large_checkpoint_may_take_longer_than_a_hang(toys, tmp_path, whole):
+    """The other ranks wait for rank 0, and would be told to hang."""
+    shutil.copytree(whole, tmp_path / "run")
+
+    def slow():
+        newest_valid = keep.newest_valid
+
+        def slowly(*given):
+            time.sleep(12)
+            return newest_valid(*given)
+
+        keep.newest_valid = slowly
+
+    again = ("--hang_timeout", 5, "--resume", "true", "--resume_override", "max_step")
+    job = Job(2, *flags(toys, tmp_path, *again), "--max_step", STEPS + 1, before=slow)
+    assert job.wait() == [0, 0], job.output
 
 
 def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, tmp_path):
