@@ -262,6 +262,16 @@ def test_without_spaces_13_characters_are_enough(tmp_path):
         assert not contamination.shared(f"{text[:6]}x{text[6:13]}", known)
 
 
+def test_a_set_that_is_read_in_many_parts_is_the_same(tmp_path, monkeypatch):
+    draw = random.Random(3)
+    made_set(tmp_path / "set", [written(draw.choices(WORDS, k=40), draw) for _ in range(50)])
+    whole = contamination.read(str(tmp_path / "set"))
+    monkeypatch.setattr(contamination, "TEXTS_AT_ONCE", 3)
+    parts = contamination.read(str(tmp_path / "set"))
+    assert len(whole.hashes) > 1000 and (parts.hashes == whole.hashes).all()
+    assert parts.about == whole.about
+
+
 # --- equal bytes -----------------------------------------------------------------------
 
 

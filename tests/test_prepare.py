@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare import rows as rows_module
 from fabric_llm.prepare.corpus import is_no_training_text
 from fabric_llm.prepare.documents import DRAWN, BadRecord, Part, read_part
@@ -381,6 +382,24 @@ def test_nothing_is_printed_where_stderr_is_no_terminal(make, tmp_path, texts, c
 
 
 # --- the splits ----------------------------------------------------------------------
+
+
+def test_of_much_text_a_tokenizer_is_trained_on_a_part(make, tmp_path, texts, monkeypatch):
+    """The library counts pairs in 32 bits: one that comes more often than 2**31 times is lost."""
+    folder, trained = write_texts(tmp_path / "in", texts), []
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    monkeypatch.setattr(prepare_module, "MAX_TRAINED_BYTES", size // 3 + 1)
+    train = prepare_module.train_byte_level_bpe
+
+    def recorded(some, **more):
+        trained.extend(some)
+        return train(trained, **more)
+
+    monkeypatch.setattr(prepare_module, "train_byte_level_bpe", recorded)
+    manifest = make(folder, train_tokenizer=400)
+    assert trained == texts[::3] and "one text of 3" in manifest["notes"][0]
+    assert "one text of 3" in summary(manifest)
+    assert_holds(tmp_path / "out", texts)
 
 
 def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):

@@ -56,7 +56,7 @@ class Rows:
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
         if isinstance(numbers, slice):
-            numbers = np.arange(len(self))[numbers]
+            numbers = range(len(self))[numbers]
         wanted = np.asarray(numbers)
         # A negative number would silently read another row, from the end.
         if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 # Weights whose periods are kept. Each step asks for those of all stages, and a steered run has a
 # stage for each evaluation.
-KEPT = 256
+KEPT = 1024
 ONE_SET = "validation"  # the name of the only source, and of its validation set
 
 

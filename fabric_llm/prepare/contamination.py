@@ -138,10 +138,10 @@ def read(name: str) -> EvaluationSet:
         raise ValueError(f"--decontaminate {name}: this has no split 'validation'")
     documents = _documents(splits["validation"].with_format("numpy"), packing, end)
     about |= {"documents": 0, "texts": 0, "short": 0}
-    hashes = np.array([2**64 - 1], np.uint64)
+    hashes, waiting = np.array([2**64 - 1], np.uint64), []
     # Some at a time: tasks have the same context again and again.
     while some := list(islice(documents, TEXTS_AT_ONCE)):
-        found = [hashes]
+        found = [np.empty(0, np.uint64)]
         for ids in some:
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
             parts = list(grams(text))
@@ -150,8 +150,11 @@ def read(name: str) -> EvaluationSet:
             if parts:
                 about["texts"] += 1
                 about["short"] += len(parts[0][0]) < GRAM
-        hashes = np.unique(np.concatenate(found))
-    return EvaluationSet(hashes, about)
+        waiting.append(np.unique(np.concatenate(found)))
+        # Sorting all of them each time would take the square of their number.
+        if sum(map(len, waiting)) > len(hashes):
+            hashes, waiting = np.unique(np.concatenate([hashes, *waiting])), []
+    return EvaluationSet(np.unique(np.concatenate([hashes, *waiting])), about)
 
 
 def _documents(rows: Any, packing: Optional[str], end: Optional[int]) -> Iterator[np.ndarray]:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -55,6 +56,9 @@ from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_by
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
+# Of text, for a tokenizer: pairs are counted in 32 bits, and those that come more often are lost.
+MAX_TRAINED_BYTES = 2**30
+PACKED_BYTES = 8  # of text in one of a compressed file, at most of most files
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 OF_TEXT = ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")  # in the manifest
 # Options that manifest.json holds as they were given.
@@ -249,6 +253,26 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _sample(texts: Iterator[str], input_files: inputs.InputFiles) -> Iterator[str]:
+    """The texts, or of more than MAX_TRAINED_BYTES every second, third, and so on; of a stream, the
+    first."""
+    size, is_stream = 0, False
+    for source in input_files.sources:
+        # How long a compressed text is isn't known before it is read.
+        is_packed = source.name.lower().endswith(inputs.PACKED) or source.kind == "parquet"
+        size += (source.bytes or 0) * (PACKED_BYTES if is_packed else 1)
+        is_stream = is_stream or source.bytes is None
+    every = -(-size // MAX_TRAINED_BYTES) or 1
+    if every > 1:
+        input_files.notes.append(f"the tokenizer is trained on one text of {every}")
+    taken = 0
+    for text in islice(texts, 0, None, every):
+        yield text
+        taken += len(text)
+        if is_stream and taken > MAX_TRAINED_BYTES:
+            return
+
+
 def _put_tokenizer(
     folder: Path,
     options: Options,
@@ -275,7 +299,7 @@ def _put_tokenizer(
         if tokenizer is None:
             parts = [part for piece in pieces for part in piece.parts]
             documents = tqdm(
-                texts(parts, options.text_field),
+                _sample(texts(parts, options.text_field), input_files),
                 "training the tokenizer",
                 unit=" documents",
                 disable=None,
