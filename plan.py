@@ -63,7 +63,6 @@ def main(argv: Optional[list[str]] = None) -> int:
             return 0
         # What the flags alone give; --auto may replace it.
         prediction, chosen = changes.predict(own, flags), None
-        # A dataset that is here may be one that train.py would refuse.
         require_trainable(own, flags, prediction.steps, name)
         if own.auto:
             chosen = changes.fastest(own, flags, progress)

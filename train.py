@@ -60,10 +60,8 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
     from fabric_llm.training import adamw, step
 
     run = build.build(rank, flags, signals)
-    # The optimizer has no name here: a rewind frees it, which a second reference would prevent.
     fabric, watch = rank.fabric, rank.watch
     guard, forgetting, log = run.guard, run.forgetting, run.log
-    # Without the number of steps, which a rewind may change.
     shape = arguments_of(flags.flat())
     stops = before_first_step(run)
 
@@ -91,8 +89,6 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         del losses  # its graph references the parameters, which a rewind frees
         with log.waits:  # here the host waits for the device, and for the other ranks
             grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
-            # What one rank alone may know travels with the loss: a message of its own would be one
-            # more wait in each step.
             asked = [*run.requests.ask(), save.has_written(run)]
             (loss, *others), (stop, save_now, written) = step.share(fabric, total, asked)
 
@@ -118,14 +114,10 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         log.advance(run.progress)
         verdicts.report(run, before)  # ends the run after too many steps that weren't taken
         save.publish(run, written)
-        # A step after which the run saves, stops or goes back has a line, too. That wasn't known
-        # when `logs` was, so such a line may lack the size of the update.
         if logs or stop or save_now or guard.verdict == "rewind":
             at = metrics.AfterStep(number, loss, lr, grad_norm, batch, run.model, fabric, flags)
             more = dict(zip(run.model.module.other_losses, others)) | metrics.of_code(at)
             log.step(loss, lr, grad_norm, update, more)
-        # A stop doesn't wait for an evaluation, which a resumed run makes up for. What a rewind
-        # undoes needs none.
         if evaluates and not stop and guard.verdict != "rewind":
             stop = not evaluate(run)  # a request to stop cuts it off
         # The loss of the step asks for a rewind, or what the evaluation says of forgetting. A

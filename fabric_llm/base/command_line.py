@@ -251,7 +251,6 @@ def parse(
         argv = [f"--{first}", *argv]
     # --config is taken out first: the file's keys must be known before all flags are parsed.
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # Without a value it is "", which is refused below as a file that can't be read.
     before.add_argument("--config", nargs="?", const="")
     known, words = before.parse_known_args(argv)
     # Unknown flags are answered here, with the flags that may be meant. What is a flag is decided
