@@ -57,7 +57,7 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
     All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, metrics, save, verdicts
-    from fabric_llm.training import adamw, step
+    from fabric_llm.training import step
 
     run = build.build(rank, flags, signals)
     fabric, watch = rank.fabric, rank.watch
@@ -101,7 +101,7 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
             # An optimizer of --code has its state only after a step. What no checkpoint could hold
             # ends the run now, and not at its first save.
             if before.step == run.plan.start.step:
-                adamw.require_tensors(run.optimizer)
+                save.require_saveable(run)
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)

@@ -315,7 +315,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("signals", "stop and save_now files", "processes.stop:STOP_FILE", STOP, "file", is_now("no")),
     ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
      without_trace_of_unreadable),
-    ("damage", "in what a new run starts from", "plan.make_plan:require_whole", FALLBACK,
+    ("damage", "in what a new run starts from", "run.supervision:require_whole", FALLBACK,
      "new_run_from"),
     ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
      wrapping(lambda check, folder, entries, hashes, *rest: check(folder, entries, False, *rest))),

@@ -2,6 +2,7 @@
 what is said of updates is so."""
 
 import math
+import os
 import re
 import shutil
 import textwrap
@@ -107,7 +108,9 @@ def trained(argv, code):
 
     path = Path(argv[argv.index("--output_dir") + 1]) / "mine.py"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"import torch\nfrom fabric_llm.base import register\n{textwrap.dedent(code)}")
+    made = path.with_name(f"{os.getpid()}.py")  # another rank may be reading the file
+    made.write_text(f"import torch\nfrom fabric_llm.base import register\n{textwrap.dedent(code)}")
+    made.replace(path)
     argv = [*argv, "--code", str(path)]
     said, error, stopped = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(error):
@@ -198,3 +201,66 @@ def test_state_of_another_shape_is_saved_resumed_and_verified(toys, tmp_path, ra
         size = math.prod(shape)
         assert torch.equal(*(state.elements(name, 0, size) for state in states)), name
     assert verify.main([str(tmp_path / "cut"), "--no_export"]) == 0
+
+
+FLAT = """
+    class Flat(torch.optim.Optimizer):
+        def __init__(self, groups, lr):
+            super().__init__(groups, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault("sum", torch.zeros(parameter.numel()))
+                    state["sum"] += parameter.grad.flatten().float()
+                    parameter -= group["lr"] * state["sum"].view_as(parameter)
+
+
+    @register.optimizer
+    def make(groups, names, store, flags):
+        return Flat(groups, flags.training.lr)
+"""
+
+
+def test_state_as_long_as_its_parameter_may_have_another_shape(toys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom fabric_llm.base import register\n" + textwrap.dedent(FLAT)
+    )
+    words = [*toy_run(toys, tmp_path), "--code", tmp_path / "mine.py", "--lr", 1e-2]
+    words += ["--eval_iters", 0, "--save_step_interval", 2, "--global_batch_size", 2]
+    train_ranks(1, *words, "--run_name", "whole", "--max_step", 4)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "step-00000004")
+    train_ranks(1, *words, "--run_name", "cut", "--max_step", 4, "--resume", "true")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "ranks, change, sentence",
+    [
+        (1, 'group["k"] = group.get("k", 0) + 1', "changes 'k of group 0' in its param_groups"),
+        (2, 'self.state[group["params"][0]]["s"] = torch.ones(1)', "take --strategy ddp"),
+    ],
+)
+def test_what_no_checkpoint_could_hold_is_told_after_the_first_step(
+    toys, tmp_path, ranks, change, sentence
+):
+    code = f"""
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for group in self.param_groups:
+                {change}
+
+
+    @register.optimizer
+    def make(groups, names, store, flags):
+        return Own(groups, lr=flags.training.lr)
+    """
+    words = [*toy_run(toys, tmp_path), "--max_step", 8, "--devices", ranks, "--eval_iters", 0]
+    words += ["--log_step_interval", 1]
+    for ended, said, error in run_ranks(ranks, trained, [str(word) for word in words], code):
+        assert ended == 2 and "step 1/8" not in said
+        assert sentence in error or ranks == 2 and not error

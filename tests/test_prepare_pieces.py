@@ -329,6 +329,19 @@ def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
     assert killed.returncode == -signal.SIGKILL and times() == before
 
 
+def test_a_kill_after_the_new_dataset_is_in_its_place_changes_nothing(
+    start, undisturbed, call, tmp_path
+):
+    """What it replaced is then still in the work folder, where the next start puts the new one."""
+    assert call(tmp_path / "out").returncode == 0
+    killed = call(tmp_path / "out", "prepare.publish:do=kill", overwrite=True)
+    assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    (tmp_path / ".out.preparing" / "dataset").rename(tmp_path / "out")
+    again = call(tmp_path / "out", overwrite=True)
+    assert again.returncode == 0, again.stderr
+    assert not (tmp_path / ".out.preparing").exists()
+
+
 @pytest.mark.slow
 def test_a_hundred_kills_at_random_times_change_nothing(start, undisturbed, tmp_path):
     generator, kills, ended, longest = random.Random(1), 0, False, 0.0

@@ -165,6 +165,8 @@ def test_names_are_those_of_the_model():
     name = "_forward_module._fsdp_wrapped_module.causal_lm.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
     assert original_name(name) == "causal_lm.model.layers.0.mlp.up_proj.weight"
     assert original_name("module.causal_lm.lm_head.weight") == "causal_lm.lm_head.weight"
+    # Of HrmText, for instance.
+    assert original_name("module.model.L_module.norm.weight") == "model.L_module.norm.weight"
 
 
 def held(argv, ranks):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fabric_llm.checkpoint.keep import damaged, read_progress
 from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held
-from fabric_llm.model.sharded import local_part, shards
+from fabric_llm.model.sharded import local_part, shard_group, shards
 from fabric_llm.model.tensor_files import Tensors, readable
 
 # A model is spoilt if its loss is above so many times that of a uniform guess. One that learns is
@@ -76,8 +76,10 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
             continue
         # One element tells the dtype, which may be another than the parameter's.
         like, dtype = shard.parameter.detach(), stored.elements(key, 0, 1).dtype
-        # State with as many elements as its parameter, such as a moment, is sharded with it.
-        if math.prod(shape) == sum(shard.counts) and shape:
+        # State with as many elements as its parameter, such as a moment, is sharded with it. Of a
+        # parameter that is whole it may have another shape all the same, such as a flat one.
+        is_alike = math.prod(shape) == sum(shard.counts) and shape
+        if is_alike and (shape == like.shape or shard_group(model) is not None):
             begun = torch.zeros_like(like, dtype=dtype)
         else:
             # A counter, which optimizers keep on the CPU, or state of another shape.

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -392,11 +393,14 @@ class Background:
     """Writes checkpoints while training goes on, one at a time, with a process group of its own.
     All ranks make one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, timeout: timedelta) -> None:
+        """timeout: of the group, for what a rank waits for the slowest to write."""
         ranks = from_first(shard_ranks(model))  # those that send weights to rank 0
         # A group of its own, because collectives of two threads in one group could be mixed up. Of
         # gloo, because what it sends are copies in the host's memory.
-        self.group = None if alone() else torch.distributed.new_group(ranks, backend="gloo")
+        self.group = None
+        if not alone():
+            self.group = torch.distributed.new_group(ranks, timeout, backend="gloo")
         # One thread, so that all ranks write checkpoints in the same order.
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.has_written = False

@@ -157,9 +157,10 @@ def reshard(model: nn.Module) -> None:
             _reshard(module, handle, splits)
 
 
+WRAPPERS = ("_forward_module", "_fsdp_wrapped_module", "_orig_mod", "module")
+
+
 def original_name(name: str) -> str:
     """A parameter's name in the unwrapped model."""
     # Each wrapper, and torch.compile, adds its own word to the path of a module.
-    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -34,6 +34,12 @@ Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before
 Fill = Callable[[nn.Module], None]
 
 
+def timeout_of_groups(hang_timeout: float) -> timedelta:
+    """How long a process group waits. The watch ends a run that hangs after `hang_timeout` seconds,
+    and can say why; a group only aborts it, so it has more time."""
+    return timedelta(seconds=2 * hang_timeout + 60)
+
+
 def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1800.0) -> Fabric:
     """Fabric for the strategy and devices of a run. Starts nothing: that is `fabric.launch()`.
 
@@ -43,9 +49,7 @@ def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1
     sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
     if name == "xla":
         return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
-    # The watch ends a run that hangs, and can say why. The process group only aborts it, so it has
-    # more time.
-    timeout = timedelta(seconds=2 * timeout_seconds + 60)
+    timeout = timeout_of_groups(timeout_seconds)
     strategy: Any = "auto"
     plugin = lightning.Precision()
     if precision.endswith("-mixed"):

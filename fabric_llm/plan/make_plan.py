@@ -16,7 +16,6 @@ from fabric_llm.plan.model_plan import (
     require_model_can,
     require_rows_for,
     require_shares,
-    require_whole,
     tokenizer_of,
 )
 from fabric_llm.plan.plan import Plan
@@ -52,9 +51,6 @@ def make_plan(
         schedule = plan_schedule(flags, batches, data.sources, mix, resumed)
     # A resumed run opens what its checkpoint holds, not what --model_name may hold by now.
     source = flags.model.model_name if place is None else str(place)
-    # Rank 0 alone: hashing weights takes long, and all ranks would read the same files.
-    if resume_from is None and is_rank_zero():
-        require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
     model, skeleton = plan_model(flags, source, data, placement.kind)
     plan = Plan(placement, model, data, schedule, directory, resume_from, resumed)
     # These compare parts of the plan with each other, with the same result on all ranks.

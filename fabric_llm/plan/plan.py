@@ -257,6 +257,17 @@ class Plan:
             self.placement.strategy, self.model.sums_in_float32
         )
 
+    def files_read(self) -> list[tuple[str, Any]]:
+        """(what was read, a fact that tells its content), which all ranks have in common."""
+        config = self.model.config.to_dict()
+        # Names that begin so are of this process, such as that of the folder.
+        public = {name: repr(value) for name, value in config.items() if name[0] != "_"}
+        facts: list[tuple[str, Any]] = [("the model's config.json", public)]
+        for dataset in self.data.opened:
+            fact = dataset.fingerprint, dataset.manifest.get("sha256")
+            facts.append((repr(dataset.given), fact))
+        return [*facts, ("validation sets", self.data.measured_on())]
+
     def of_each_source(self, fact: Callable[[TokenDataset], Any]) -> Any:
         """{source: `fact` of it} with --data_mix, without it `fact` of the dataset."""
         facts = {name: fact(dataset) for name, dataset in self.data.sources.items()}

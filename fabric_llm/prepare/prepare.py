@@ -205,8 +205,10 @@ def work_folder(output: Path) -> Iterator[Path]:
     folder = inputs.work_folder_of(output)
     descriptor = _locked(folder, output)
     try:
-        if (folder / "old").exists() and not output.exists():  # killed between the two renames
+        # Killed between the two renames, or after the second one.
+        if (folder / "old").exists() and not output.exists():
             (folder / "old").rename(output)
+        shutil.rmtree(folder / "old", ignore_errors=True)
         yield folder
     finally:
         # Closing the file releases the lock.

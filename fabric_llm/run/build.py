@@ -81,7 +81,10 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     run.log = this.log = open_log(run)
     # What is registered below needs the process group, so it is closed before the run leaves it.
     run.closing.callback(leave, run)
-    run.background = writing.Background(run.model) if flags.save.async_save else None
+    run.background = None
+    if flags.save.async_save:
+        patience = strategy.timeout_of_groups(flags.devices.hang_timeout)
+        run.background = writing.Background(run.model, patience)
     # A checkpoint that is still being written is finished before the ranks part.
     run.closing.callback(save.publish, run)
     if flags.logging.sample_prompts is not None:

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base import files
+from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.faults import Fault
 from fabric_llm.base.ranks import gather
-from fabric_llm.checkpoint import keep, writing
+from fabric_llm.checkpoint import keep, state_dicts, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.columns import is_stream
 from fabric_llm.data.order import RowsRead
@@ -22,6 +23,7 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.processes.stop import SIGNALS
 from fabric_llm.run.run import Run
+from fabric_llm.training import adamw
 
 
 def due_after(
@@ -268,6 +270,18 @@ def wait_for_mirror(run: Run) -> None:
     hear_mirror(run)
     if run.flags.save.keep_last is not None:
         prune(run)
+
+
+def require_saveable(run: Run) -> None:
+    """Raises Fault, after a first step, where checkpoints couldn't hold the state of an optimizer
+    of --code. All ranks call it."""
+    if "optimizer" not in register.ONLY:
+        return
+    adamw.require_tensors(run.optimizer)
+    try:
+        state_dicts.optimizer_held(run.model.module, run.skeleton, run.optimizer)
+    except ValueError as error:
+        raise Fault(str(error)) from None
 
 
 def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:

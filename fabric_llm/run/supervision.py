@@ -23,6 +23,7 @@ from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import checks, fetched, mirrored, run_directory
 from fabric_llm.plan.make_plan import make_plan
+from fabric_llm.plan.model_plan import require_whole
 from fabric_llm.plan.start import ThisRank, place
 from fabric_llm.plan.warnings import warnings_of
 from fabric_llm.processes import launch
@@ -195,6 +196,17 @@ def _require_one_command(flags_of_ranks: list[dict[str, Any]]) -> None:
                 )
 
 
+def _require_same_files(files_of_ranks: list[list[tuple[str, Any]]]) -> None:
+    """Raises Fault (2) where machines have other data, or another model, at the same paths."""
+    for rank, own in enumerate(files_of_ranks):
+        for (name, fact), (_, own_fact) in zip(files_of_ranks[0], own):
+            if own_fact != fact:
+                raise Fault(
+                    f"{name}: rank {rank} reads another version at this path than rank 0: copy one "
+                    "to all machines."
+                )
+
+
 def _plan_together(this: ThisRank, flags: Flags) -> None:
     """Set `this.plan`, on all ranks. Raises the same Fault on all ranks."""
     # Rank 0 alone chooses and reads the checkpoint: it compares hashes, and other machines may not
@@ -206,6 +218,8 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     place = copies.readable(
         flags.save.mirror, this.mirror, this.ranks_apart, this.watch, resume_from
     )
+    if resume_from is None:
+        ranks.together(lambda: _require_whole_start(this, flags), mark)
     # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:
@@ -213,6 +227,7 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     except ValueError as error:
         problem = as_mistake(error)
     ranks.first_fault(problem)
+    _require_same_files(ranks.gather(plan.files_read()))
     if this.rank == 0:
         for sentence in warnings_of(flags, plan):
             print(f"Warning: {sentence}", flush=True)
@@ -221,6 +236,13 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     if _writes_status(this):
         run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
     this.plan = plan
+
+
+def _require_whole_start(this: ThisRank, flags: Flags) -> None:
+    """Raises Fault on rank 0 where a new run would start from a damaged checkpoint."""
+    if this.rank == 0:
+        is_full = flags.checkpoint.verify_checkpoints == "full"
+        require_whole(Path(flags.model.model_name), is_full)
 
 
 def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:

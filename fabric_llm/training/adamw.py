@@ -65,7 +65,9 @@ def make_optimizer(
         names = {parameter: name.removeprefix(sharded.PREFIX) for name, parameter in named}
         store = rounding(origins, training.seed)
         with register.of_user("optimizer"):
-            return register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
+            made = register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
+        made.settings_at_start = _settings(made)
+        return made
     betas = (training.beta1, training.beta2)
     return AdamW(
         groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins
@@ -127,11 +129,26 @@ def kept_updates(training: Flags, updates: str) -> Optional[float]:
         return None
 
 
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """{name of a setting and number of its group: its value in words} but for what the run sets."""
+    return {
+        f"{name} of group {number}": repr(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "lr")
+    }
+
+
 def require_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Raises Fault, after a first step, where checkpoints couldn't hold the optimizer's state."""
-    for state in getattr(
-        optimizer, "optimizer", optimizer
-    ).state.values():  # without Fabric's wrapper
+    """Raises Fault, after a first step, where checkpoints couldn't hold the state of an optimizer
+    of --code."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
+    if changed := _settings(optimizer).items() - optimizer.settings_at_start.items():
+        raise Fault(
+            f"the optimizer changes {min(changed)[0]!r} in its param_groups, which checkpoints "
+            "don't hold: keep it as a tensor in its state (docs/make_it_yours.md)."
+        )
+    for state in optimizer.state.values():
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise Fault(

@@ -493,6 +493,46 @@ def elsewhere(tmp_path):
     return change
 
 
+@pytest.mark.parametrize("what", ["model", "data", "validation"])
+def test_machines_with_other_files_at_the_same_paths_are_told(toys, tmp_path, what):
+    """Such as a corpus that was prepared again on one machine alone."""
+    for rank in ("0", "1"):
+        shutil.copytree(toys / "gpt2", tmp_path / rank / "gpt2")
+        shutil.copytree(toys / "data", tmp_path / rank / "data")
+    other = tmp_path / "1"
+    if what == "model":
+        config = json.loads((other / "gpt2" / "config.json").read_text())
+        (other / "gpt2" / "config.json").write_text(json.dumps({**config, "attn_pdrop": 0.9}))
+    else:
+        split = "train" if what == "data" else "validation"
+        shutil.rmtree(other / "data" / split)
+        shutil.copytree(toys / "many" / split, other / "data" / split)
+
+    def change():
+        os.chdir(tmp_path / os.environ["RANK"])
+
+    job = Job(2, *flags(Path(), tmp_path), before=change)
+    assert job.wait() == [2, 2], job.output
+    path = {"model": "the model's config.json", "data": "'data'", "validation": "validation sets"}
+    assert f"{path[what]}: rank 1 reads another version at this path than rank 0" in job.output[0]
+
+
+def test_hashing_a_large_start_may_take_longer_than_a_hang(toys, tmp_path, whole):
+    def slow():
+        sha256 = files.sha256
+
+        def slowly(path):
+            if path == whole / f"step-{STEPS:08}" / "model.safetensors":
+                time.sleep(12)
+            return sha256(path)
+
+        files.sha256 = slowly
+
+    begin = ("--hang_timeout", 5, "--model_name", whole / f"step-{STEPS:08}")
+    job = Job(2, *flags(toys, tmp_path), *begin, before=slow)
+    assert job.wait() == [0, 0], job.output
+
+
 def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
     job = Job(2, *flags(toys, "out", "--hang_timeout", 6), before=elsewhere(tmp_path))
     assert job.wait() == [73, 73], job.output
