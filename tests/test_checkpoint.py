@@ -520,6 +520,20 @@ def test_prune_keeps_the_best(run):
     assert [step_of(path) for path in checkpoints(run)] == [1, 3]
 
 
+def test_the_best_of_a_mixture_are_compared_by_the_same_shares(tmp_path):
+    """First 90 % easy, later 90 % hard: the means that were logged compare the shares."""
+    stages = [{"begins": 0, "weights": {"easy": 9, "hard": 1}}]
+    stages += [{"begins": 12, "weights": {"easy": 1, "hard": 9}}]
+    both = {"easy": 100, "hard": 100}
+    facts = {"fixed": {"train_rows": both, "context_length": both, "seed": 1}}
+    facts["mixture"] = {"sources": ["easy", "hard"], "segments": stages}
+    for step, easy, hard, mean in ((1, 4.3, 4.9, 4.36), (2, 4.1, 4.8, 4.73), (3, 4.2, 4.9, 4.83)):
+        losses = {"easy": easy, "hard": hard}
+        found_checkpoint(tmp_path, step, eval_loss=mean, eval_losses=losses, **facts)
+    prune(tmp_path, Kept(1, best=1))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 3]
+
+
 def found_checkpoint(run, step, **document):
     folder = run / f"step-{step:08d}"
     (folder / "trainer").mkdir(parents=True)

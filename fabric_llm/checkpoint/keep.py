@@ -12,7 +12,8 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
 from fabric_llm.base.names import nearest_of
+from fabric_llm.data.mixture import mixture_of
 
 METRICS = "metrics.jsonl"
 MAX_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
@@ -258,7 +260,8 @@ def not_kept(
     # The newest checkpoint always stays, because the run resumes from it.
     stays = {*ordered[-kept.last :], *there[-1:]}
     # Of equal losses the older checkpoint stays. Without a loss, one is never among the best.
-    losses = sorted((_eval_loss(documents[path], kept.best_of), path) for path in there)
+    shares = _newest_shares([documents[path] for path in there])
+    losses = sorted((_eval_loss(documents[path], kept.best_of, shares), path) for path in there)
     stays.update(path for loss, path in losses[: kept.best] if math.isfinite(loss))
     if kept.every is not None:
         stays.update(path for path in there if step_of(path) % kept.every == 0)
@@ -288,10 +291,27 @@ def progress_or_nothing(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _eval_loss(document: dict[str, Any], of_set: Optional[str]) -> float:
+def _newest_shares(documents: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """{source: its share} of the newest that was evaluated on several, {} without one."""
+    for document in reversed(documents):
+        if document.get("mixture") and document.get("eval_losses"):
+            with suppress(ValueError):
+                last = max(document["progress"]["position"] - 1, 0)
+                return mixture_of(document).shares_at(last)
+    return {}
+
+
+def _eval_loss(
+    document: dict[str, Any], of_set: Optional[str], shares: Mapping[str, float]
+) -> float:
+    """The loss by which checkpoints are compared, inf without one. shares: of the sources of a
+    mixture, by which the losses of all checkpoints are averaged."""
     loss, losses = document.get("eval_loss"), document.get("eval_losses")
     if of_set and losses:
         loss = losses.get(of_set)
+    # What the checkpoint has itself is averaged by the shares at its step, which may have changed.
+    elif losses and shares and shares.keys() <= losses.keys():
+        loss = sum(share * losses[name] for name, share in shares.items())
     # A checkpoint without an evaluation counts as worse than all others.
     return loss if isinstance(loss, float) else math.inf
 
