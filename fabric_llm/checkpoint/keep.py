@@ -24,7 +24,6 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
 from fabric_llm.base.names import nearest_of
-from fabric_llm.data.mixture import mixture_of
 
 METRICS = "metrics.jsonl"
 MAX_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
@@ -293,6 +292,9 @@ def progress_or_nothing(path: Path) -> dict[str, Any]:
 
 def _newest_shares(documents: Sequence[dict[str, Any]]) -> dict[str, float]:
     """{source: its share} of the newest that was evaluated on several, {} without one."""
+    # It imports numpy, for which --help and mistakes don't wait.
+    from fabric_llm.data.mixture import mixture_of
+
     for document in reversed(documents):
         if document.get("mixture") and document.get("eval_losses"):
             with suppress(ValueError):
