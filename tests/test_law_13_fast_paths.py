@@ -402,7 +402,8 @@ def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
     layers.checkpoint_activations(model, "offload")
     torch.manual_seed(0)
     found = gradients(LanguageModel(model), inputs)
-    assert [tensor.shape for tensor in waiting] == [
+    # PyTorch 2.11 saves an empty tensor of its own beside each.
+    assert [tensor.shape for tensor in waiting if tensor.numel()] == [
         (*inputs["input_ids"].shape, model.config.hidden_size)
     ] * 2
     assert all(torch.equal(one, other) for one, other in zip(found[1], plain[1], strict=True))

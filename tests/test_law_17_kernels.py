@@ -59,7 +59,9 @@ def varlen(capability, called):
         )
         assert size % 8 == 0 and size <= 256, f"head_size {size}"
         assert query.shape[1] % key.shape[1] == 0 and (
-            options.get("enable_gqa") or query.shape[1] == key.shape[1]
+            options.get("enable_gqa")
+            or not packed_attention.ASKS_FOR_GROUPS  # PyTorch 2.11
+            or query.shape[1] == key.shape[1]
         )
         assert ends.dtype == torch.int32 and ends is ends_too or torch.equal(ends, ends_too)
         assert all(tensor.stride(-1) == 1 for tensor in (query, key, value)), (
