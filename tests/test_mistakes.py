@@ -422,7 +422,7 @@ OTHERS = [
         "prepare_data",
         "--input corpus --output out --tokenizer x --validation_fraction 1.0",
         2,
-        "--validation_fraction must be less than 1, not 1.0.",
+        "--validation_fraction must be less than 1, such as 0.01, not 1.0.",
     ),
     (
         "prepare_data",

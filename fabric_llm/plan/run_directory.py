@@ -96,7 +96,7 @@ def _name(flags: Flags) -> str:
         is_plain = name == Path(name).name and name != ".." and name.isprintable()
         if not is_plain or not 0 < len(name) <= LONGEST_NAME:
             instead = ""
-            if files.latest(Path(name)) is not None:
+            if os.path.isdir(name) and files.latest(Path(name)) is not None:
                 instead = f" Did you mean {Path(name).name!r}?"
             raise ValueError(
                 f"--run_name {name[:LONGEST_NAME]!r} must be a plain name of {LONGEST_NAME} "
