@@ -330,6 +330,7 @@ class TrainingArguments:
     lr_schedule: Literal[tuple(SCHEDULES)] = basic(
         "cosine",
         names=register.SCHEDULES,
+        takes=f"{', '.join(SCHEDULES)}, or one that --code registers",
         needs="lr_decay",
         aliases="lr_scheduler_type decay_type scheduler",
     )

@@ -157,7 +157,8 @@ def _parse_run(
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     # An explicit model, dataset or file says what to train, so arguments.yaml isn't looked for.
     resumed = None if named else _arguments_of_resumed_run(argv)
-    demo = not named and resumed is None and "data_mix" not in on_command_line
+    of_data = {"data_mix", "replay", "replay_fraction"} & on_command_line
+    demo = not named and resumed is None and not of_data
     if demo or resumed is not None:
         # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]

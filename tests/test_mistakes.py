@@ -115,6 +115,12 @@ def place(toys, tmp_path_factory):
         "small": "seed: 7\ndevices: 0\n",
         "clock": "max_hours: 1:30\n",
         "map": "seed: 7\nlr: {a: 1}\n",
+        "tab": "seed: 7\n\tlr: 1\n",
+        "indented": "seed: 7\n  lr: 1\n",
+        "equals": "[training]\nseed = 7\n",
+        "colon": "seed: 7\nlr 1\n",
+        "unclosed": "seed: 7\nrun_name: 'mine\n",
+        "number": "run_name: 12\n",
         "twice": "{sources: {new: {path: prepared, weight: 1}, new: {path: data, weight: 1}}}",
     }.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -171,7 +177,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "No dataset at 'sets/lnog'. Did you mean 'sets/long'?",
     ),
-    ("--eval_data a=sets/lnog", 2, "No dataset at 'sets/lnog'. Did you mean 'sets/long'?"),
+    ("--lr_schedule cos", 2, "inverse_sqrt, or one that --code registers, not 'cos'."),
+    ("--fsdp full_shard", 2, "Did you mean --strategy fsdp or fsdp2?"),
+    ("--train_data_dir null --replay data", 2, "--replay goes with --train_data_dir;"),
+    ("--output_dir " + "x" * 300, 2, "File name too long"),
+    ("--eval_data a=sets/lnog", 2, "--eval_data: No dataset at 'sets/lnog'. Did you mean 'sets/long'?"),
     (
         "--devices 100000 --global_batch_size 100000",
         2,
@@ -380,7 +390,8 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "--config typos.yaml",
         2,
         (
-            "typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision?), 'x' in line "
+            "typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision bf16-true or "
+            "bf16-mixed?), 'x' in line "
             "3. See"
         ),
     ),
@@ -392,6 +403,12 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "line 2: 'lr' in map.yaml must hold a value, or a list of values, not dict.",
     ),
+    ("--config tab.yaml", 2, "'tab.yaml' can't be read as YAML: line 2 is '\\tlr: 1', and keys of"),
+    ("--config indented.yaml", 2, "line 2 is '  lr: 1', and keys of one level begin in the same"),
+    ("--config equals.yaml", 2, "line 2 is 'seed = 7', and keys of one level begin in the same"),
+    ("--config colon.yaml", 2, "line 2 is 'lr 1', and keys of one level begin in the same column"),
+    ("--config unclosed.yaml", 2, "line 2 is \"run_name: 'mine\", and found unexpected end"),
+    ("--config number.yaml", 2, "line 1 of number.yaml: run_name takes text, not '12': write it in"),
     ("--config small.yaml --devices -1", 2, "--devices must be positive, not -1."),
 ]
 OTHERS = [
@@ -643,7 +660,7 @@ WORDS_OF_OTHERS = {
         "block_size": "context_length",
     },
     **{
-        "bf16": "precision",
+        "bf16": "precision bf16-true or bf16-mixed",
         "deepspeed": "strategy",
         "warmup_ratio": "warmup_steps",
         "torch_compile": "compile",
@@ -737,7 +754,7 @@ def test_all_unknown_flags_are_told_at_once(tmp_path):
         "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), "
         "--val_set_size (it is --validation_fraction of prepare_data.py), --optim (the optimizer "
         "is AdamW; --code registers another (docs/make_it_yours.md)), --foo, --bf16 (did you mean "
-        "--precision?), --push_to_hub (it is --push_to_hub of export_hf.py). See --help.\n"
+        "--precision bf16-true or bf16-mixed?), --push_to_hub (it is --push_to_hub of export_hf.py). See --help.\n"
     )
     assert "NestedArg" not in nested
     assert "flags: --optim.lr (did you mean --lr?), --lr.max (did you mean --lr?). See" in nested

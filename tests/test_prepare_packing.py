@@ -190,7 +190,7 @@ def test_an_end_that_nothing_predicts_is_dropped_and_counted(corpus, tmp_path, c
             and (labels[:, 0] != manifest["eos_token_id"]).all()
         )
     assert manifest["splits"]["train"]["dropped_tokens"] > 0
-    assert "of them without their end)" in summary(manifest).splitlines()[0]
+    assert "that fill their rows without EOS)" in summary(manifest).splitlines()[0]
 
 
 def test_lengths_that_leave_padding_are_said(tmp_path):

@@ -143,9 +143,10 @@ TABLE = [  # flags, facts, the beginning of the one warning
         "--save_step_interval 100 isn't less than the run's 100 steps"
     )),
     ("--keep_every 5", {}, "--keep_every has no effect without --keep_last."),
-    ("--keep_best 2 --keep_last 1 --eval_iters 0", {}, (
+    ("--keep_best 2 --keep_last 1 --save_step_interval 5 --eval_iters 0", {}, (
         "--keep_best has no effect with --eval_iters 0"
     )),
+    ("--keep_last 2", {}, "no --save_step_interval: the only checkpoint comes at the end"),
     ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
     ("--entity a --project b --log_model true", {}, (
         "--entity, --project and --log_model have no effect without --logger wandb."
@@ -189,7 +190,7 @@ def test_warnings(flags, facts, words):
         ("", {"devices": 9, "kind": "cuda", "strategy": "fsdp"}),
         ("--warmup_steps 99", {}),
         ("", {"positions": None, "context_length": 10**6}),
-        ("--keep_every 5 --keep_last 1", {}),
+        ("--keep_every 5 --keep_last 1 --save_step_interval 5", {}),
         ("--project b --logger wandb", {}),
         ("--project b --logger csv,wandb --log_model all", {}),
         ("--state_dict_type sharded --activation_checkpointing true", {}),

@@ -427,7 +427,11 @@ def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], s
         )
     # A value of another type, on the command line or in the file.
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
+        value, one = wrong[2].strip(), flags[wrong[1]]
+        # On the command line all is text, but in a file 12 is a number.
+        is_unquoted = str in one.kinds and re.fullmatch(r"[\w.+-]+", value)
+        quotes = ": write it in quotes" if is_unquoted else ""
+        return f"{named(wrong[1])} takes {one.values}, not {value!r}{quotes}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
         dash = ""
         if not {str, int, float}.isdisjoint(flags[bare[1]].kinds):
@@ -481,6 +485,11 @@ class _Loader(yaml.SafeLoader):
             seen.add(name)
 
 
+# How yaml says that lines aren't `key: value`.
+_LAYOUT = (
+    r"mapping values|could not find expected ':'|expected '<document|expected <block end>|"
+    r"found character '\\t'"
+)
 # Unlike in YAML 1.1, 2e-5 is a number; a date, 1:30, 010 and 0x10 are text.
 _OTHERWISE = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
@@ -538,6 +547,21 @@ def load_yaml(text: str, subject: str = "it") -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{subject} can't be read as YAML: {_reason(error, text)}") from error
+
+
+def _reason(error: BaseException, text: str) -> str:
+    """Why a YAML text can't be read, with the line that is wrong."""
+    problem, lines = str(getattr(error, "problem", None)), text.splitlines()
+    # An error of `_Loader` has no mark. At the end of the text, the mark before says where.
+    marks = (getattr(error, "problem_mark", None), getattr(error, "context_mark", None))
+    at = [mark.line for mark in marks if mark is not None and "".join(lines[mark.line :]).strip()]
+    if not at:
         # Messages of yaml have several lines and quote the text.
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ValueError(f"{subject} can't be read as YAML: {reason}") from error
+        return " ".join(str(error).split())[:300].rstrip(".")
+    if re.match(_LAYOUT, problem):
+        problem = (
+            "keys of one level begin in the same column, without tabs, a colon and a space follow "
+            "each, and a value with a colon is written in quotes"
+        )
+    return f"line {at[0] + 1} is {lines[at[0]][:60]!r}, and {problem}"

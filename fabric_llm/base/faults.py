@@ -115,6 +115,9 @@ def as_fault(error: BaseException) -> Fault:
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return Fault(words, SAVE_FAILED)
+    # The value of a flag that names a file or a folder.
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return Fault(f"{str(error.filename)[:100]!r}...: {error.strerror}.")
     if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
         return Fault(
             f"{words[:300]}: start the container with more shared memory (docker run --shm-size "

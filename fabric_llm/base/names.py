@@ -68,7 +68,11 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
     # The first letter is hardly ever mistyped.
     same_letter = [word for word in flag_of if word[0] == name[:1]]
     meant = [flag_of[word] for word in (*exact, *nearest(name, same_letter)) if word in flag_of]
-    return f"did you mean --{meant[0]}?" if meant else ""
+    if not meant:
+        return ""
+    # Such as bf16, which is part of two values of --precision.
+    values = [kind for kind in flags[meant[0]].kinds if isinstance(kind, str) and name in kind]
+    return f"did you mean --{' '.join([meant[0], ' or '.join(values)]).strip()}?"
 
 
 def unknown(

@@ -64,10 +64,12 @@ def check_training(flags: Flags) -> None:
     # Folders are read now, unless another machine may not see them yet.
     if not flags.checkpoint.resume or not meets_others:
         # The demo's dataset may have to be made first.
-        read = [] if flags.demo else trained_on(flags)
-        named = [*evaluated_on(flags), *read]
+        named = dict.fromkeys(evaluated_on(flags), "--eval_data: ")
+        named |= dict.fromkeys([] if flags.demo else trained_on(flags), "")
         # What an address names is checked once it is here, see `fetch_data`.
-        _check_folders(flags, [given for given in named if not address.is_address(given)])
+        _check_folders(
+            flags, {given: of for given, of in named.items() if not address.is_address(given)}
+        )
     if not meets_others:
         fetch_data(flags)
 
@@ -140,11 +142,17 @@ def fetch_data(flags: Flags) -> None:
             check_tokenizer_file(fetched.folder(given) / "tokenizer" / "tokenizer.json")
 
 
-def _check_folders(flags: Flags, datasets: Sequence[str]) -> None:
-    """The dataset folders, the model's, and that of the run."""
+def _check_folders(flags: Flags, datasets: Mapping[str, str]) -> None:
+    """The dataset folders, the model's, and that of the run.
+
+    datasets: {folder: the words before what is said of it}.
+    """
     model_name = flags.model.model_name
-    for name in datasets:
-        check_dataset_folder(name, model_name)
+    for name, before in datasets.items():
+        try:
+            check_dataset_folder(name, model_name)
+        except ValueError as error:
+            raise ValueError(f"{before}{error}") from error
     # A name that leads elsewhere is refused here, before any time is spent.
     directory = run_directory.directory(flags)
     if flags.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts

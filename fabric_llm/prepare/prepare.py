@@ -657,9 +657,9 @@ def _of_split(split: dict[str, Any], context_length: int) -> str:
     if "padding_tokens" not in split:
         return f"{rows} ({dropped} tokens of the last, unfilled row dropped)"
     packed = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut"
-    # Of best_fit these are the EOS of documents whose text fills its rows.
+    # No row has room for the EOS of a document whose text fills its rows.
     if dropped:
-        packed += f", {dropped:,} of them without their end"
+        packed += f", {dropped:,} that fill their rows without EOS"
     return f"{rows} ({packed})"
 
 
