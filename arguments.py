@@ -441,7 +441,7 @@ class EvaluationArguments:
     """nats that validation losses may rise; above their value before step 1 (docs/forgetting.md);
     name:nats, comma-separated, such as general:0.05; copy and retrieval: of --probes; nats:max:
     a steered run keeps it at every evaluation"""
-    forgetting_action: Literal[ACTIONS] = what("warn")
+    forgetting_action: Literal[ACTIONS] = what("warn", needs="forgetting_budget")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the
     last checkpoint that has used at most half of it, and on with twice the share of that source, up
     to a half, then stop; steer: at each evaluation, more or less of that source, so that the run

@@ -156,9 +156,10 @@ def _parse_run(
     # The flags that the user has typed, before those of a file are put in front of them.
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     # An explicit model, dataset or file says what to train, so arguments.yaml isn't looked for.
-    resumed = None if named else _arguments_of_resumed_run(argv)
+    wanted = None if named else _arguments_of_resumed_run(argv)
+    resumed = wanted if wanted is not None and wanted.is_file() else None
     of_data = {"data_mix", "replay", "replay_fraction"} & on_command_line
-    demo = not named and resumed is None and not of_data
+    demo = not named and wanted is None and not of_data
     if demo or resumed is not None:
         # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
@@ -298,9 +299,9 @@ def _refuse_taken_names(flag_groups: list[type]) -> None:
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
-    """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is
-    none."""
-    given = _given(argv, "resume", "run_name", "checkpoint", "output_dir")
+    """arguments.yaml of the run that is resumed by --run_name or --checkpoint, whether it is there
+    or not; None without these flags, or if it may be at --mirror."""
+    given = _given(argv, "resume", "run_name", "checkpoint", "output_dir", "mirror")
     # Without a name of the run, or one of its checkpoints, no directory is looked for.
     if str(given.resume).lower() not in ("true", "auto") or not (
         given.run_name or given.checkpoint
@@ -311,4 +312,4 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     file = (
         Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
     ) / "arguments.yaml"
-    return file if file.is_file() else None
+    return file if file.is_file() or given.mirror is None else None

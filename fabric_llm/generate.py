@@ -105,6 +105,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             **parse(PROGRAM, DESCRIPTION, [GenerateArguments], argv, first="model")
         )
         ending.left = "the text is cut off"
+        if given.top_p > 1:
+            raise ValueError(f"--top_p must be at most 1, such as 0.9, not {given.top_p:g}.")
         folder = Path(local(given.model))
         # A run stands for its latest checkpoint, and a checkpoint must be whole.
         # A full checkpoint has a config.json as a model has, and besides it the folder `trainer`.

@@ -494,7 +494,8 @@ def test_a_resumed_run_goes_on_with_its_own_arguments(finished):
         ["--resume=true", "--checkpoint", str(finished / "first" / "step-00000002")]
     )
     assert by_path.training.lr == 1e-2 and by_path.checkpoint.checkpoint.endswith("step-00000002")
-    assert parse_train(["--resume", "true", "--run_name", "unknown"]).demo
+    # A mistyped name must not begin the demo under it.
+    assert not parse_train(["--resume", "auto", "--run_name", "unknown"]).demo
     assert parse_train(
         ["--resume", "false", "--run_name", "first", "--output_dir", str(finished)]
     ).demo

@@ -256,17 +256,20 @@ def test_an_existing_output_is_refused_unless_overwritten(runs, tmp_path, run_ex
     assert stored(tmp_path / "hf").keys() != before.keys()
 
 
-def test_only_an_export_is_ever_overwritten(runs, tmp_path, capsys):
+def test_only_an_export_is_ever_overwritten(toys, runs, tmp_path, capsys):
     """A slip such as `--output checkpoints/RUN --overwrite true` must not cost the run."""
     run = tmp_path / "run"
     shutil.copytree(runs / "full", run)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    for output in (run, run / "step-00000004", run / "step-00000002", tmp_path / "home"):
+    shutil.copytree(toys / "llama", tmp_path / "base")
+    before = sorted((tmp_path / "base").iterdir())
+    for output in (run, run / "step-00000004", run / "step-00000002", tmp_path / "home", tmp_path / "base"):
         with pytest.raises(SystemExit) as exit:
             export_hf.main([str(run), "--output", str(output), "--overwrite", "true"])
         assert exit.value.code == 2 and str(output) in capsys.readouterr().err
     assert files.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
+    assert sorted((tmp_path / "base").iterdir()) == before
     keep.verified(run / "step-00000004", hashes=True)
 
 

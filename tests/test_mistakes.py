@@ -309,9 +309,14 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         ),
     ),
     (
+        "--model_name null --train_data_dir null --resume auto --run_name other",
+        2,
+        "--train_data_dir and --config.",
+    ),
+    (
         "--resume true --run_name other",
         66,
-        "no complete checkpoint (step-N) in 'checkpoints/other'. Runs there are 'run'.",
+        "no complete checkpoint (step-N) in 'checkpoints/other'; other runs there are 'run'.",
     ),
     (
         "--resume true --checkpoint checkpoints/run",
@@ -519,7 +524,7 @@ OTHERS = [
         2,
         "'hf' exists; take another --output, or --overwrite true.",
     ),
-    ("export_hf", "checkpoints/run --output data --overwrite true", 2, "isn't an exported model"),
+    ("export_hf", "checkpoints/run --output corpus --overwrite true", 2, "isn't an exported model"),
     (
         "fabric_llm.verify.__main__",
         "checkpoints/rnu",

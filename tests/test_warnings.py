@@ -146,6 +146,9 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("--keep_best 2 --keep_last 1 --save_step_interval 5 --eval_iters 0", {}, (
         "--keep_best has no effect with --eval_iters 0"
     )),
+    ("--forgetting_action stop", {}, (
+        "--forgetting_action has no effect without --forgetting_budget."
+    )),
     ("--keep_last 2", {}, "no --save_step_interval: the only checkpoint comes at the end"),
     ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
     ("--entity a --project b --log_model true", {}, (

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
@@ -243,7 +243,7 @@ def parse(
             fail(program, _one_sentence(message, flags, named))
 
     # In place of jsonargparse's own loader, which takes aliases, see `_Loader`.
-    jsonargparse.set_loader("yaml", _load_value, exceptions=(ValueError,))
+    jsonargparse.set_loader("yaml", partial(_load_value, flags), exceptions=(ValueError,))
     # Without abbreviations: a new flag would change what an old abbreviation means.
     parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
     _add_flags(parser, flags)
@@ -529,10 +529,15 @@ def yaml_text(path: Path) -> str:
         raise ValueError(f"{str(path)!r} isn't UTF-8 text, in line {line}") from error
 
 
-def _load_value(text: str) -> Any:
+def _load_value(flags: Mapping[str, Flag], text: str) -> Any:
     """What jsonargparse reads, a file or a value that is YAML. Text that YAML reads as nothing,
     such as `# Title`, stays text."""
     value = load_yaml(text)
+    # In a file, one item of a list is written without brackets as well.
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if isinstance(one, str) and name in flags and flags[name].kinds == [list[str]]:
+                value[name] = [one]
     return text if value is None and text.strip().lower() not in ("null", "none", "~") else value
 
 

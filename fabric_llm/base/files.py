@@ -23,6 +23,8 @@ from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITAB
 
 MANIFEST = "MANIFEST.json"
 WEIGHT_INDEX = "model.safetensors.index.json"  # which of several files has a tensor
+# Metadata of safetensors files. The second tells what this package wrote from other models.
+OF_WEIGHTS = {"format": "pt", "written_by": "fabric_llm"}
 STEP_NAME = r"step-\d{8,}"  # of a checkpoint
 THREADS = 4  # hashing and reading both release the GIL
 ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest

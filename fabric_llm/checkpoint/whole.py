@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base.faults import one_line
-from fabric_llm.base.files import WEIGHT_INDEX
+from fabric_llm.base.files import OF_WEIGHTS, WEIGHT_INDEX
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.state_dicts import saved_shapes
 from fabric_llm.model import loading, positions, sharded
@@ -181,7 +181,7 @@ class WeightFiles:
         self.files = {}
         for file, names in split.filename_to_tensors.items():
             of_file = {name: layout[name] for name in names}
-            self.files[file] = TensorFile(folder / file, of_file, {"format": "pt"})
+            self.files[file] = TensorFile(folder / file, of_file, OF_WEIGHTS)
         self.index: list[str] = []  # the names of files that no weights are written to
         # With several files, from_pretrained looks up in the index which one holds a tensor.
         if split.is_sharded:

@@ -372,8 +372,9 @@ def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
         return max(contexts), ""
     # Neither flags nor data say it, so it is assumed, and said so.
     most = getattr(text_config, "max_position_embeddings", None) or ROW
-    tokens = min(ROW, most)
-    return tokens, f"rows of {tokens:,} tokens, as prepare_data.py makes them (--context_length)"
+    if most < ROW:
+        return most, f"rows of {most:,} tokens, the model's positions (--context_length)"
+    return ROW, f"rows of {ROW:,} tokens, as prepare_data.py makes them (--context_length)"
 
 
 def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:

@@ -49,13 +49,7 @@ def check_training(flags: Flags) -> None:
     needed = {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}
     for name, value in needed.items():
         if not value:
-            why = "a run needs --model_name and --train_data_dir (or --data_mix)"
-            if flags.checkpoint.resume:
-                why += (
-                    "; a resumed one takes its flags from arguments.yaml only without "
-                    "--model_name, --train_data_dir and --config"
-                )
-            raise ValueError(f"--{name} is missing: {why}.")
+            raise ValueError(f"--{name} is missing: {_why_needed(flags)}.")
     check_flags(flags)
     # Rank 0 reads them for all ranks.
     if flags.logging.sample_prompts is not None and is_rank_zero():
@@ -72,6 +66,22 @@ def check_training(flags: Flags) -> None:
         )
     if not meets_others:
         fetch_data(flags)
+
+
+def _why_needed(flags: Flags) -> str:
+    """Why --model_name or --train_data_dir has to be given. Raises Fault, as
+    `run_directory.directory`, for a run that isn't there."""
+    why = "a run needs --model_name and --train_data_dir (or --data_mix)"
+    if not flags.checkpoint.resume:
+        return why
+    # With one of these the run's own arguments.yaml isn't read.
+    if {"model_name", "train_data_dir", "config"} & flags.on_command_line:
+        return (
+            f"{why}; a resumed one takes its flags from arguments.yaml only without --model_name, "
+            "--train_data_dir and --config"
+        )
+    folder = run_directory.directory(flags)
+    return f"{why}, and {str(folder)!r} has no arguments.yaml{run_directory.beside(folder)}"
 
 
 def trained_on(flags: Flags) -> list[str]:

@@ -79,12 +79,20 @@ def require_any(flags: Flags, folder: Path) -> None:
     new run."""
     given = flags.checkpoint.checkpoint
     if flags.checkpoint.resume is True and given is None and not files.step_directories(folder):
-        others = [path.name for path in folder.parent.glob("*") if files.latest(path) is not None]
-        instead = f" Runs there are {listed(map(repr, sorted(others)))}." if others else ""
         raise Fault(
-            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.{instead}",
+            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}{beside(folder)}.",
             NO_CHECKPOINT,
         )
+
+
+def beside(folder: Path) -> str:
+    """The end of a sentence about a run that isn't in `folder`: the runs beside it."""
+    others = [
+        path.name
+        for path in folder.parent.glob("*")
+        if path.name != folder.name and files.latest(path) is not None
+    ]
+    return f"; other runs there are {listed(map(repr, sorted(others)))}" if others else ""
 
 
 def _name(flags: Flags) -> str:

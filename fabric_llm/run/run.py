@@ -146,6 +146,8 @@ def say_what_comes_next(run: Run) -> None:
         result += f", validation loss {log.eval_loss:.4f}"
     if run.losses is not None:
         result += how_it_compares(run)
+    if run.guard.skipped:
+        result += f"\nWarning: the last {run.guard.skipped:,} steps were left out, see above."
     print(f"\n{result}")
     print(f"Checkpoint: {last}")
     print(

@@ -1,6 +1,7 @@
 """The flags of export_hf.py, and folders that models are written to, without torch or
 transformers."""
 
+import json
 from pathlib import Path
 
 from fabric_llm.base import files
@@ -37,11 +38,25 @@ def exported_output(output: Path, overwrite: bool) -> None:
         )
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    # such as a run
-    if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):
-        raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")
     # The rename would replace the link, and leave what it leads to.
     if output.is_symlink():
         raise ValueError(
             f"{str(output)!r} is a link, which isn't replaced: name the folder itself."
         )
+    # such as a run, or the base model
+    if output.exists() and (not _is_exported(output) or (output / MANIFEST).exists()):
+        raise ValueError(
+            f"{str(output)!r} isn't an exported model, so it isn't replaced; take another --output."
+        )
+
+
+def _is_exported(folder: Path) -> bool:
+    """Whether this package has written the model in `folder`."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as content:
+            # The metadata comes first in such a file.
+            if json.dumps(files.OF_WEIGHTS, separators=(",", ":")).encode() in content.read(1024):
+                return True
+    # What an earlier version wrote is known by its card's tag alone.
+    card = folder / "README.md"
+    return card.is_file() and b"- continued-pretraining" in card.read_bytes()
