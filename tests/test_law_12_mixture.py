@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -269,6 +270,23 @@ def test_a_run_over_one_dataset_ends_after_its_steps_or_epochs(max_step, batch):
     after = schedule.after_rewind(Progress(1, 3 * batch))
     assert after.mixture == mixture and after.end == end
     assert after.max_step == (max_step or max(last - 2, 1))
+
+
+def test_half_epochs_after_a_rewind_are_those_of_a_run_that_resumes_there():
+    """They are of the source of which most is read, here by what the rewind has skipped."""
+    stages = Stage(Fraction(0), (3, 2)), Stage(Fraction(1, 2), (17, 33))
+    mix, rows = DataMix((Source("a", "a"), Source("b", "b")), stages), (60, 60)
+    laid_out, end, last = lay_out(mix, rows, 8, 14, 1)
+    mixture = Mixture(mix.names, rows, (24, 24), laid_out, 1234)
+    schedule = Schedule(Progress(), 4, 2, 8, 14, 1, mix, mixture, last, end)
+    there = Progress(4, 48)  # from step 6
+    after = schedule.after_rewind(there)
+    resumed = Schedule(there, 4, 2, 8, 14, 1, mix, after.mixture, after.max_step, after.end)
+    assert after.end_of_run() == resumed.end_of_run() == 48 + 10 * 8
+    positions = range(48, 129, 8)
+    assert [*map(after.half_epochs, positions)] == [*map(resumed.half_epochs, positions)]
+    steered = replace(schedule, steers=True).steered({"b": 0.5}, (Fraction(0), Fraction(1)), there)
+    assert steered.end_of_run() == 128
 
 
 # ------------------------------------------------------------------------------- rows of files

@@ -42,6 +42,8 @@ class Schedule:
     # Shares that rewinds have raised, or, if it `steers`, that evaluations have set.
     raised: Mapping[str, Fraction] = field(default_factory=dict)
     steers: bool = False  # --forgetting_action steer
+    # Where a rewind went back to or shares were set, None: nowhere since `start`.
+    here: Optional[Progress] = None
 
     def is_over(self, progress: Progress) -> bool:
         """True once the last step is done."""
@@ -58,8 +60,9 @@ class Schedule:
 
     def end_of_run(self) -> int:
         """The position after the last step."""
-        steps = self.max_step - self.start.step
-        last = self.start.position + steps * self.global_batch_size
+        # A rewind takes steps back, but not positions.
+        here = self.here or self.start
+        last = here.position + (self.max_step - here.step) * self.global_batch_size
         return last if self.end is None else min(last, self.end)
 
     def half_epochs(self, position: int) -> int:
@@ -102,7 +105,7 @@ class Schedule:
         if self.asked_steps is not None:
             return self._laid_out(there, self.raised, shortens=True)
         last = last_step(there.step, there.position, self.end, self.global_batch_size)
-        return replace(self, max_step=min(self.max_step, last))
+        return replace(self, max_step=min(self.max_step, last), here=there)
 
     def with_more_replay(self, names: Iterable[str], there: Progress) -> Schedule:
         """The schedule after a rewind to `there`, with twice the share of the sources `names`.
@@ -163,7 +166,9 @@ class Schedule:
             shortens,
         )
         mixture = replace(mixture, stages=stages)
-        return replace(self, mixture=mixture, end=end, max_step=max_step, raised=raised)
+        return replace(
+            self, mixture=mixture, end=end, max_step=max_step, raised=raised, here=there
+        )
 
 
 class Cursor(NamedTuple):
