@@ -1,12 +1,14 @@
 """Hubs on this machine: HTTP servers that answer as huggingface.co does, so that the real client
 does and raises what it would.
 
-`hub` refuses, and `Uploads` takes what is pushed, or breaks in the middle of it.
+`hub` refuses, `Uploads` takes what is pushed, or breaks in the middle of it, and `Revisions` has a
+dataset that changes.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 ANSWERS = {  # the repository -> (status, X-Error-Code, X-Error-Message)
     "org/gated": (
@@ -144,6 +147,71 @@ class UploadHandler(BaseHTTPRequestHandler):
                     hub.repository[line["value"]["path"]] = hub.stored[line["value"]["oid"]]
             return 200, {"commitUrl": f"{hub.address}/org/name/commit/1", "commitOid": "1" * 40}
         return 404, {}
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+class Revisions(ThreadingHTTPServer):
+    """A hub of one dataset, org/name, with a new commit whenever its train.jsonl was read. The
+    texts of the n-th commit are of the word `commitN`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), RevisionHandler)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.commit()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def commit(self) -> None:
+        word, files = f"commit{len(self.commits)}", {}
+        for name, count in (("train", 40), ("validation", 9)):
+            texts = [f"{word} document number {number} of {name}" for number in range(count)]
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            files[f"{name}.jsonl"] = lines.encode()
+        self.commits[hashlib.sha1(word.encode()).hexdigest()] = files
+
+
+class RevisionHandler(BaseHTTPRequestHandler):
+    server: Revisions
+
+    def answer(self) -> None:
+        status, headers, content = self.do(unquote(self.path.partition("?")[0]))
+        self.send_response(status)
+        for header, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_HEAD = answer
+
+    def do(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        missing = 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
+        asked = re.fullmatch(
+            r"(/api)?/datasets/org/name(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path
+        )
+        if asked is None:
+            return missing
+        is_api, what, commit, name = asked.groups()
+        if commit in (None, "main"):
+            commit = [*self.server.commits][-1]
+        files = self.server.commits[commit]
+        if is_api and what != "tree":
+            siblings = [{"rfilename": file} for file in files]
+            said = {"id": "org/name", "sha": commit, "siblings": siblings}
+            return 200, {}, json.dumps(said).encode()
+        if is_api and name is None:
+            tree = []
+            for file, content in files.items():
+                oid = hashlib.sha1(content).hexdigest()
+                tree.append({"type": "file", "path": file, "size": len(content), "oid": oid})
+            return 200, {}, json.dumps(tree).encode()
+        if name not in files:
+            return missing
+        if self.command == "GET" and name == "train.jsonl":
+            self.server.commit()
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{commit}"'}, files[name]
 
     def log_message(self, *words: object) -> None:
         pass

@@ -3,11 +3,14 @@ sentence."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 
+import datasets
 import pytest
-from hub import hub
+from hub import Revisions, hub
+from transformers import AutoTokenizer
 
 from arguments import ROOT
 
@@ -121,3 +124,26 @@ def test_train_py_says_it(environment, toys, tmp_path):
         "access a gated repo."
     )
     assert len(done.stderr.splitlines()) == 1 and os.listdir(tmp_path) == []
+
+
+def test_all_of_a_dataset_is_read_at_the_commit_of_the_start(environment, tmp_path):
+    """It is opened for the tokenizer and for the tokens, and anew for each split, which may be
+    hours apart. A start after a kill takes the commit of then, also for what was done before."""
+    hub, output = Revisions(), tmp_path / "out"
+    there = {**environment, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, str(ROOT / "prepare_data.py"), "--input", "org/name"]
+    command += ["--train_tokenizer", "300", "--context_length", "16", "--output", str(output)]
+    for failpoint in ("prepare.rows", ""):
+        newest = str(len(hub.commits) - 1)
+        done = subprocess.run(
+            command,
+            env={**there, "FABRIC_LLM_FAILPOINT": failpoint},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == (-9 if failpoint else 0), done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
+    for name, split in datasets.load_from_disk(str(output)).items():
+        text = tokenizer.decode([token for row in split["input_ids"] for token in row])
+        assert {*re.findall(r"commit(\d+) document", text)} == {newest}, name

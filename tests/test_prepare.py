@@ -674,7 +674,7 @@ def test_streamed_rows(texts, columns_known, monkeypatch):
         rows = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in texts))
         assert rows.column_names is None
     monkeypatch.setattr(
-        "fabric_llm.prepare.documents.load_splits", lambda kind, name: {"train": rows}
+        "fabric_llm.prepare.documents.load_splits", lambda kind, name, revision: {"train": rows}
     )
     part = Part("org/name", "hub", split="train")
     assert list(read_part(part, "text")) == [(n, text) for n, text in enumerate(texts)]

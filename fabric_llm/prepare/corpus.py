@@ -186,8 +186,11 @@ def _parts_of_dataset(
     part: Part, size: int, input_files: inputs.InputFiles, piece_bytes: int
 ) -> Iterator[tuple[Part, int]]:
     """The splits to train on, and those of validation. The others are left out, with a note."""
+    if part.kind == "hub":
+        # Whoever reads a part reads this commit, and a start that finds another reads all anew.
+        part = part._replace(revision=documents.revision_of(part.path))
     # Asks the hub, or opens the folder, so an input that can't be opened fails before any work.
-    splits = documents.load_splits(part.kind, part.path)
+    splits = documents.load_splits(part.kind, part.path, part.revision)
     own = [name for name in splits if name in OWN_VALIDATION]
     read = [name for name in splits if name in own or not is_no_training_text(name)]
     # Validation alone leaves nothing for the split `train`.

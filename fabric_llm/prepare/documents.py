@@ -12,7 +12,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional, Union, cast
 
@@ -67,6 +67,7 @@ class Part(NamedTuple):
     goes: int = DRAWN
     # A regular expression between documents of a text; None: the file is one document.
     separator: Optional[str] = None
+    revision: Optional[str] = None  # of a dataset on the hub: the commit that is read
 
     @property
     def is_one_document(self) -> bool:
@@ -602,9 +603,20 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
                     number += 1
 
 
-def load_splits(kind: str, name: str) -> dict[str, Any]:
+def revision_of(name: str) -> Optional[str]:
+    """The newest commit of a dataset on the hub, None where it can't be asked, which `load_splits`
+    says."""
+    from huggingface_hub import HfApi
+
+    with suppress(Exception):  # its client raises some ten types
+        if reach_hub():
+            return HfApi().dataset_info(name.partition(":")[0]).sha
+    return None
+
+
+def load_splits(kind: str, name: str, revision: Optional[str] = None) -> dict[str, Any]:
     """The splits of a dataset, "rows" for one without a name: of a folder, or of `name` or
-    `name:config` streamed from the hub.
+    `name:config` streamed from the hub, where `revision` is a commit, None the newest one.
 
     Raises ValueError for one that can't be opened.
     """
@@ -619,7 +631,8 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
             # Offline, it takes its cache at once, and would else try for half a minute.
             if not reach_hub():
                 datasets.config.HF_HUB_OFFLINE = True
-            return dict(datasets.load_dataset(repository, config or None, streaming=True))
+            of_hub = {"revision": revision, "streaming": True}
+            return dict(datasets.load_dataset(repository, config or None, **of_hub))
         folder = Path(name)
         splits = [""]
         if (folder / "dataset_dict.json").is_file():
@@ -641,7 +654,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:
     # Each process opens the dataset itself. Rows stay on the disk, or come from the hub.
-    rows = load_splits(part.kind, part.path)[part.split]
+    rows = load_splits(part.kind, part.path, part.revision)[part.split]
     if part.end is not None:
         rows = rows.select(range(part.start, part.end))
     columns = rows.column_names  # None if a streamed dataset doesn't declare them
