@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Job
+from ranks import Job, toy_run
 from safetensors.torch import load_file
 from test_forgetting import base, replayed  # noqa: F401  base is a fixture
 
@@ -160,6 +160,25 @@ def check_status(run: Path):
     status = json.loads((run / "STATUS.json").read_text())
     last = status["last_durable_step"]
     assert last is None or status["code"] is None or (run / f"step-{last:08d}").is_dir(), status
+
+
+@pytest.mark.longer
+def test_a_run_that_goes_back_before_its_checkpoint_is_restarted_by_the_same_command(
+    toys, tmp_path
+):
+    """--checkpoint names one that a user asked for, which the rewind has moved aside."""
+    words = ("--global_batch_size", BATCH, "--max_step", STEPS, "--save_step_interval", 4)
+    words += ("--eval_iters", 0, "--spike_threshold", 1000, "--spike_window", 4)
+    words = (*toy_run(toys, tmp_path), *words, "--spike_action", "rewind", "--run_name")
+    for name, failpoints in (("whole", [""]), ("cut", ["between_steps:count=4", ""])):
+        run, at_7 = tmp_path / name, spiked({7 * BATCH})
+        assert Job(1, *words, name, failpoint="between_steps:count=5:do=term").wait() == [75]
+        [asked_for] = run.glob("step-*[!048]")
+        back = ("--resume", "auto", "--checkpoint", asked_for)
+        codes = [Job(1, *words, name, *back, failpoint=f, before=at_7).wait() for f in failpoints]
+        assert codes == [[-9], [0]][-len(failpoints) :]
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert "rewind" in [line.get("verdict") for line in lines(tmp_path / "whole")]
 
 
 @pytest.mark.longer

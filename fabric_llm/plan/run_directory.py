@@ -431,7 +431,11 @@ def _restarted(flags: Flags) -> bool:
 
 def _goes_on_from(directory: Path, given: Path) -> bool:
     """True if the run in `directory` already began at `given`, by going back to it or as a branch,
-    and has saved since."""
+    and has saved since, or a rewind has gone back further."""
+    is_own, is_there = given.parent.resolve() == directory.resolve(), (given / MANIFEST).is_file()
+    if is_own and not is_there and any(directory.glob(f"aside-{given.name}-*")):
+        print(f"{given.name} was moved aside since: the run goes on from its newest checkpoint.")
+        return True
     for path in reversed(files.checkpoints(directory)):
         # If a checkpoint is damaged, the one before it says the same.
         with suppress(Fault):

@@ -166,9 +166,7 @@ class Schedule:
             shortens,
         )
         mixture = replace(mixture, stages=stages)
-        return replace(
-            self, mixture=mixture, end=end, max_step=max_step, raised=raised, here=there
-        )
+        return replace(self, mixture=mixture, end=end, max_step=max_step, raised=raised, here=there)
 
 
 class Cursor(NamedTuple):
