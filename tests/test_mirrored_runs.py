@@ -37,6 +37,7 @@ from servers import (
     seaweed,
     wait_for,
 )
+from test_rewinds_undisturbed import spiked
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import (
@@ -49,6 +50,7 @@ from fabric_llm.base.faults import (
     UNWRITABLE,
 )
 from fabric_llm.mirror import client
+from fabric_llm.report.reading import read_run
 
 # In CI the longer suite has the servers.
 pytestmark = pytest.mark.longer
@@ -218,6 +220,26 @@ def test_a_run_outlives_its_machine_and_its_disk(toys, tmp_path, place):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "new" / RUN, [INTERVAL])
     # The logs of the time before are there, too.
     assert [event["step"] for event in events(tmp_path / "new" / RUN, "saved")] == [3, 6, 9, 10]
+
+
+def test_what_a_rewind_has_undone_outlives_them_too(toys, tmp_path, place):
+    """Steps 4 and 5, for the report, which says so on the next machine as on the first."""
+    spikes = ("--spike_threshold", 1000, "--spike_window", 3, "--spike_action", "rewind")
+    more = (*spikes, "--resume", "auto", "--lr", 1e-4)
+    whole = Job(1, *flags(toys, tmp_path / "whole", *more), before=spiked({4 * 4}))
+    ended(whole)
+    more = (*more, "--mirror", place)
+    # Of ten steps that are made by then, two are undone.
+    point = "between_steps:count=10:do=stop"
+    job = Job(1, *flags(toys, tmp_path / "old", *more), failpoint=point, before=spiked({4 * 4}))
+    frozen(job)
+    wait_for(manifest(tmp_path / "mirror", 2 * INTERVAL).is_file)
+    lose_machine(job, tmp_path / "old")
+    ended(Job(1, *flags(toys, tmp_path / "new", *more)))
+    assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
+    ours, theirs = (read_run(tmp_path / name / RUN) for name in ("new", "whole"))
+    assert [one.number("loss").steps.tolist() for one in theirs.undone] == [[4, 5]]
+    assert [one.number("loss").steps.tolist() for one in ours.undone] == [[4, 5]]
 
 
 @pytest.mark.every_eighth(6)

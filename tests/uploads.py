@@ -55,6 +55,7 @@ def save(
     (run / "STATUS.json").write_text("{}")
     (run / "arguments.yaml").write_text("seed: 0\n")
     (run / "samples.jsonl").write_text("{}\n")
+    (run / "metrics.undone.jsonl").write_text("{}\n")
     return contents | {files.MANIFEST: (run / name / files.MANIFEST).read_bytes()}
 
 

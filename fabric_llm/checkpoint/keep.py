@@ -25,7 +25,8 @@ from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
 from fabric_llm.base.names import nearest_of
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
 MAX_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
 
 

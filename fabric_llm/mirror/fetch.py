@@ -23,12 +23,21 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
 from fabric_llm.base.names import shown
-from fabric_llm.checkpoint.keep import METRICS, progress_or_nothing, remove
+from fabric_llm.checkpoint.keep import (
+    METRICS,
+    METRICS_UNDONE,
+    SAMPLES,
+    progress_or_nothing,
+    remove,
+)
 from fabric_llm.mirror.address import is_address, require, require_there, split
 from fabric_llm.mirror.store import Store, as_fault, errors, pauses, reason
 
 # Of a run directory, beside its checkpoints.
-LOGS = ("arguments.yaml", METRICS, "events.jsonl", "samples.jsonl", "STATUS.json")
+LOGS = (
+    *("arguments.yaml", METRICS, METRICS_UNDONE, "events.jsonl", SAMPLES),
+    "STATUS.json",
+)
 OF_DATA = "manifest.json"  # of a prepared dataset
 PATIENCE_SECONDS = 120.0
 T = TypeVar("T")

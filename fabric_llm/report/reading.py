@@ -19,9 +19,9 @@ import numpy as np
 from fabric_llm.base import command_line, files
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import listed, nearest_of
+from fabric_llm.checkpoint.keep import METRICS_UNDONE
 from fabric_llm.data.sources import PROBES
 from fabric_llm.plan import run_directory
-from fabric_llm.run.metrics import METRICS_UNDONE
 
 # Names of an evaluation's curves: the only set, all sets together, and these with averaged weights.
 ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"

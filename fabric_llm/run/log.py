@@ -10,14 +10,14 @@ import torch
 from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.checkpoint.keep import METRICS_UNDONE, Progress
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.model.flops import Flops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run import lines
-from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers, flat
+from fabric_llm.run.metrics import MetricsFile, Record, Trackers, flat
 from fabric_llm.run.speed import Speed, peak_memory_gib
 from fabric_llm.training.evaluation import EvalResult
 from fabric_llm.training.forgetting import Forgetting

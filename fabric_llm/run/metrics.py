@@ -32,7 +32,6 @@ STEP_NUMBERS = frozenset(
     "updated_fraction update_ratio sources verdict eval eval_loss eval_loss_ema shares".split()
 )
 MANY_LINES = 100  # waiting for the trackers
-METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
 # log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
 # cut(the progress after it).
 Tracker = Sequence[Callable[..., None]]
