@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY, make_dataset
-from ranks import instead, metrics, toy_run, train_ranks
+from ranks import Job, instead, metrics, toy_run, train_ranks
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -132,6 +132,26 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
     )
     assert found[-1]["code"] == 0
     assert verify_run(run, exports=False).findings == []
+
+
+@pytest.mark.longer
+def test_samples_are_there_after_a_kill_in_a_branch_and_not_of_steps_that_are_undone(
+    toys, data, tmp_path
+):
+    def sampled_at(name):
+        return [one["step"] for one in lines(tmp_path / name / "samples.jsonl")]
+
+    plain = flags(toys, data, tmp_path)
+    words, run = (*plain, *sampled(data)), ("--run_name", "run", "--resume")
+    assert Job(1, *words, *run, "auto", failpoint="publish.done").wait() == [-9]
+    assert Job(1, *words, *run, "auto").wait() == [0]
+    assert sampled_at("run") == [0, 0, 2, 2, 4, 4]
+    back = ("--checkpoint", tmp_path / "run" / "step-00000002")
+    assert Job(1, *words, "--resume", "true", *back, "--run_name", "branch").wait() == [0]
+    assert sampled_at("branch") == [0, 0, 2, 2, 4, 4]
+    # Also by a process that takes none.
+    assert Job(1, *plain, *run, "true", *back, failpoint="between_steps").wait() == [-9]
+    assert sampled_at("run") == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(

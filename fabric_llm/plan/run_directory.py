@@ -379,7 +379,8 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
     # After a restart the run goes on from its own newest checkpoint, not from the given one again.
     if given is not None and not (_restarted(flags) and _goes_on_from(directory, given)):
         require_checkpoint(given)
-        no_link(given.parent / "metrics.jsonl")  # of which a branch begins with a copy
+        for name in (keep.METRICS, keep.SAMPLES):  # of which a branch begins with a copy
+            no_link(given.parent / name)
         own = files.latest(directory)
         # A branch begins in an empty directory, or its checkpoints would be of two runs.
         if own is not None and given.parent.resolve() != directory.resolve():

@@ -16,7 +16,7 @@ from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
-from fabric_llm.checkpoint.keep import METRICS
+from fabric_llm.checkpoint.keep import METRICS, SAMPLES
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.columns import is_stream
 from fabric_llm.data.order import sample
@@ -365,11 +365,13 @@ def open_log(run: Run) -> Log:
         run.mirror.go_back(plan.start.step)
     # A branch begins with the lines of the run that it leaves, up to its first step.
     branches = plan.resume_from is not None and not plan.has_checkpoint
-    if branches and (before := plan.resume_from.parent / METRICS).is_file():
-        shutil.copyfile(before, folder / METRICS)
+    for name in (METRICS, SAMPLES):
+        if branches and (before := plan.resume_from.parent / name).is_file():
+            shutil.copyfile(before, folder / name)
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
     # Lines of steps that this run makes again are removed here.
     log.metrics = MetricsFile(folder / METRICS, plan.begins_at)
+    MetricsFile(folder / SAMPLES, plan.begins_at)  # also where this process takes none
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)

@@ -18,7 +18,7 @@ from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
-from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.checkpoint.keep import SAMPLES, Progress
 from fabric_llm.data.sources import read_prompts
 from fabric_llm.model.loading import prompt_tokens
 from fabric_llm.model.sharded import reshard
@@ -26,7 +26,6 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
 
-SAMPLES = "samples.jsonl"
 # Tokens of a prompt with its continuation, and of all rows of a forward pass together. They bound
 # the memory of the logits.
 MAX_TOKENS = 1024

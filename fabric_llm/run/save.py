@@ -93,6 +93,9 @@ def save(run: Run, *, stops: bool) -> None:
     step, plan = run.progress.step, run.plan
     # This save answers all requests so far. A later one gets a save of its own.
     run.requests.answer_save()
+    # Before the save, since a run that is killed in between doesn't come here again.
+    if run.samples is not None and (run.is_over or not stops):  # a stop doesn't wait for samples
+        run.samples.take(run.model, run.progress)
     if stops:  # a slow disk takes minutes, in which who asked would see nothing
         run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
     with run.log.untimed:
@@ -127,8 +130,6 @@ def save(run: Run, *, stops: bool) -> None:
             writing.write(pending)
             _publish(run, pending)
         run.watch.mark(step, "in the next step")
-    if run.samples is not None and (run.is_over or not stops):  # a stop doesn't wait for samples
-        run.samples.take(run.model, run.progress)
 
 
 def facts(run: Run) -> dict[str, Any]:
