@@ -137,6 +137,50 @@ def raised_in(*files, message="it fails", cause=None, kind=RuntimeError):
         return error
 
 
+# The loss of the step that begins at position 12 is a spike, and the one at 20 can't be computed.
+BREAK_AFTER_A_REWIND = """
+from fabric_llm.data.batches import Prefetch
+from fabric_llm.model.chunked_loss import Head
+from fabric_llm.training import step
+
+at, share, call, position = Prefetch.at, step.share, Head.__call__, [0]
+
+def reading(self, now):
+    position[0] = now
+    return at(self, now)
+
+def too_large(*args):
+    (loss, *more), answers = share(*args)
+    return [loss * 1e4 if position[0] == 12 else loss, *more], answers
+
+def fails(self, *args, **more):
+    if position[0] == 20:
+        raise RuntimeError("it comes after a rewind")
+    return call(self, *args, **more)
+
+Prefetch.at, step.share, Head.__call__ = reading, too_large, fails
+"""
+
+
+@LONGER
+def test_after_a_step_that_a_rewind_has_undone_the_run_ends(data, tmp_path):
+    """It goes back behind the step at which its process began."""
+    (tmp_path / "broken.py").write_text(BREAK_AFTER_A_REWIND)
+    command = ["train.py", *shared(data, tmp_path), "--devices", 1, "--strategy", "auto"]
+    command += ["--save_step_interval", 2, "--eval_iters", 0, "--loss", "chunked"]
+    command += ["--spike_threshold", 1000, "--spike_window", 2, "--spike_action", "rewind"]
+    more = ["--code", tmp_path / "broken.py", "--max_step", 8, "--resume", "true"]
+    more += ["--resume_override", "max_step,code"]
+    for words, expected in (([], 0), (more, 1)):
+        done = subprocess.run(
+            [sys.executable, *map(str, [*command, *words])],
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == expected, done.stderr
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    assert "starts again" not in done.stderr and "it comes after a rewind" in done.stderr
+
+
 def test_errors_that_go_round_in_a_circle_are_followed_once():
     error = RuntimeError("round")
     error.__cause__ = error

@@ -82,8 +82,10 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         fault = as_fault(error)
         if fault.code == faults.OUT_OF_MEMORY and this.plan is not None:
             fault = _out_of_memory(this, fault)
-        # Until the watch has a finished step of this process, starting again loses nothing.
-        is_first_step = this.plan is not None and this.watch.step <= this.plan.start.step
+        # Until this process has finished a step, starting again loses nothing. The log counts
+        # them, since a rewind takes the step's number back.
+        has_done_none = this.log is None or this.log.speed.steps == 0
+        is_first_step = this.plan is not None and has_done_none
         falls_back = this.is_program and flags.model.fast_paths == "fall_back"
         if is_first_step and falls_back and not signals.is_to_stop():
             fault = without_fast_path(error, fault, this.plan, this.rank)
