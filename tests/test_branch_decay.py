@@ -82,6 +82,18 @@ def test_a_restart_of_the_same_command_goes_on(toys, trunk):
 
 
 @pytest.mark.longer
+def test_a_branch_of_another_run_s_checkpoint_of_the_same_step_is_refused(toys, trunk):
+    """Else it would be taken for a restart, and go on with the branch that is there."""
+    more = ("--run_name", "of-wsd", "--save_step_interval", 2, "--resume", "auto")
+    train_ranks(1, *branch(trunk, "wsd", 8, *more))
+    job = Job(1, *branch(trunk, "cosine", 8, *more))
+    assert job.wait() == [2], job.output
+    assert "would begin a branch in" in job.output[0] and "of-wsd" in job.output[0]
+    job = Job(1, *branch(trunk, "wsd", 8, *more))
+    assert job.wait() == [0] and "nothing is left to do" in job.output[0]
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("decays", [True, False])
 def test_a_branch_that_is_stopped_before_its_first_step_is_named_as_it_is(toys, tmp_path, decays):
     """Its checkpoint owes an evaluation, in which the branch is asked to stop as well."""

@@ -440,6 +440,11 @@ def _goes_on_from(directory: Path, given: Path) -> bool:
     for path in reversed(files.checkpoints(directory)):
         # If a checkpoint is damaged, the one before it says the same.
         with suppress(Fault):
-            went_back = read_progress(path).get("rolled_back_to") == given.name
-            return went_back and path.resolve() != given.resolve()
+            document = read_progress(path)
+            went_back = document.get("rolled_back_to") == given.name
+            # A branch of another run may have begun at a step of the same number. Folders may have
+            # moved since, so the names count; older checkpoints have none.
+            begun, own = document.get("branch_of", str(given.resolve())), given.resolve().parent
+            is_of_it = is_own or Path(str(begun)).parent.name == own.name
+            return went_back and is_of_it and path.resolve() != given.resolve()
     return False
