@@ -840,6 +840,12 @@ def branch_from_a_run_whose_metrics_are_a_link(scene):
     return scene.resume("--checkpoint", step(scene.run), name="branch")
 
 
+@attack(77, "samples.jsonl", "link")
+def branch_from_a_run_whose_samples_are_a_link(scene):
+    (scene.run / "samples.jsonl").symlink_to(scene.outside / "secret.txt")
+    return scene.resume("--checkpoint", step(scene.run), name="branch")
+
+
 @attack(0)
 def leftover_of_an_export_that_is_a_link(scene):
     (scene.work / ".tmp-exported").symlink_to(scene.outside)
