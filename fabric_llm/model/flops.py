@@ -19,8 +19,11 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from fabric_llm.model.sharded import repeated_layers
+
 OF_TRAINING = 3  # forward once, backward twice
 WITHOUT_GRADIENT = 2 / 3  # of these: a frozen matrix passes gradients on and has none itself
+FORWARD = 1 / 3  # of these: no gradient comes to the layers before the first weight that trains
 # Names that configurations have for the number of experts, and for how many a token goes through.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
@@ -113,10 +116,13 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
 
     Each token is multiplied with all matrices but the embeddings, and of the experts with those
     that are chosen. The output layer counts, also where it is tied to the embedding. A frozen
-    matrix counts for two thirds.
+    matrix counts for two thirds, and for one third in a layer that no gradient comes to.
     """
     config = causal_lm.config.get_text_config()
     experts, chosen = experts_of(config)
+    layers = list(repeated_layers(causal_lm))
+    first = first_with_gradient(causal_lm, layers)
+    without = tuple(f"{name}." for name in layers[:first])
     multiplied = 0.0
     # Asked of each module by itself, so that a tied output layer counts although its embedding
     # doesn't.
@@ -136,12 +142,35 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
                     and len(parameter) == experts
                 )
                 passes = 1.0 if parameter.requires_grad else WITHOUT_GRADIENT
+                if f"{path}.".startswith(without):
+                    passes = FORWARD
                 multiplied += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
     # A pair takes one product for its score and one for the value that is passed on.
     of_pair: dict[Optional[int], float] = {}
-    for window in windows(config):
-        of_pair[window] = of_pair.get(window, 0.0) + OF_TRAINING * 2 * sum(head_dims(config))
+    seen = windows(config)
+    # Which layer has which window is known where all layers have attention.
+    if len(seen) != len(layers):
+        first = 0
+    for number, window in enumerate(seen):
+        passes = FORWARD if number < first else 1.0
+        of_pair.setdefault(window, 0.0)
+        of_pair[window] += OF_TRAINING * 2 * sum(head_dims(config)) * passes
     return Flops(OF_TRAINING * 2 * multiplied, of_pair)
+
+
+def first_with_gradient(causal_lm: PreTrainedModel, layers: Sequence[str]) -> int:
+    """The number of the first of the `layers` that a backward pass goes through, or of all layers
+    if only what is behind them trains."""
+    behind = 0  # the number of layers that came so far
+    # In the order of the model: what comes before the layers stands before them, and a weight that
+    # is tied is met where it is used first.
+    for name, parameter in causal_lm.named_parameters():
+        here = [number for number, layer in enumerate(layers) if name.startswith(f"{layer}.")]
+        if parameter.requires_grad:
+            return here[0] if here else behind
+        if here:
+            behind = here[0] + 1
+    return 0
 
 
 def experts_of(config: Any) -> tuple[int, int]:
