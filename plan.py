@@ -139,7 +139,6 @@ def numbers(prediction: Any) -> dict[str, Any]:
         **asdict(prediction),
         "used": prediction.used,
         "fits": prediction.fits,
-        "hours": prediction.hours,
     }
     document["memory"] |= {"peak": prediction.memory.peak}
     document["seconds"] |= {"step": prediction.seconds.step}
@@ -179,16 +178,15 @@ def show(prediction: Any, own: PlanArguments) -> None:
         source = f"as {own.like}"
     elif own.mfu:
         source = "given"
-    work = f"steps of {prediction.tokens_a_step:,} tokens"
+    work = f"steps of {prediction.up_to}{prediction.tokens_a_step:,} tokens"
     if prediction.steps is not None:
-        tokens = prediction.tokens_a_step * prediction.steps
-        work = f"{prediction.steps:,} {work}, {tokens:,} tokens"
+        work = f"{prediction.steps:,} {work}, {prediction.tokens:,} tokens"
     print(f"Work: {work}; {prediction.flops_a_step:.3g} operations a step")
     if prediction.assumed:
         print(f"      assumed: {prediction.assumed}")
     print(
-        f"Time: {seconds.step:,.3g} s a step, at {100 * prediction.mfu:.0f} % of the peak "
-        f"({source})"
+        f"Time: {prediction.up_to}{seconds.step:,.3g} s a step, at "
+        f"{100 * prediction.mfu:.0f} % of the peak ({source})"
     )
     if prediction.link_bytes or prediction.network_bytes:
         hidden = "not hidden"

@@ -586,7 +586,8 @@ def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
 def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
     data = rows_of(tmp_path / "data", 199)
     words = ("--model_name", toys / "llama", "--train_data_dir", data, "--global_batch_size", 100)
-    assert said(*words, "--number_epochs", 3)["steps"] == 6, "597 rows, the last step with 97"
+    found = said(*words, "--number_epochs", 3)
+    assert found["steps"] == 6 and found["tokens"] == 597 * 128, "the last step with 97 rows"
     # 49 divides the 1,421 rows, and 203 / 49 * 7 as a float is above 29.
     seven = ("--number_epochs", 7, "--global_batch_size", 49)
     other = rows_of(tmp_path / "other", 203)
@@ -594,6 +595,35 @@ def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
     saves = ("--max_step", 10_000, "--save_step_interval", 100, "--keep_last", 2)
     assert said(*words, *saves)["kept_checkpoints"] == 3
     assert said(*words, *saves, "--keep_every", 500)["kept_checkpoints"] == 23
+    # Steps 9,900 and 10,000 were due, 10,050 is the newest, and an older one may be the best.
+    assert said(*words, *saves, "--max_step", 10_050)["kept_checkpoints"] == 4
+
+
+@pytest.mark.longer
+def test_a_stage_of_longer_rows_is_planned_with_its_own_steps(toys, tmp_path):
+    """The plan took all steps for those of the longest rows, and said up to as many times the
+    tokens, the hours and the money as rows are longer."""
+    short, long = rows_of(tmp_path / "short", 400), rows_of(tmp_path / "long", 400, 256)
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        f"sources: {{short: {{path: {short}, weight: 1}}, long: {{path: {long}}}}}\n"
+        "stages: [{from: 0.8, weights: {long: 1}}]\n"
+    )
+    words = ("--model_name", toys / "llama", "--global_batch_size", 10, "--price_per_hour", 2)
+    mixed = (*words, "--data_mix", mix)
+    tokens = 32 * 10 * 128 + 8 * 10 * 256
+    found = said(*mixed, "--max_step", 40)
+    assert found["tokens"] == tokens
+    assert said(*mixed, "--tokens", tokens)["steps"] == 40
+    # By the two lengths apart, each with the steps that it has.
+    of_each = [
+        said(*words, "--train_data_dir", folder, "--max_step", steps)
+        for folder, steps in ((short, 32), (long, 8))
+    ]
+    for number in ("hours", "price"):
+        assert found[number] == pytest.approx(sum(one[number] for one in of_each), rel=1e-3)
+    # What is read once of each is the length of an epoch: 400 rows of the short ones are 40 steps.
+    assert said(*mixed, "--number_epochs", 1)["tokens"] == 40 * 10 * 128 + 10 * 10 * 256
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ Nothing is loaded or started."""
 
 import json
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from math import ceil, lcm
@@ -18,6 +19,7 @@ from fabric_llm.base.files import json_lines
 from fabric_llm.base.names import nearest_of
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import ENDLESS
+from fabric_llm.data.periods import Stage
 from fabric_llm.data.sources import open_source, source_of
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
@@ -67,8 +69,10 @@ class Prediction:
     host_bytes: dict[str, int]  # of a node
     checkpoint_bytes: int
     kept_checkpoints: Optional[int]  # None: all, of a run of unknown length
-    tokens_a_step: int
+    tokens_a_step: int  # of the longest rows, of which memory and `seconds` are as well
     steps: Optional[int]  # None where neither flags nor a dataset say how many
+    tokens: Optional[int]  # of the run, likewise
+    hours: Optional[float]
     flops_a_step: float
     mfu: float
     seconds: accelerators.Seconds
@@ -99,8 +103,10 @@ class Prediction:
         return "fits" if self.used <= CLOSE else f"may not fit: above {100 * CLOSE:.0f} %"
 
     @property
-    def hours(self) -> Optional[float]:
-        return None if self.steps is None else self.steps * self.seconds.step / 3600
+    def up_to(self) -> str:
+        """ "up to " before what a step takes, where stages have rows of other lengths."""
+        whole_steps = self.tokens_a_step * ((self.steps or 1) - 1)
+        return "up to " if (self.tokens or whole_steps) < whole_steps else ""
 
 
 def predict(
@@ -119,9 +125,8 @@ def predict(
     # Called for its error, as a run would raise it.
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     model, skeleton = _model(flags, placement.kind)
-    text_config = model.config.get_text_config()
-    context, assumed = _context(flags, text_config)
-    tokens, steps = batch * context, _steps(own, flags, context, batch)
+    context, assumed = _context(flags, model.config.get_text_config())
+    steps, read = _rows_read(own, flags, context, batch)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
 
     # Memory of a device, and of the host.
@@ -136,30 +141,31 @@ def predict(
     host = _host(flags, placement, skeleton, memory, average)
     if model.activation_checkpointing == "offload" and is_cuda:
         tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
-        element_bytes = 4 if model.precision == "32-true" else 2
-        layers = len(sharded.repeated_layers(skeleton))
-        host["inputs of layers"] = tokens_held * text_config.hidden_size * element_bytes * layers
+        host["inputs of layers"] = tokens_held * _inputs_of_layers(model, skeleton)
 
     # Time: what is computed, sent, and asked of the device.
-    operations, mfu = batch * flops.of_model(skeleton).of_row(context), _mfu(own, device)
+    counted, mfu = flops.of_model(skeleton), _mfu(own, device)
     link_bytes, network_bytes, latency = _sent(flags, placement, model, skeleton, micro_batches)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     # Links inside of a node and the network work at the same time, so the slower one counts.
     # Networks are in Gbit/s.
     messages = max(link_bytes / (device.link_gb * 1e9), network_bytes / (own.network * 1e9 / 8))
+    operations = batch * counted.of_row(context)
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
         messages=messages + latency,
         hidden=flags.fsdp.backward_prefetch != "none",
-        exchange=_exchange(own, device, placement, model, tokens),
+        exchange=_exchange(own, device, placement, model, batch * context),
         launch=_launch(own, memory, micro_batches, parameters, is_cuda),
     )
 
     # What isn't known stays None.
     device_gib = device.memory_gib if own.device_memory is None else own.device_memory
-    price = None
-    if own.price_per_hour is not None and steps is not None:
-        price = own.price_per_hour * (world * steps * seconds.step / 3600)
+    hours = price = None
+    if steps is not None:
+        hours = _hours(seconds, counted, context, batch, read)
+        if own.price_per_hour is not None:
+            price = own.price_per_hour * world * hours
     return Prediction(
         model=type(skeleton).__name__,
         parameters=sum(p.numel() for p in parameters),
@@ -171,8 +177,10 @@ def predict(
         host_bytes=host,
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
         kept_checkpoints=_kept_checkpoints(flags, steps),
-        tokens_a_step=tokens,
+        tokens_a_step=batch * context,
         steps=steps,
+        tokens=None if steps is None else sum(rows * length for length, rows in read.items()),
+        hours=hours,
         flops_a_step=operations,
         mfu=mfu,
         seconds=seconds,
@@ -181,6 +189,32 @@ def predict(
         price=price,
         assumed=assumed,
     )
+
+
+def _hours(
+    seconds: accelerators.Seconds,
+    counted: flops.Flops,
+    context: int,
+    batch: int,
+    read: dict[int, int],
+) -> float:
+    """Of a run that reads so many rows of each length. seconds: of a step with rows of `context`
+    tokens."""
+    total = 0.0
+    for length, rows in read.items():
+        # Stages with shorter rows have shorter steps, and the last step may have fewer rows.
+        less = counted.of_row(length) / counted.of_row(context)
+        exchange = seconds.exchange * length / context
+        of_step = replace(seconds, compute=seconds.compute * less, exchange=exchange)
+        total += rows / batch * of_step.step
+    return total / 3600
+
+
+def _inputs_of_layers(model: ModelPlan, skeleton: Any) -> int:
+    """Bytes of a token at the beginning of each layer."""
+    element_bytes = 4 if model.precision == "32-true" else 2
+    width = model.config.get_text_config().hidden_size
+    return width * element_bytes * len(sharded.repeated_layers(skeleton))
 
 
 def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: str) -> None:
@@ -277,6 +311,8 @@ def _kept_checkpoints(flags: Flags, steps: Optional[int]) -> Optional[int]:
     saves = 1 + (steps - 1) // interval
     if kept is None:
         return saves
+    # --keep_last counts those that were due, and the newest of all stays as well.
+    kept += steps % interval > 0
     if save.keep_every:
         # Only a step at which the run saves can be kept for good.
         kept += steps // lcm(interval, save.keep_every)
@@ -377,24 +413,53 @@ def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
     return ROW, f"rows of {ROW:,} tokens, as prepare_data.py makes them (--context_length)"
 
 
-def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
-    """Of the run, where flags or datasets say how many. batch: sequences of a step."""
+def _rows_read(
+    own: Flags, flags: Flags, context: int, batch: int
+) -> tuple[Optional[int], dict[int, int]]:
+    """(steps of the run, {tokens of a row: how many of such rows it reads}), (None, {}) where
+    neither flags nor datasets say how many. batch: sequences of a step."""
     training, datasets = flags.training, _datasets(flags)
+    steps, mix = training.max_step, mixture_text.DataMix((), (Stage(0, (1,)),))
+    known = [one for one in datasets if one is not None]
+    # One dataset of unknown size leaves the whole unknown.
+    is_known = bool(datasets) and len(known) == len(datasets)
+    rows, contexts = tuple(one[0] for one in known), tuple(one[1] for one in known)
+    if is_known and flags.data.data_mix:
+        mix = mixture_text.parse(flags.data.data_mix)
+    # A length that was given is that of all rows.
+    if not is_known or flags.data.context_length:
+        contexts = (context,) * len(mix.stages[0].weights)
+    lengths = [_length(stage, contexts) for stage in mix.stages]
     if own.tokens is not None:
         if "max_step" in flags.on_command_line:
             raise ValueError("--tokens and --max_step are both given: each is the run's length.")
-        return ceil(own.tokens / (batch * context))
-    # One dataset of unknown size leaves the whole unknown.
-    if training.max_step is not None or not datasets or None in datasets:
-        return training.max_step
-    rows = tuple(one[0] for one in datasets if one is not None)
-    if flags.data.data_mix:
-        mix = mixture_text.parse(flags.data.data_mix)
-        return lay_out(mix, rows, batch, None, training.number_epochs)[2]
-    if rows[0] == ENDLESS:
-        return None
-    # Rounded up in integers: the quotient as a float may be above the whole number that it is.
-    return -(-rows[0] * training.number_epochs // batch)
+        # Of a step in the middle: each stage has a part of all steps.
+        begins = [*(stage.begins for stage in mix.stages), 1]
+        parts = [length * (end - start) for length, start, end in zip(lengths, begins, begins[1:])]
+        steps = ceil(own.tokens / (batch * sum(parts)))
+    if steps is None and (not is_known or rows[0] == ENDLESS):
+        return None, {}
+    stages, end = mix.stages, None
+    if is_known and flags.data.data_mix:
+        # What is read too often is refused where a run would be.
+        stages, end, last = lay_out(mix, rows, batch, steps, training.number_epochs, shortens=True)
+        if steps is None:
+            steps = last
+    elif steps is None:
+        end = rows[0] * training.number_epochs
+        # Rounded up in integers: the quotient as a float may be above the whole number that it is.
+        steps = -(-end // batch)
+    if end is None or training.max_step is not None or own.tokens is not None:
+        end = steps * batch
+    read: dict[int, int] = defaultdict(int)
+    for stage, after in zip(stages, [*(one.begins for one in stages[1:]), end]):
+        read[_length(stage, contexts)] += after - stage.begins
+    return steps, dict(read)
+
+
+def _length(stage: Stage, contexts: Sequence[int]) -> int:
+    """Tokens of the rows that a stage reads, which all have one length."""
+    return next(length for length, weight in zip(contexts, stage.weights) if weight)
 
 
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
