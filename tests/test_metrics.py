@@ -190,6 +190,21 @@ def read_tensorboard(folder):
     }
 
 
+def test_tensorboard_hides_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
+    """The next start empties metrics.jsonl. The curves of the killed run stayed in TensorBoard,
+    before those of another one in the same directory."""
+    for losses in ([3.0, 2.0, 1.0], [9.0, 8.0]):
+        log, close = TRACKERS["tensorboard"](tmp_path, {}, None, None)[:2]
+        for step, loss in enumerate(losses):
+            log(step, {"loss": loss})
+        close()
+        time.sleep(1.1)  # the names of event files, by which they are ordered, have seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(0, 9.0), (1, 8.0)]
+
+
 def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
     """As in Lightning's CSVLogger; also where a resumed run takes over the lines so far."""
     verdict = {"step": 2, "verdict": "skip", "reason": "a spike"}

@@ -278,10 +278,11 @@ def _csv(folder: Path, *more: Any) -> Tracker:
 def _tensorboard(folder: Path, *more: Any) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What an earlier process has written beyond the log of a resumed run is hidden.
-    first: Optional[int] = None
+    # What an earlier process has written beyond the log is hidden: all of it, where a run that was
+    # killed before its first checkpoint begins anew.
+    first = 0
     for _, record in json_lines(folder / METRICS):
-        first = max(first or 0, record["step"] + 1)
+        first = max(first, record["step"] + 1)
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
     def log(step: int, record: Record) -> None:
