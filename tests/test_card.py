@@ -22,7 +22,7 @@ import prepare_data
 from export_hf import parse_export
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.weights.card import rename
+from fabric_llm.weights.card import rename, sources
 from parse_arguments import parse_train
 from prepare_arguments import parse_prepare
 
@@ -262,6 +262,15 @@ def test_a_checkpoint_without_its_run_and_a_base_without_a_card(made, work, tmp_
     assert "put a README.md with `license:` beside the config.json" in section(card, "Licence")
     [(name, folder, tokens, epochs)] = rows(card, "Data")
     assert (name, folder, tokens) == ("all", f"`{work / 'new'}`", "576")
+
+
+def test_tokens_and_epochs_of_one_dataset_are_of_the_same_rows():
+    """Rewinds take tokens back and read on. The card had the epochs of all rows beside the tokens
+    of those that weren't undone."""
+    reached = {"step": 4, "position": 48, "tokens": 32 * 64}  # 16 rows were undone
+    progress = {"progress": reached, "fixed": {"train_rows": 96, "context_length": 64}}
+    [read] = sources(progress, {"data": {"folder": "d"}})
+    assert (read["tokens"], read["epochs"]) == (48 * 64, 0.5)
 
 
 def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, work, tmp_path):

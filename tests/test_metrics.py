@@ -537,6 +537,11 @@ def test_speed_leaves_out_what_is_no_training():
     speed.tokens = 1500
     assert 500 / 0.25 < speed.lap()["tokens_per_second"] < 500 / 0.1, "since the last lap only"
     assert speed.seconds_left(4) == pytest.approx(2 * speed.seconds, rel=0.1)
+    # A run that spends most of its time in evaluations said that a third of the time was left.
+    with speed.other:
+        time.sleep(0.4)
+    left = 2 * (speed.seconds + 0.4)
+    assert speed.seconds_left(4) == pytest.approx(left, rel=0.1), "but not what came before step 1"
 
 
 def log_from(start, folder):

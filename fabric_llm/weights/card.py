@@ -220,8 +220,10 @@ def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[di
     if "mixture" in progress:
         read = mixture_of(progress).read_before(reached["position"])
     else:
-        epochs = reached["position"] / progress["fixed"]["train_rows"]
-        datasets, read = {"": datasets}, {"": {"tokens": reached["tokens"], "epochs": epochs}}
+        # All that was read, with what rewinds have undone, as of the sources of a mixture.
+        position, fixed = reached["position"], progress["fixed"]
+        tokens, epochs = position * fixed["context_length"], position / fixed["train_rows"]
+        datasets, read = {"": datasets}, {"": {"tokens": tokens, "epochs": epochs}}
     return [{"name": name, **datasets.get(name, {}), **one} for name, one in read.items()]
 
 
