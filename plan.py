@@ -59,7 +59,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         # A table of many plans takes the place of a single one.
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)
-            show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
+            titles, assumed = sweep.titles(rows), sweep.assumptions(own, rows)
+            show_sweep(own, rows, titles, sweep.hidden(rows), assumed)
             return 0
         # What the flags alone give; --auto may replace it.
         prediction, chosen = changes.predict(own, flags), None

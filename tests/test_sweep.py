@@ -137,6 +137,22 @@ def test_a_run_of_unknown_length_has_no_hours(toys):
 
 
 @pytest.mark.longer
+def test_the_table_has_hours_and_money_where_they_are_known(toys):
+    """docs/planning.md says so of --tokens. They were in the JSON alone, and --price_per_hour
+    changed nothing in the table."""
+    words = ("--model_name", toys / "llama", *SHORT[:2], "--sweep", "devices=1..2")
+    known = (*words, "--tokens", 1e9, "--price_per_hour", 2)
+    rows = [row["prediction"] for row in said(*known)["rows"]]
+    [table] = run_ranks(1, captured, [str(word) for word in known])
+    head, *lines = table.splitlines()[:3]
+    assert head.split()[-2:] == ["hours", "price"]
+    of_rows = [[f"{row[name]:,.2f}" for name in ("hours", "price")] for row in rows]
+    assert [line.split()[-2:] for line in lines] == of_rows
+    [table] = run_ranks(1, captured, [str(word) for word in words])
+    assert table.splitlines()[0].endswith("none hidden")
+
+
+@pytest.mark.longer
 def test_what_does_not_fit_is_said(toys):
     words = [
         "--model_name", str(toys / "llama"), *SHORT, "--sweep", "devices=8..8",

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     none_hidden: float  # the same, if messages were sent while nothing is computed
 
     def cells(self) -> list[str]:
-        """As `TITLES` has them."""
+        """As `titles` has them."""
         one = self.prediction
         used = "not known"
         if one.device_bytes:
@@ -48,7 +48,15 @@ class Row(NamedTuple):
             f"{one.seconds.messages:.3g}",
             f"{100 * self.efficiency:.0f} %",
             f"{100 * self.none_hidden:.0f} %",
+            *(f"{number:,.2f}" for number in (one.hours, one.price) if number is not None),
         ]
+
+
+def titles(rows: list[Row]) -> list[str]:
+    """Of the columns: hours and money only where the length of the run, and a price, are known."""
+    one = rows[0].prediction
+    known = {"hours": one.hours, "price": one.price}
+    return [*TITLES, *(name for name, number in known.items() if number is not None)]
 
 
 def sweep(own: Flags, flags: Flags) -> list[Row]:
