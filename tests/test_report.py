@@ -273,6 +273,19 @@ def test_a_probe_of_retrieval_is_drawn_by_the_length_of_the_text(tmp_path):
     assert [one["set"] for one in shown.lines("copy")] == ["retrieval"], "its loss"
 
 
+def test_the_last_evaluation_says_whether_a_budget_is_exceeded(tmp_path):
+    """The report took the last line that had a budget, which a resumed run may have left out, and
+    took a loss that is NaN for one inside of it."""
+    lines = [EVALUATIONS[0], *(training(step) for step in range(1, 21)), EVALUATIONS[1]]
+    later = {"step": 21, "eval_loss": 2.4, "eval": {"general": {"loss": 2.1}}}
+    without = report(made(tmp_path / "without", [*lines, training(21), later]))
+    assert ("span", {"class": "good"}) in without.tags and "nats above" not in without.text
+    numbers = {"loss": None, "forgotten": None, "budget": 0.05}
+    later["eval"] = {"general": numbers}
+    nan = report(made(tmp_path / "nan", [*lines, training(21), later]))
+    assert "general is nan nats above" in nan.text
+
+
 def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_path):
     read = {"new": {"tokens": 1536, "epochs": 0.5}, "old": {"tokens": 512, "epochs": 0.01}}
     base = {"new": {"loss": 6.0, "forgotten": 0.0}, "old": {"loss": 4.0, "forgotten": 0.0}}

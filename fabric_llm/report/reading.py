@@ -117,13 +117,13 @@ def read_run(folder: Path) -> Run:
     run.checkpoints = [files.step_of(path) for path in files.checkpoints(folder)]
     fill(run, _lines(run))
     _fill_undone(run)
-    # The last evaluation decides, as in the run itself.
-    forgotten = run.numbers["eval_forgotten"]
+    # The last evaluation decides, as in the run itself: a resumed run may have left a budget out.
+    forgotten, last = run.numbers["eval_forgotten"], _last_evaluation(run)
     for name, budget in run.numbers["eval_budget"].items():
-        if name not in forgotten:
+        if name not in forgotten or {budget.steps[-1], forgotten[name].steps[-1]} != {last}:
             continue
         rise, most = forgotten[name].values[-1], budget.values[-1]
-        if rise > most:
+        if not rise <= most:  # a loss that is NaN is above any budget
             run.wrong.append(
                 f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is "
                 f"{most:g}."
@@ -135,6 +135,15 @@ def read_run(folder: Path) -> Run:
             samples[record["step"], record["prompt"]] = record
     run.samples = sorted(samples.values(), key=lambda record: record["step"])
     return run
+
+
+def _last_evaluation(run: Run) -> int:
+    """The step of the last evaluation, 0 without one."""
+    steps = [0]
+    for name, of_sets in run.numbers.items():
+        if name.startswith("eval_"):
+            steps += [int(series.steps[-1]) for series in of_sets.values()]
+    return max(steps)
 
 
 # ------------------------------------------------------------------------------- metrics.jsonl
