@@ -276,7 +276,8 @@ def test_a_probe_of_retrieval_is_drawn_by_the_length_of_the_text(tmp_path):
 def test_the_last_evaluation_says_whether_a_budget_is_exceeded(tmp_path):
     """The report took the last line that had a budget, which a resumed run may have left out, and
     took a loss that is NaN for one inside of it."""
-    lines = [EVALUATIONS[0], *(training(step) for step in range(1, 21)), EVALUATIONS[1]]
+    first, second = json.loads(json.dumps(EVALUATIONS))
+    lines = [first, *(training(step) for step in range(1, 21)), second]
     later = {"step": 21, "eval_loss": 2.4, "eval": {"general": {"loss": 2.1}}}
     without = report(made(tmp_path / "without", [*lines, training(21), later]))
     assert ("span", {"class": "good"}) in without.tags and "nats above" not in without.text
@@ -284,6 +285,10 @@ def test_the_last_evaluation_says_whether_a_budget_is_exceeded(tmp_path):
     later["eval"] = {"general": numbers}
     nan = report(made(tmp_path / "nan", [*lines, training(21), later]))
     assert "general is nan nats above" in nan.text
+    # The same of the rows that it read: a line without them is of all.
+    lines[0]["eval"]["general"] |= {"rows": 3, "of_rows": 9}
+    run = made(tmp_path / "all", [*lines, training(21), later])
+    assert reading.parts_read(reading.read_run(run)) == []
 
 
 def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_path):

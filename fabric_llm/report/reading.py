@@ -270,12 +270,13 @@ def _forgetting(numbers: Mapping[str, dict[str, Series]]) -> dict[str, Series]:
 
 
 def parts_read(run: Run) -> list[str]:
-    """Of each set that an evaluation doesn't read to its end, how many rows of how many it reads,
-    in words."""
+    """Of each set that the last evaluation hasn't read to its end, how many rows of how many it
+    has, in words."""
     rows, of_rows = run.numbers.get("eval_rows", {}), run.numbers.get("eval_of_rows", {})
-    words = []
+    words, last = [], _last_evaluation(run)
     for name in rows:
-        if name in of_rows:
+        # A resumed run may read all rows, which a line doesn't say.
+        if name in of_rows and rows[name].steps[-1] == last:
             read, count = rows[name].values[-1], of_rows[name].values[-1]
             words.append(f"{name} on {read:,.0f} of {count:,.0f} rows")
     return words
