@@ -536,12 +536,8 @@ def test_speed_leaves_out_what_is_no_training():
     time.sleep(0.1)
     speed.tokens = 1500
     assert 500 / 0.25 < speed.lap()["tokens_per_second"] < 500 / 0.1, "since the last lap only"
-    assert speed.seconds_left(4) == pytest.approx(2 * speed.seconds, rel=0.1)
     # A run that spends most of its time in evaluations said that a third of the time was left.
-    with speed.other:
-        time.sleep(0.4)
-    left = 2 * (speed.seconds + 0.4)
-    assert speed.seconds_left(4) == pytest.approx(left, rel=0.1), "but not what came before step 1"
+    assert speed.seconds_left(4) == pytest.approx(2 * (speed.seconds + 0.3), rel=0.1)
 
 
 def log_from(start, folder):
@@ -554,6 +550,21 @@ def log_from(start, folder):
         Flops(1.0, {}),
         BATCHES,
     )
+
+
+def test_speed_begins_with_the_first_step(tmp_path):
+    """What a run does between its log and its first step, such as to open trackers, made the first
+    logged speed twice too low on a toy, and the time that is left too long."""
+    log = log_from(Progress(), tmp_path)
+    with log.untimed:
+        time.sleep(0.1)
+    time.sleep(0.3)
+    for step in (1, 2):
+        log.begin(step)
+        time.sleep(0.1)
+        log.advance(Progress(step=step, tokens=100 * step))
+    assert 200 / 0.3 < log.speed.lap()["tokens_per_second"] < 200 / 0.2
+    assert log.speed.seconds_left(2) == pytest.approx(0.2, rel=0.3)
 
 
 def test_speed_of_a_resumed_run_counts_its_own_tokens(tmp_path):

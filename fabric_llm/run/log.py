@@ -48,6 +48,7 @@ class Log:
 
     def begin(self, step: int) -> None:
         """`step` begins."""
+        self.speed.begin()
         if self.profile is not None:
             self.profile.begin(step)
 

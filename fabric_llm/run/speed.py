@@ -42,11 +42,16 @@ class Speed:
             self.peak = peak_tflops(torch.cuda.get_device_name(device))
         self.tokens = self.steps = 0  # of this process, also those that a rewind has undone
         self.waits, self.other, self.began = Stopwatch(), Stopwatch(), time.monotonic()
-        self.other_before = 0.0  # seconds of `other` before the first lap
         # Seconds, tokens, steps, seconds that steps waited for data, and for the device.
         self.at_last_lap = np.zeros(5)
         # How many tokens had stood at each place of a row by the last lap.
         self.tokens_at = np.zeros(1, dtype=np.int64)
+
+    def begin(self) -> None:
+        """A step begins. What came before the first one, such as an evaluation and the opening of
+        trackers, is no training, and doesn't come again."""
+        if self.steps == 0:
+            self.began, self.other.seconds = time.monotonic(), 0.0
 
     @property
     def seconds(self) -> float:
@@ -56,8 +61,6 @@ class Speed:
     def lap(self) -> dict[str, float]:
         """Metrics of the steps since the last lap, with `mfu` if the device's peak is known."""
         read, waited = self.batches.seconds_waited, self.waits.seconds
-        if not self.at_last_lap.any():
-            self.other_before = self.other.seconds
         # Totals so far: a lap is what came to them since the last one.
         now = np.array([self.seconds, self.tokens, self.steps, read, waited])
         seconds, tokens, steps, read, waited = (now - self.at_last_lap).tolist()
@@ -86,9 +89,7 @@ class Speed:
     def seconds_left(self, steps_left: int) -> float:
         """Seconds that `steps_left` steps will take at the average speed so far, with evaluations
         and saves as often as so far."""
-        # The evaluation before step 1 and the samples there don't come again.
-        others = self.other.seconds - self.other_before
-        return (self.seconds + others) / max(self.steps, 1) * steps_left
+        return (self.seconds + self.other.seconds) / max(self.steps, 1) * steps_left
 
 
 def peak_memory_gib(device: torch.device) -> float:
