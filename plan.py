@@ -51,10 +51,10 @@ def main(argv: Optional[list[str]] = None) -> int:
             # With a dataset, the page draws the steps of the run that train.py would make.
             if (plan := page.plan_of(own, flags)) is not None:
                 # The steps and the row length follow from the dataset, if there is one.
-                now = {
-                    "max_step": plan.schedule.max_step,
-                    "context_length": max(plan.data.contexts),
-                }
+                now = {"max_step": plan.schedule.max_step}
+                # Rows of several lengths are refused beside a length of all.
+                if len(plan.data.contexts) == 1:
+                    [now["context_length"]] = plan.data.contexts
                 flags = changes.changed(flags, now)
         # A table of many plans takes the place of a single one.
         if own.sweep is not None:

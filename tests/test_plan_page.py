@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import CONTEXT
 from ranks import metrics, run_ranks, toy_run, train_ranks
+from test_law_12_mixture import save
 from test_report import Page, browser, opened
 
 import plan
@@ -101,6 +103,23 @@ def test_one_dataset_by_epochs(toys, tmp_path):
     drawn = preview(tmp_path, *flags)
     assert drawn.names() == ["lr", "memory"] and drawn.lines("lr")[0]["x"][-1] == 11
     assert "Checkpoints 1 and 0 evaluations" in drawn.text
+
+
+@pytest.mark.longer
+def test_stages_of_two_row_lengths(toys, tmp_path):
+    """They were refused, as if --context_length had been given."""
+    save(tmp_path / "long", 40, context=2 * CONTEXT)
+    sources = {
+        "short": {"path": str(toys / "data"), "weight": 1},
+        "long": {"path": str(tmp_path / "long")},
+    }
+    stages = [{"from": 0.5, "weights": {"long": 1}}]
+    (tmp_path / "mix.yaml").write_text(json.dumps({"sources": sources, "stages": stages}))
+    drawn = preview(
+        tmp_path, "--model_name", toys / "llama", "--data_mix", tmp_path / "mix.yaml",
+        "--global_batch_size", 4, "--max_step", 8, "--eval_iters", 0,
+    )  # fmt: skip
+    assert f"4 sequences of {CONTEXT} or {2 * CONTEXT} a step" in drawn.text
 
 
 @pytest.mark.longer
