@@ -50,12 +50,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
             # With a dataset, the page draws the steps of the run that train.py would make.
             if (plan := page.plan_of(own, flags)) is not None:
-                # The steps and the row length follow from the dataset, if there is one.
-                now = {"max_step": plan.schedule.max_step}
-                # Rows of several lengths are refused beside a length of all.
-                if len(plan.data.contexts) == 1:
-                    [now["context_length"]] = plan.data.contexts
-                flags = changes.changed(flags, now)
+                flags = changes.changed(flags, given_by_data(plan))
         # A table of many plans takes the place of a single one.
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)
@@ -105,6 +100,15 @@ def main(argv: Optional[list[str]] = None) -> int:
             return 0
         print("", *following(own, words, flags, name, prediction.steps), sep="\n")
     return 0
+
+
+def given_by_data(plan: Any) -> dict[str, int]:
+    """The flags that follow from the dataset of a Plan: its steps, and the length of its rows."""
+    now = {"max_step": plan.schedule.max_step}
+    # Rows of several lengths are refused beside a length of all.
+    if len(plan.data.contexts) == 1:
+        [now["context_length"]] = plan.data.contexts
+    return now
 
 
 def sizes_of_preset(words: list[str]) -> Optional[Path]:
