@@ -1,6 +1,6 @@
 """Draw flags that say how is trained, interrupt the runs, compare each with a plain trainer.
 
-    python benchmarks/any_flags.py --minutes 120 --seed 1 --output any_flags.json
+    python benchmarks/any_flags.py --minutes 120 --seed 1 --folder /tmp/any_flags
 
 Law 16 at length: rows, toys and comparisons are those of tests/law_16.py. Each row is
 `python train.py` on a toy model, one at a time, on at most two ranks, until the time is over. What
@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -34,9 +33,9 @@ def main() -> int:
     add = parser.add_argument
     add("--minutes", type=float, default=120, help="no row begins after these")
     add("--seed", type=int, default=1, help="of rows, interruptions and toys' flags")
-    add("--folder", type=Path, help="for toys and runs (default: a temporary one)")
+    add("--folder", type=Path, required=True, help="for toys and runs")
     options = page.parse(parser)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="any_flags-"))
+    folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     law_16.write_toys(folder)
     array = law_16.Array(random.Random(options.seed))
@@ -45,45 +44,34 @@ def main() -> int:
     began = time.monotonic()
     ends = began + 60 * options.minutes
     for place, outcome in law_16.rows_until(ends, array, folder, options.seed):
-        add_up(outcome, counts)
+        counts["runs"] += 1
+        counts["starts"] += len(outcome.pieces)
+        counts["interruptions"] += outcome.interruptions
+        counts["refused, and mended"] += len(outcome.refused)
+        counts["twins compared bit for bit"] += outcome.has_twin
+        counts["runs that differ"] += bool(outcome.differences)
         for sentence in outcome.refused:
             page.progress(f"refused: {sentence}")
         state = ", ".join(f"{number} {name}" for name, number in counts.items())
         page.progress(f"row {place}: {state}; {len(array.covered):,} of {len(array.all):,} pairs")
         if outcome.differences:
             shown = "\n  ".join(outcome.differences[:MAX_SHOWN])
-            page.progress(f"DIFFERENT, in {len(outcome.differences)} ways:\n  {shown}")
-            page.progress(f"  repeat:\n{outcome.commands}")
+            page.progress(f"DIFFERENT:\n  {shown}\n  repeat:\n{outcome.commands}")
             differing.append({"differences": outcome.differences, "commands": outcome.commands})
         else:
             for run in (folder / "runs").glob(f"seed-{options.seed}-row-{place}*"):
                 shutil.rmtree(run) if run.is_dir() else run.unlink()
-    body = table(array, counts, (time.monotonic() - began) / 60)
-    numbers = {"counts": counts, "differing": differing}
-    page.write("Any flags: how never changes what", [], options, body, numbers)
-    if options.folder is None and not differing:
-        shutil.rmtree(folder)
-    return int(bool(differing))
-
-
-def add_up(outcome: law_16.Outcome, counts: Counter[str]) -> None:
-    counts["runs"] += 1
-    counts["starts"] += len(outcome.pieces)
-    counts["interruptions"] += outcome.interruptions
-    counts["refused, and mended"] += len(outcome.refused)
-    counts["twins compared bit for bit"] += outcome.has_twin
-    counts["runs that differ"] += bool(outcome.differences)
-
-
-def table(array: law_16.Array, counts: Counter[str], minutes: float) -> str:
     covered = array.covered & set(array.all)
     lines = [
-        ["minutes", f"{minutes:.0f}"],
+        ["minutes", f"{(time.monotonic() - began) / 60:.0f}"],
         *([name, f"{number:,}"] for name, number in counts.items()),
         ["flags that say how, drawn", len(array.factors) - 2],
         ["pairs of values covered", f"{len(covered):,} of {len(array.all):,}"],
     ]
-    return page.table(["", ""], lines)
+    numbers = {"counts": counts, "differing": differing}
+    body = page.table(["", ""], lines)
+    page.write("Any flags: how never changes what", [], options, body, numbers)
+    return int(bool(differing))
 
 
 if __name__ == "__main__":

@@ -18,21 +18,23 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from safetensors.torch import load_file
+
 from benchmarks import inputs, page
 
 ROWS = {  # row -> flags of train.py
-    "fp32": {"precision": "32-true"},
-    "master": {"bf16_updates": "master"},
-    "stochastic": {"bf16_updates": "stochastic"},
-    "nearest": {"bf16_updates": "nearest"},
+    "fp32": "--precision 32-true",
+    "master": "--bf16_updates master",
+    "stochastic": "--bf16_updates stochastic",
+    "nearest": "--bf16_updates nearest",
 }
-LR, SEQUENCES = 2e-5, 8  # of a step
-MOVED = ("updated_fraction", "update_ratio")
+STEPS = 200
+FLAGS = f"--max_step {STEPS} --lr 2e-5 --min_lr 2e-6 --global_batch_size 8 --micro_batch_size 8 "
+FLAGS += "--eval_iters 25 --eval_step_interval 40 --log_step_interval 10 --devices 1 --keep_last 1"
 COLUMNS = {
     "before": page.number("before", ".4f"),
     "after": page.number("after", ".4f"),
@@ -50,69 +52,45 @@ COLUMNS = {
 def main() -> None:
     parser = page.parser(__doc__)
     add = parser.add_argument
-    add("model_name", help="pretrained model, hub name or directory")
+    add("model_name", type=Path, help="directory of the pretrained model")
     add("train_data_dir", type=Path, help="dataset of prepare_data.py in that model's tokens")
-    add("--steps", type=int, default=200, help="steps of each row")
-    add("--output_dir", type=Path, help="folder to keep the runs in")
+    add("--output_dir", type=Path, default=Path("checkpoints/bf16_updates"), help="of the runs")
     options = page.parse(parser)
-    steps, model = options.steps, Path(options.model_name)
-    common = {
-        "model_name": model.resolve() if model.is_dir() else model,
-        "train_data_dir": options.train_data_dir.resolve(),
-        "keep_last": 1,
-        "max_step": steps,
-        "lr": LR,
-        "min_lr": LR / 10,
-        "global_batch_size": SEQUENCES,
-        "micro_batch_size": SEQUENCES,
-        "eval_iters": 25,
-        "eval_step_interval": max(1, steps // 5),
-        "log_step_interval": max(1, min(10, steps // 5)),
-        "devices": 1,
-    }
     rows = {}
-    with tempfile.TemporaryDirectory() as temporary:  # not used with --output_dir
-        folder = (options.output_dir or Path(temporary)).resolve()
-        for name, flags in ROWS.items():
-            inputs.train(folder / name, **common, **flags)
-            rows[name] = measured(folder / name, steps)
+    for name, flags in ROWS.items():
+        folders = {key: getattr(options, key).resolve() for key in ("model_name", "train_data_dir")}
+        run = options.output_dir.resolve() / name
+        inputs.train(run, FLAGS, flags, **folders)
+        rows[name] = measured(run)
     fp32 = rows["fp32"]
     for row in rows.values():
         row["minus_fp32"] = row["after"] - fp32["after"]
         row["gain"] = (row["before"] - row["after"]) / (fp32["before"] - fp32["after"])
-        row["times_nearest"] = page.over(row, rows["nearest"])
-    note = (
-        f"Recipe: {steps} steps of {SEQUENCES} sequences, lr {LR:g} falling to a tenth along a "
-        "cosine, otherwise the defaults of train.py; the same start, data and order in each row"
-    )
+        row["times_nearest"] = page.median(row) / page.median(rows["nearest"])
+    note = f"The same start, data and order in each row, trained with {FLAGS}"
     lines = list(rows.values())
     page.write("bfloat16 updates", [note], options, page.compare(lines, COLUMNS), lines)
 
 
-def measured(run: Path, steps: int) -> page.Row:
+def measured(run: Path) -> page.Row:
     """What a run logged and saved. The first stretch of steps, with its warming up, isn't timed."""
-    from safetensors.torch import load_file
-
     evaluated, trained = inputs.log(run, "eval_loss"), inputs.log(run, "loss")
-    tokens_a_step = trained[-1]["tokens"] / trained[-1]["step"]
-    checkpoint = run / f"step-{steps:08d}"
-    weights, state = [], []
-    for file in checkpoint.glob("*.safetensors"):
-        weights += load_file(file).values()
-    for file in checkpoint.glob("trainer/optimizer/*.safetensors"):
-        state += load_file(file).values()
-    count = sum(one.numel() for one in weights)
+    tokens_a_step = trained[-1]["tokens"] / STEPS
     row = {
         "name": run.name,
         "error": None,
         "before": evaluated[0]["eval_loss"],
         "after": evaluated[-1]["eval_loss"],
-        "weight_bytes": sum(one.nbytes for one in weights) / count,
-        "optimizer_bytes": sum(one.nbytes for one in state) / count,
         "seconds": [tokens_a_step / line["tokens_per_second"] for line in trained[1:]],
     }
-    for key in MOVED:
+    for key in ("updated_fraction", "update_ratio"):
         row[key] = statistics.fmean(line[key] for line in trained if key in line)
+    for key, files in (("weight", "*"), ("optimizer", "trainer/optimizer/*")):
+        saved = (run / f"step-{STEPS:08d}").glob(f"{files}.safetensors")
+        tensors = [tensor for file in saved for tensor in load_file(file).values()]
+        if key == "weight":
+            count = sum(tensor.numel() for tensor in tensors)
+        row[f"{key}_bytes"] = sum(tensor.nbytes for tensor in tensors) / count
     return row
 
 

@@ -45,6 +45,7 @@ COUNTS = {  # docs/results/chaos.md says what they are
     "leftovers": "leftovers swept",
 }
 TITLES = ["strategy", "checkpoint", "async", *COUNTS.values()]
+FAULTS = ("unreadable", "different", "orphans")
 
 
 def main() -> int:
@@ -54,80 +55,66 @@ def main() -> int:
     add("--seed", type=int, default=0, help="of the moments")
     options = page.parse(parser)
     kills = -(-options.kills // len(KINDS))
-    counted, lines = [], []
+    counted = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        inputs.write_toy(folder)
+        inputs.write_toy(Path(name))
         for number, kind in enumerate(KINDS):
             generator = random.Random(options.seed + number)
-            counts = chaos(folder, kind, kills, generator)
-            counted.append(counts)
-            lines.append([*kind, *(counts[key] for key in COUNTS)])
+            counted[kind] = chaos(Path(name), kind, kills, generator)
+    lines = [[*kind, *(counts[key] for key in COUNTS)] for kind, counts in counted.items()]
     notes = [f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}"]
     table = page.table(TITLES, lines, words=3)
-    page.write("Chaos: random kills", notes, options, table, list(zip(KINDS, counted)))
-    faults = ("unreadable", "different", "orphans")
-    return int(any(counts[fault] for counts in counted for fault in faults))
+    page.write("Chaos: random kills", notes, options, table, [*counted.items()])
+    return int(any(counts[fault] for counts in counted.values() for fault in FAULTS))
 
 
 def chaos(
     folder: Path, kind: tuple[str, str, str], kills: int, generator: random.Random
 ) -> Counter[str]:
-    """Run after run until there were so many kills."""
-    counts, began, output = Counter(), time.monotonic(), folder / "-".join(kind)
+    """Run after run until there were so many kills, and the last run has come to its end."""
+    counts, output, began = Counter(), folder / "-".join(kind), time.monotonic()
+
+    def found(fault: str, what: object) -> None:
+        counts[fault] += 1
+        page.progress(f"{fault}: {what}")
+
     job = train(output / "undisturbed", kind)
     assert job.wait() == [0, 0], job.output
-    longest = time.monotonic() - began
-    while counts["kills"] < kills:
-        run = output / f"run-{counts['runs']}"
-        while not attempt(train(run, kind), run, counts, generator, 1.1 * longest):
-            if counts["kills"] % 20 == 0:
-                progress = f"{counts['kills']} kills, {counts['runs']} runs ended"
-                page.progress(f"{output.name}: {progress}")
-        counts["runs"] += 1
+    longest, run = 1.1 * (time.monotonic() - began), output / "run"
+    while counts["kills"] < kills or run.exists():
+        job = train(run, kind)
+        time.sleep(generator.uniform(0.0, longest))
+        victims = generator.choice([[0], [1], [0, 1], [0, 1]])
+        job.kill(victims)
         try:
-            tests.assert_same_run(run, output / "undisturbed")
+            codes = job.wait(90)
         except AssertionError as error:
-            page.progress(f"DIFFERENT: {error}")
-            counts["different"] += 1
-        shutil.rmtree(run)
+            found("orphans", f"after {victims} were killed: {error}")
+            codes = []
+        if codes == [0, 0]:
+            counts["runs"] += 1
+            try:
+                tests.assert_same_run(run, output / "undisturbed")
+            except AssertionError as error:
+                found("different", error)
+            shutil.rmtree(run)
+            page.progress(f"{output.name}: {dict(counts)}")
+            continue
+        counts["kills"] += 1
+        counts["leftovers"] += any([*run.glob(".tmp-*"), *run.glob(".trash-*")])
+        try:
+            durable = tests.assert_intact(run, tests.STEPS)
+            counts["lost"] = max(counts["lost"], max(tests.logged_steps(run), default=0) - durable)
+        except Fault as fault:
+            found("unreadable", fault)
     return counts
 
 
 def train(run: Path, kind: tuple[str, str, str]) -> Job:
     strategy, state_dict_type, async_save = kind
-    more = ["--strategy", strategy, "--async_save", async_save]
-    more += ["--run_name", run.name, "--hang_timeout", 60]
-    return Job(2, *tests.flags(run.parents[1], run.parent, state_dict_type, *more))
-
-
-def attempt(
-    job: Job, run: Path, counts: Counter[str], generator: random.Random, latest: float
-) -> bool:
-    """One start of `run`, and a kill within `latest` seconds. True if it came to its end, False if
-    it was killed, which is counted."""
-    time.sleep(generator.uniform(0.0, latest))
-    victims = generator.choice([[0], [1], [0, 1], [0, 1]])
-    job.kill(victims)
-    try:
-        ended = job.wait(90)
-    except AssertionError as error:
-        page.progress(f"ORPHAN after {victims} of {run.name} were killed: {error}")
-        counts["orphans"] += 1
-        ended = []
-    if ended == [0, 0]:
-        return True
-    counts["kills"] += 1
-    counts.update(str(code) for code in ended if code != -9)
-    leftovers = [*run.glob(".tmp-*"), *run.glob(".trash-*")]
-    counts["leftovers"] += bool(leftovers)
-    try:
-        durable = tests.assert_intact(run, tests.STEPS)
-        counts["lost"] = max(counts["lost"], max(tests.logged_steps(run), default=0) - durable)
-    except Fault as fault:
-        page.progress(f"UNREADABLE: {fault}")
-        counts["unreadable"] += 1
-    return False
+    more = f"--strategy {strategy} --async_save {async_save} --hang_timeout 60 --run_name"
+    toys, output = run.parents[1], run.parent
+    return Job(2, *tests.flags(toys, output, state_dict_type, *more.split(), run.name))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ empty. On a CPU the host is the device: `offload` is for GPUs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
 
 from benchmarks import inputs, memory, page, turns
 
@@ -38,37 +41,34 @@ def main() -> None:
     options = turns.resolve(parser)
     contexts = (256, 512) if options.smoke else CONTEXTS[options.kind]
     shape = SHAPES["cpu" if options.smoke else options.kind]
-    notes = [
-        f"A Llama of {shape}, in bf16-true; packed documents of {DOCUMENT_TOKENS} tokens on average"
-    ]
+    note = f"A Llama of {shape}, in bf16-true; documents of {DOCUMENT_TOKENS} tokens on average"
     rows: list[page.Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.write_llama(folder / "model", **shape)
         for context in contexts:
-            inputs.write_rows(
-                folder / str(context), MORE["vocab_size"], context, 8, DOCUMENT_TOKENS
-            )
-        for way in WAYS[: 3 if options.kind == "cpu" else None]:
-            for sharing in options.sharing:
-                rows.append({"flags": way or "none", "ranks": sharing, "errors": []})
-                rows[-1] |= {"measured": [], "planned": []}
-                for context in contexts:
-                    measure(folder, way, sharing, context, rows[-1], options)
-                page.progress(f"{rows[-1]}")
-                text = page.keep(
-                    "Memory of longer rows", notes, options, body(rows, contexts), rows
-                )
+            rows_of = folder / str(context)
+            inputs.write_rows(rows_of, MORE["vocab_size"], context, 8, DOCUMENT_TOKENS)
+        ways = WAYS[: 3 if options.kind == "cpu" else None]
+        for way, ranks in itertools.product(ways, options.sharing):
+            rows.append({"flags": way or "none", "ranks": ranks, "errors": []})
+            rows[-1] |= {"measured": [], "planned": []}
+            for context in contexts:
+                measure(folder, way, context, rows[-1], options)
+            page.progress(f"{rows[-1]}")
+            table = body(rows, contexts)
+            text = page.keep("Memory of longer rows", [note], options, table, rows)
     print(text)
 
 
 def measure(
-    folder: Path, way: str, ranks: int, context: int, row: page.Row, options: argparse.Namespace
+    folder: Path, way: str, context: int, row: page.Row, options: argparse.Namespace
 ) -> None:
     """Add to a row what a step takes, by plan.py and, where it fits, in truth."""
-    sizes = {"devices": ranks, "context_parallel": ranks, "micro_batch_size": 1, "lr": 1e-5}
-    flags = inputs.training(folder, "model", str(context), options.kind, "bf16-true", **sizes)
-    flags += way.split()
+    ranks = row["ranks"]
+    sizes = f"--devices {ranks} --context_parallel {ranks} --micro_batch_size 1 --lr 1e-5"
+    usual = folder, "model", str(context), options.kind, "bf16-true"
+    flags = inputs.training(*usual, sizes, way)
     row["planned"].append(planned(flags, context))
     report = None
     if row["planned"][-1] < FILLED * options.device.get("memory_bytes", math.inf):
@@ -82,8 +82,6 @@ def measure(
 
 def train(contender: Any, flags: list[str], kind: str) -> None:
     """The most bytes of this rank in a step after the first."""
-    import torch
-
     from benchmarks import one_step
 
     run = one_step.set_up(flags)
@@ -123,9 +121,8 @@ def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
         if len(places) > 1:
             first, last = places[0], places[-1]
             tokens = contexts[last] - contexts[first]
-            measured, planned = (
-                (row[key][last] - row[key][first]) / tokens for key in ("measured", "planned")
-            )
+            measured = (row["measured"][last] - row["measured"][first]) / tokens
+            planned = (row["planned"][last] - row["planned"][first]) / tokens
             line += [f"{measured:,.0f}", f"{planned:,.0f}", f"{measured / planned:.3f}"]
         lines.append(line)
         errors += [f"{row['flags']}: {error}" for error in row["errors"]]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
+
+import datasets
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_END = 0  # the token that ends each document of packed rows
@@ -18,9 +23,10 @@ def llama(
     hidden: int, mlp: int, layers: int, heads: int, key_values: Optional[int] = None, **more: Any
 ) -> dict[str, Any]:
     """Fields of LlamaConfig."""
-    shape = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
     return {
-        **shape,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_values or heads,
         "tie_word_embeddings": False,
@@ -28,18 +34,11 @@ def llama(
     }
 
 
-LLAMA, TOY_LLAMA = llama(512, 1376, 8, 8), llama(32, 64, 2, 2)
-
-
 def write_llama(
     folder: Path, with_weights: bool = False, dtype: str = "float32", **shape: Any
 ) -> None:
     """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in `dtype`, for all
     contenders."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     config = LlamaConfig(**{"max_position_embeddings": 8192, **shape})
     config.save_pretrained(folder)
@@ -58,20 +57,16 @@ def write_rows(
     ends its document with the same probability), as prepare_data.py packs them. 0: each row is one
     document.
     """
-    import datasets
-    import numpy as np
-
     datasets.disable_progress_bars()
     generator = np.random.default_rng(0)
     row = datasets.List(datasets.Value("int32"), length=context)
+    features = datasets.Features({"input_ids": row})
     splits = datasets.DatasetDict()
     for split, count in (("train", rows), ("validation", min(rows, 8))):
         tokens = generator.integers(1, vocabulary, (count, context), dtype="int32")
         if document_tokens:
             tokens[generator.random(tokens.shape) < 1 / document_tokens] = DOCUMENT_END
-        splits[split] = datasets.Dataset.from_dict(
-            {"input_ids": tokens}, features=datasets.Features({"input_ids": row})
-        )
+        splits[split] = datasets.Dataset.from_dict({"input_ids": tokens}, features)
     splits.save_to_disk(str(folder))
     if document_tokens:
         manifest = {"packed": True, "context_length": context, "max_token_id": vocabulary - 1}
@@ -82,9 +77,6 @@ def write_rows(
 def write_toy(folder: Path) -> None:
     """The GPT-2 and the data of the tests, whose folder is on sys.path."""
     import conftest
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])
@@ -92,53 +84,50 @@ def write_toy(folder: Path) -> None:
     conftest.make_dataset(folder / "data", np.random.default_rng(0))
 
 
-def flags(**given: Any) -> list[str]:
-    """Flags of a command of this repository."""
-    return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+def flags(*words: Any, **given: Any) -> list[str]:
+    """Words of a command: those of texts, paths, and flags by name."""
+    found = []
+    for word in words:
+        found += [str(word)] if isinstance(word, Path) else word.split()
+    for name, value in given.items():
+        found += [f"--{name}", str(value)]
+    return found
 
 
 def training(
-    folder: Path, model: str, data: str, kind: str, precision: str, **more: Any
+    folder: Path, model: str, data: str, kind: str, precision: str, *words: str, **more: Any
 ) -> list[str]:
-    """The flags of train.py that every benchmark gives, for one device unless `more` says
-    otherwise."""
-    folders = {
-        "model_name": folder / model,
-        "train_data_dir": folder / data,
-        "output_dir": folder / "runs",
-    }
-    how = {"accelerator": kind, "devices": 1, "precision": precision, "verify_start": "false"}
-    return flags(**{**folders, **how, "max_step": 10**6, **more})
+    """The flags of train.py that every benchmark gives, for one device unless more is said."""
+    usual = f"--devices 1 --verify_start false --max_step {10**6} --accelerator {kind}"
+    folders = {"model_name": folder / model, "train_data_dir": folder / data}
+    folders["output_dir"] = folder / "runs"
+    return flags(usual, *words, **folders, precision=precision, **more)
 
 
-def call(script: str, *words: object, **given: object) -> None:
-    """A command of this repository, printed as one would type it."""
-    command = [script, *map(str, words), *flags(**given)]
+def call(script: str, *words: Any, codes: tuple[int, ...] = (0,), **given: Any) -> None:
+    """A command of this repository, printed as one would type it. codes: with which it may end."""
+    command = [script, *flags(*words, **given)]
     if script.startswith("fabric_llm."):
         command.insert(0, "-m")
     print("$ python", *command, file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=True)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr)
+    if done.returncode not in codes:
+        raise SystemExit(f"{script} has failed.")
 
 
-def once(script: str, *words: object, output: Path, **given: object) -> None:
+def once(script: str, *words: Any, output: Path, **given: Any) -> None:
     """A command with --output, unless that is there."""
     if not output.exists():
         call(script, *words, output=output, **given)
 
 
-def train(run: Path, **given: object) -> None:
+def train(run: Path, *words: Any, **given: Any) -> None:
     """train.py into the directory `run`, unless it has come to its end there, also that of a
     guard."""
-    if not ended(run):
-        with suppress(subprocess.CalledProcessError):  # a guard ends it with 76
-            call("train.py", output_dir=run.parent, run_name=run.name, **given)
-        if not ended(run):
-            raise SystemExit(f"{run} has failed.")
-
-
-def ended(run: Path) -> bool:
-    status = run / "STATUS.json"
-    return status.exists() and json.loads(status.read_text())["code"] in (0, 76)
+    status, ends = run / "STATUS.json", (0, 76)
+    if not status.exists() or json.loads(status.read_text())["code"] not in ends:
+        named = {"output_dir": run.parent, "run_name": run.name}
+        call("train.py", *words, codes=ends, **named, **given)
 
 
 def log(run: Path, key: str) -> list[dict[str, Any]]:

@@ -8,10 +8,8 @@ done again.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -26,14 +24,22 @@ MODEL = {
     **inputs.llama(64, 176, 3, 4, tie_word_embeddings=True, vocab_size=VOCABULARY),
     **{"max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0},
 }
-COMMON = {"global_batch_size": 16, "micro_batch_size": 16, "eval_iters": 2, "eval_batch_size": 64}
-COMMON |= {"precision": "32-true", "resume": "auto", "save_step_interval": 150}
-BASE = {"lr": 3e-3, "warmup_steps": 50, "max_step": 1500, "lr_schedule": "wsd", "decay_steps": 300}
-CONTINUED = {"max_step": STEPS, "warmup_steps": 10, "eval_step_interval": EVERY, "lr": 3e-4}
+COMMON = "--global_batch_size 16 --micro_batch_size 16 --eval_iters 2 --eval_batch_size 64 "
+COMMON += "--precision 32-true --resume auto --save_step_interval 150"
+BASE_STEPS = 1500
+BASE = f"--max_step {BASE_STEPS} --lr 3e-3 --warmup_steps 50 --lr_schedule wsd --decay_steps 300"
+CONTINUED = f"--max_step {STEPS} --warmup_steps 10 --eval_step_interval {EVERY} --lr 3e-4"
+TEXTS = "--exclude test tests site-packages dist-packages --packing best_fit "
+TEXTS += f"--context_length {CONTEXT} --validation_fraction 0.05"
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7)
-SCHEDULES = {"constant": {"lr_schedule": "constant"}, "cosine": {"min_lr": 3e-5}}
+SCHEDULES = {"constant": "--lr_schedule constant", "cosine": "--min_lr 3e-5"}
 TAUGHT = 0.2  # the share of replay that teaches what the base model predicts
 LIMITLESS = "old:9"  # a budget that is never reached
+TITLES = ["seed", "rate", "run", "new, nats", "old, rise at the end"]
+TITLES += ["new beside the best constant share"]
+CHOICES = ["seed", "rate", "budget", "share that choose advises", "old, rise by its law"]
+CHOICES += ["in its check branch", "at the end of the whole run"]
+Result = tuple[str, float, float]  # name, loss of the new text, rise of the old one's, nats
 
 
 def main() -> None:
@@ -50,18 +56,13 @@ def main() -> None:
     drawn: dict[str, list[Result]] = {}
     for seed in given.seeds:
         base = train_base(work, seed)
-        for schedule, of_schedule in SCHEDULES.items():
-            folder = work / f"seed-{seed}" / schedule
-            common = {"model_name": base, "seed": seed, **COMMON, **CONTINUED, **of_schedule}
-            grid = [constant(folder, work, common, share) for share in SHARES]
-            results = [*grid, replay_at_the_end(folder, work, common)]
-            results.append(taught(folder, base, work, common))
+        for schedule, flags in SCHEDULES.items():
+            ways = Ways(work, base, seed, schedule, f"{COMMON} {CONTINUED} {flags} --seed {seed}")
+            grid = [ways.constant(share) for share in SHARES]
+            results = [*grid, ways.replay_at_the_end(), ways.taught()]
             for budget in given.budgets:
-                results += kept(folder, work, common, budget)
-                results.append(averaged(folder, budget))
-                results.append(merged(folder, base, budget))
-                cells = chosen(folder, work, common, budget)
-                choices.append([str(seed), schedule, *cells])
+                results += ways.inside(budget)
+                choices.append([str(seed), schedule, *ways.chosen(budget)])
                 page.progress(" | ".join(choices[-1]))
             drawn[f"seed {seed}, {schedule} rate"] = results
             for name, new, rise in results:
@@ -69,11 +70,7 @@ def main() -> None:
                 apart = "" if best is None else f"{new - best:+.4f}"
                 rows.append([str(seed), schedule, name, f"{new:.4f}", f"{rise:+.4f}", apart])
                 page.progress(" | ".join(rows[-1]))
-    titles = ["seed", "rate", "run", "new, nats", "old, rise at the end"]
-    table = page.table([*titles, "new beside the best constant share"], rows, words=3)
-    titles = ["seed", "rate", "budget", "share that choose advises", "old, rise by its law"]
-    titles += ["in its check branch", "at the end of the whole run"]
-    table += "\n\n" + page.table(titles, choices, words=2)
+    table = page.table(TITLES, rows, words=3) + "\n\n" + page.table(CHOICES, choices, words=2)
     page.write("Ways to keep what a model knows", [], given, table, [*rows, *choices])
     if given.picture is not None:
         draw(drawn, given.picture)
@@ -83,120 +80,106 @@ def prepare(work: Path) -> None:
     """Datasets of both texts, with the tokenizer of both."""
     import torch
 
-    old, new = sysconfig.get_path("stdlib"), Path(torch.__file__).parent / "include"
-    texts: dict[str, tuple[list[object], list[str]]] = {
-        "both": ([old, new], ["*.py", "*.h"]),
-        "old": ([old], ["*.py"]),
-        "new": ([new], ["*.h"]),
-    }
-    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
-    tokenizer: dict[str, object] = {"train_tokenizer": VOCABULARY}
-    for name, (folders, patterns) in texts.items():
-        excluded = ["--exclude", "test", "tests", "site-packages", "dist-packages"]
-        words = ["--input", *folders, "--pattern", *patterns, *excluded]
-        output = work / "data" / name
-        inputs.once("prepare_data.py", *words, output=output, **common, **tokenizer)
-        tokenizer = {"tokenizer": work / "data" / "both" / "tokenizer"}
+    old, new = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent / "include"
+    both, tokenizer = work / "data" / "both", f"--train_tokenizer {VOCABULARY}"
+    words = ["--input", old, new, "--pattern *.py *.h", TEXTS, tokenizer]
+    inputs.once("prepare_data.py", *words, output=both)
+    for name, folder, pattern in (("old", old, "*.py"), ("new", new, "*.h")):
+        given = {"input": folder, "pattern": pattern, "tokenizer": both / "tokenizer"}
+        inputs.once("prepare_data.py", TEXTS, output=work / "data" / name, **given)
 
 
 def train_base(work: Path, seed: int) -> Path:
     if not (work / "model").exists():
         inputs.write_llama(work / "model", **MODEL)
     run = work / f"seed-{seed}" / "base"
-    words = {"model_name": work / "model", "train_data_dir": work / "data" / "old", "seed": seed}
-    inputs.train(run, **{**COMMON, **BASE, **words})
-    return run / f"step-{BASE['max_step']:08d}"
+    folders = {"model_name": work / "model", "train_data_dir": work / "data" / "old"}
+    inputs.train(run, COMMON, BASE, **folders, seed=seed)
+    return run / f"step-{BASE_STEPS:08d}"
 
 
-Result = tuple[str, float, float]  # name, loss of the new text, rise of the old one's, nats
+class Ways:
+    """Ways to keep what one base model knows, in runs of one seed and schedule with `flags`."""
+
+    def __init__(self, work: Path, base: Path, seed: int, schedule: str, flags: str) -> None:
+        self.base, self.flags, self.data = base, flags, work / "data"
+        self.folder = work / f"seed-{seed}" / schedule
+
+    def mix(self, share: float) -> dict[str, str]:
+        """The flags of a share of the old text, which is evaluated where nothing of it is read."""
+        new, old = f"new={self.data}/new:{1 - share:g}", f"old={self.data}/old"
+        if share == 0:
+            return {"data_mix": new, "eval_data": old}
+        return {"data_mix": f"{new},{old}:{share:g}"}
+
+    def trained(self, run: str, name: str, *words: str, **given: Any) -> Result:
+        given = {"forgetting_budget": LIMITLESS, **given}
+        inputs.train(self.folder / run, self.flags, *words, model_name=self.base, **given)
+        first, *_, last = inputs.log(self.folder / run, "eval")
+        rise = last["eval"]["old"]["loss"] - first["eval"]["old"]["loss"]
+        return name, last["eval"]["new"]["loss"], rise
+
+    def constant(self, share: float) -> Result:
+        return self.trained(f"share-{share:g}", f"{share:.0%} replay", **self.mix(share))
+
+    def replay_at_the_end(self) -> Result:
+        sources = {"new": {"path": f"{self.data}/new", "weight": 1}}
+        sources["old"] = {"path": f"{self.data}/old"}
+        last = {"from": 0.75, "weights": {"new": 0.5, "old": 0.5}}
+        file = self.data / "at_the_end.yaml"
+        file.write_text(json.dumps({"sources": sources, "stages": [last]}))
+        return self.trained("end", "50 % replay in the last quarter", data_mix=file)
+
+    def taught(self) -> Result:
+        """Replay by the KL divergence from the base model, see kl_to_base.py."""
+        given = {"code": Path(__file__).with_name("kl_to_base.py"), "base": self.base}
+        given |= {"taught_rows": self.data / "old", "loss": "full"}
+        name = f"{TAUGHT:.0%} KL to the base model"
+        return self.trained("taught", name, **self.mix(TAUGHT), **given)
+
+    def inside(self, budget: float) -> list[Result]:
+        """Guarded runs, the average of the last fifth of the steered one, and a merge of the base
+        and the run without replay inside the budget."""
+        results, nats = [], f"{budget:g} nats"
+        for action, share in (("steer", 0.5), ("rewind", 0.1)):
+            words = f"--forgetting_action {action} --save_step_interval {EVERY}"
+            given = {**self.mix(share), "forgetting_budget": f"old:{budget}"}
+            run = f"{action}-{budget:g}"
+            results.append(self.trained(run, f"{action}, {nats}", words, **given))
+        steered, plain = self.folder / f"steer-{budget:g}", self.folder / "share-0"
+        output = self.folder / f"averaged-{budget:g}"
+        inputs.once("fabric_llm.average", steered, output=output, last=4)
+        results.append(of_average(f"average of steer, {nats}", steered, output))
+        output, limit = self.folder / f"merged-{budget:g}", f"old:{budget}"
+        words = {"output": output, "forgetting_budget": limit}
+        inputs.once("fabric_llm.average", self.base, plain, **words)
+        results.append(of_average(f"merge with no replay, {nats}", plain, output))
+        return results
+
+    def chosen(self, budget: float) -> list[str]:
+        """The share that choose advises, and the old text's rise: by its law, in the branch that
+        checks it, and at the end of a whole run with that share."""
+        branches = self.folder / f"choose-{budget:g}"
+        file = branches / "choose.json"
+        if not file.exists():
+            given = {"train_data_dir": self.data / "new", "replay": self.data / "old"}
+            given |= {"model_name": self.base, "branches": branches}
+            words = f"--part 0.9 --forgetting_budget replay:{budget}"
+            # 1: it doesn't know; 76: no share is inside
+            inputs.call("fabric_llm.choose", self.flags, words, codes=(0, 1, 76), **given)
+        choice = json.loads(file.read_text())
+        share, before = choice["share"], choice["before"]["replay"]
+        if share is None:
+            return [f"{budget:g}", "none"]
+        losses = [choice["predicted"], choice["branches"][-1]["losses"]]
+        rises = [*(one["replay"] - before for one in losses), self.constant(share)[2]]
+        return [f"{budget:g}", f"{share:g}", *(f"{rise:+.4f}" for rise in rises)]
 
 
-def mix(work: Path, share: float) -> dict[str, str]:
-    """The flags of a share of the old text, which is evaluated where nothing of it is read."""
-    new, old = f"new={work}/data/new:{1 - share:g}", f"old={work}/data/old"
-    if share == 0:
-        return {"data_mix": new, "eval_data": old}
-    return {"data_mix": f"{new},{old}:{share:g}"}
-
-
-def trained(run: Path, name: str, **flags: Any) -> Result:
-    inputs.train(run, **flags)
-    first, *_, last = inputs.log(run, "eval")
-    rise = last["eval"]["old"]["loss"] - first["eval"]["old"]["loss"]
-    return name, last["eval"]["new"]["loss"], rise
-
-
-def constant(folder: Path, work: Path, common: dict[str, Any], share: float) -> Result:
-    flags = {**mix(work, share), "forgetting_budget": LIMITLESS}
-    return trained(folder / f"share-{share:g}", f"{share:.0%} replay", **common, **flags)
-
-
-def replay_at_the_end(folder: Path, work: Path, common: dict[str, Any]) -> Result:
-    sources = {"new": {"path": f"{work}/data/new", "weight": 1}}
-    sources["old"] = {"path": f"{work}/data/old"}
-    last = {"from": 0.75, "weights": {"new": 0.5, "old": 0.5}}
-    file = work / "at_the_end.yaml"
-    file.write_text(json.dumps({"sources": sources, "stages": [last]}))
-    flags = {"data_mix": file, "forgetting_budget": LIMITLESS}
-    return trained(folder / "end", "50 % replay in the last quarter", **common, **flags)
-
-
-def taught(folder: Path, base: Path, work: Path, common: dict[str, Any]) -> Result:
-    """Replay by the KL divergence from the base model, see kl_to_base.py."""
-    flags = {**mix(work, TAUGHT), "forgetting_budget": LIMITLESS, "loss": "full"}
-    flags |= {"code": Path(__file__).with_name("kl_to_base.py"), "base": base}
-    flags["taught_rows"] = work / "data" / "old"
-    return trained(folder / "taught", f"{TAUGHT:.0%} KL to the base model", **common, **flags)
-
-
-def kept(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[Result]:
-    results = []
-    for action, share in (("steer", 0.5), ("rewind", 0.1)):
-        flags = {**mix(work, share), "forgetting_budget": f"old:{budget}"}
-        flags |= {"forgetting_action": action, "save_step_interval": EVERY}
-        run, name = folder / f"{action}-{budget:g}", f"{action}, {budget:g} nats"
-        results.append(trained(run, name, **{**common, **flags}))
-    return results
-
-
-def averaged(folder: Path, budget: float) -> Result:
-    """The last checkpoints of a steered run, of its last fifth."""
-    run, output = folder / f"steer-{budget:g}", folder / f"averaged-{budget:g}"
-    return of_average(f"average of steer, {budget:g} nats", run, output, [run], last=4)
-
-
-def merged(folder: Path, base: Path, budget: float) -> Result:
-    """Base and the run without replay, between which the budget is kept."""
-    run, output = folder / "share-0", folder / f"merged-{budget:g}"
-    name, limit = f"merge with no replay, {budget:g} nats", f"old:{budget}"
-    return of_average(name, run, output, [base, run], forgetting_budget=limit)
-
-
-def of_average(name: str, run: Path, output: Path, parts: list[Path], **flags: Any) -> Result:
-    inputs.once("fabric_llm.average", *parts, output=output, **flags)
+def of_average(name: str, run: Path, output: Path) -> Result:
     losses = json.loads((output / "average.json").read_text())["eval_loss"]
     before = inputs.log(run, "eval")[0]["eval"]["old"]["loss"]
     return name, losses["new"], losses["old"] - before
-
-
-def chosen(folder: Path, work: Path, common: dict[str, Any], budget: float) -> list[str]:
-    """The share that choose advises, and the old text's rise: by its law, in the branch that checks
-    it, and at the end of a whole run with that share."""
-    branches, data = folder / f"choose-{budget:g}", work / "data"
-    file = branches / "choose.json"
-    if not file.exists():
-        words = {"train_data_dir": data / "new", "replay": data / "old", "branches": branches}
-        words |= {"forgetting_budget": f"replay:{budget}", "part": 0.9}
-        with contextlib.suppress(subprocess.CalledProcessError):  # 1: it doesn't know
-            inputs.call("fabric_llm.choose", **common, **words)
-    choice = json.loads(file.read_text())
-    share, before = choice["share"], choice["before"]["replay"]
-    if share is None:
-        return [f"{budget:g}", "none"]
-    losses = [choice["predicted"], choice["branches"][-1]["losses"]]
-    rises = [f"{one['replay'] - before:+.4f}" for one in losses]
-    _, _, rise = constant(folder, work, common, share)
-    return [f"{budget:g}", f"{share:g}", *rises, f"{rise:+.4f}"]
 
 
 def draw(results: dict[str, list[Result]], file: Path) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import subprocess
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,25 +34,15 @@ class Held(NamedTuple):
 
 def held(pid: int) -> Held:
     """What a process holds now, and all that it has started."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
-    tree, anonymous, mapped = [pid], 0, 0
+    tree: list[int] = [pid]
+    kib: Counter[str] = Counter()
     for each in tree:  # which grows
-        tree += children.get(each, [])
-        try:
-            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()[1:]
-        except OSError:  # or a process that has ended and wasn't waited for
-            continue
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        if found:
-            anonymous += found["Pss_Anon"] + found["Pss_Shmem"]
-            mapped += found["Pss_File"]
-    return Held(anonymous, mapped, tree)
+        with suppress(OSError):  # of one that has just ended
+            for file in Path(f"/proc/{each}/task").glob("*/children"):
+                tree += map(int, file.read_text().split())
+            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()[1:]:
+                kib[line.split(":")[0]] += int(line.split()[1])
+    return Held(1024 * (kib["Pss_Anon"] + kib["Pss_Shmem"]), 1024 * kib["Pss_File"], tree)
 
 
 def watched(

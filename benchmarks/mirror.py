@@ -11,9 +11,11 @@ are measured first, in turns.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -31,13 +33,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from benchmarks import inputs, page  # noqa: E402  the others are imported later: --help is quick
+import conftest  # noqa: E402, F401  what the tests set in the environment
+import servers  # noqa: E402
+import test_mirrored_runs as tests  # noqa: E402
+import uploads  # noqa: E402
+from ranks import Job, metrics  # noqa: E402
 
-STEPS, INTERVAL, TIMED_STEPS = 40, 4, 60
+from benchmarks import inputs, memory, page  # noqa: E402
+from fabric_llm.base.files import MANIFEST  # noqa: E402
+from fabric_llm.mirror.fetch import LOGS, checkpoints  # noqa: E402
+from fabric_llm.mirror.lease import Lease, Lost  # noqa: E402
+from fabric_llm.mirror.store import Store  # noqa: E402
+
+tests.STEPS, tests.INTERVAL, TIMED_STEPS = 40, 4, 60
 KINDS = {1: ("auto", "full"), 2: ("fsdp2", "sharded")}  # ranks -> strategy, --state_dict_type
-VICTIMS = ("process", "uploader", "machine and disk", "server")
-LONGEST_AWAY_SECONDS, LEASE_SECONDS = 8.0, 6.0
-MIRROR_SECONDS = 30  # --mirror_timeout
+VICTIMS = {"process": 2, "uploader": 1, "machine and disk": 3, "server": 2}  # -> how often
+ENDS = {  # docs/results/chaos.md says what they are
+    "runs": "runs ended",
+    "starts": "starts",
+    "different": "runs that differ",
+    "strays": "runs with strays in the bucket",
+    "unexpected": "unexpected ends",
+}
+LONGEST_AWAY_SECONDS = 8.0
 SLOW_SECONDS = 0.1  # before each answer of a slow server
 RESTORE = """
 import sys
@@ -46,6 +64,9 @@ from fabric_llm.mirror.fetch import restore
 from fabric_llm.mirror.store import Store
 restore(Store(sys.argv[1]), "RUN", Path(sys.argv[2]))
 """
+LARGE = inputs.llama(1024, 4096, 16, 8, vocab_size=8192, max_position_embeddings=128)
+OF_LARGE = "--lr 1e-5 --precision 32-true --global_batch_size 2 --micro_batch_size 1 --eval_iters 0"
+OF_LARGE += " --save_step_interval 1 --mirror_timeout 300 --resume auto --resume_override max_step"
 
 
 def main() -> int:
@@ -56,35 +77,28 @@ def main() -> int:
     add("--restore", action="store_true", help="measure also how a model of 1 GiB comes back")
     add("--foreign", type=int, default=0, help="measure with so many objects of others, and end")
     options = page.parse(parser)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if options.foreign:
-        return beside_others(options)
-    import conftest  # noqa: F401  what the tests set in the environment
-    import test_mirrored_runs as tests
-
-    tests.STEPS, tests.INTERVAL = STEPS, INTERVAL
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, stored(Path(name)) as (server, bucket):
         folder = Path(name)
+        if options.foreign:
+            beside_others(folder, bucket, options)
+            return 0
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(tests.QUICK_LEASES)
         os.environ["PYTHONPATH"] = f"{folder / 'site'}{os.pathsep}{ROOT}"
         inputs.write_toy(folder)
-        with stored(folder) as (server, bucket):
-            seconds, requests = timed(folder, server, options.rounds)
-            restores = [restored(folder, ranks) for ranks in KINDS if options.restore]
-            chaos = Chaos(folder, server, bucket, options.seed)
-            chaos.run(60 * options.minutes)
+        seconds, requests = timed(folder, server, options.rounds)
+        restores = [restored(folder, ranks) for ranks in KINDS if options.restore]
+        chaos = Chaos(folder, server, bucket, options.seed)
+        chaos.run(60 * options.minutes)
     counts = chaos.counts
     killed = [[victim, counts[victim], counts["restored", victim]] for victim in VICTIMS]
-    ends = ["runs", "starts", "different", "strays", "unexpected"]
-    titles = ["runs ended", "starts", "runs that differ", "runs with strays in the bucket"]
     steps = []
     for name, found in seconds.items():
         rounds = ", ".join(map(page.milliseconds, found))
         steps.append([name, page.milliseconds(statistics.median(found)), rounds])
     body = [
         page.table(["killed", "times", "then fetched from the mirror"], killed),
-        page.table([*titles, "unexpected ends"], [[counts[key] for key in ends]], words=0),
+        page.table(ENDS.values(), [[counts[key] for key in ENDS]], words=0),
         f"A copy took {requests:g} requests (median).",
         page.table(["seconds of a step, in ms", "median", "in each round"], steps),
     ]
@@ -92,150 +106,115 @@ def main() -> int:
         titles = ["a restore on", "seconds to fetch", "GiB fetched", "peak while fetching, GiB"]
         body.append(page.table(titles, restores))
     notes = [
-        f"{STEPS} steps, a checkpoint every {INTERVAL}, --keep_last 2",
+        f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}, --keep_last 2",
         f"A dead owner's lease is taken over after {tests.LEASE_SECONDS} s instead of 60",
     ]
-    page.write("The mirror", notes, options, "\n\n".join(body), [dict(seconds), str(counts)])
+    page.write("The mirror", notes, options, "\n\n".join(body), [seconds, str(counts)])
     return int(any(counts[fault] for fault in ("different", "strays", "unexpected")))
-
-
-def beside_others(options: Any) -> int:
-    """`--foreign`: a page of what a small run's mirror takes."""
-    rows = []
-    with tempfile.TemporaryDirectory() as name, stored(Path(name)) as (_, bucket):
-        for count in (0, options.foreign):
-            places = ("others", "RUN/others", "RUN")
-            names = [f"foreign-{count}/{places[k % 3]}/{k}" for k in range(count)]
-            with ThreadPoolExecutor(16) as pool:
-                list(pool.map(lambda name: bucket.put(name, b""), names))
-            page.progress(f"{count} objects were put")
-            place = f"s3://{bucket.name}/foreign-{count}"
-            rows.append([count, *one_beside(Path(name, str(count)), place)])
-    titles = ["seconds", "start", "copy", "list", "lease", "restore", "removal"]
-    titles += ["MiB of the uploader", "MiB of a restore"]
-    notes = ["Objects of others under the prefix"]
-    page.write("A mirror among others", notes, options, page.table(titles, rows), rows)
-    return 0
 
 
 @contextmanager
 def stored(folder: Path) -> Iterator[tuple[Any, Any]]:
     """A server of seaweedfs, and its bucket."""
-    import servers
-
     (folder / "server").mkdir()
     with servers.running(servers.seaweed(folder / "server")) as server:
         os.environ.update(servers.keys(server.url))
         yield server, servers.Bucket(server.url).make()
 
 
+def beside_others(folder: Path, bucket: Any, options: Any) -> None:
+    """`--foreign`: a page of what a small run's mirror takes."""
+    rows = []
+    for count in (0, options.foreign):
+        places = ("others", "RUN/others", "RUN")
+        names = [f"foreign-{count}/{places[k % 3]}/{k}" for k in range(count)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda name: bucket.put(name, b""), names))
+        page.progress(f"{count} objects were put")
+        place = f"s3://{bucket.name}/foreign-{count}"
+        rows.append([count, *one_beside(folder / str(count), place)])
+    titles = ["seconds", "start", "copy", "list", "lease", "restore", "removal"]
+    titles += ["MiB of the uploader", "MiB of a restore"]
+    notes = ["Objects of others under the prefix"]
+    page.write("A mirror among others", notes, options, page.table(titles, rows), rows)
+
+
 def one_beside(folder: Path, place: str) -> list[Any]:
     """Seconds of each act of a run's mirror, and peaks of memory in MiB."""
-    import uploads
-
-    from fabric_llm.mirror.fetch import checkpoints
-    from fabric_llm.mirror.lease import Lease, Lost
-    from fabric_llm.mirror.store import Store
-
-    run, took, began = folder / uploads.RUN, [], time.monotonic()
-
-    def lap() -> None:
-        nonlocal began
-        took.append(f"{time.monotonic() - began:.2f}")
-        began = time.monotonic()
-
+    run = folder / uploads.RUN
     run.mkdir(parents=True)
     for step in (1, 2):
         uploads.save(run, step, random.Random(step))
-    began = time.monotonic()
+    moments = [time.monotonic()]
     with uploads.Mirror(place, run, program=uploads.MEASURED) as mirror:
         mirror.wait("ready")
-        lap()
+        moments.append(time.monotonic())
         for name in ("step-00000001", "step-00000002"):
             mirror.say(upload=name)
             mirror.wait("mirrored")
-        lap()
+        moments.append(time.monotonic())
         assert len(checkpoints(Store(place), uploads.RUN)) == 2
-        lap()
+        moments.append(time.monotonic())
         with suppress(Lost):
             Lease(Store(place), "another").check()
-        lap()
+        moments.append(time.monotonic())
         restore = [sys.executable, "-c", RESTORE + uploads.PEAK, place, str(folder / "new")]
-        began = time.monotonic()
         done = subprocess.run(restore, cwd=ROOT, capture_output=True, text=True, check=True)
-        lap()
+        moments.append(time.monotonic())
         mirror.say(remove=["step-00000001"])
         mirror.wait("removed")
-        lap()
+        moments.append(time.monotonic())
         mirror.end()
-        took += [mirror.process.stderr.read().split()[-1], done.stderr.split()[-1]]
-    return took
+        peaks = [mirror.process.stderr.read().split()[-1], done.stderr.split()[-1]]
+    return [*(f"{end - began:.2f}" for began, end in itertools.pairwise(moments)), *peaks]
 
 
-def flags(folder: Path, name: str, ranks: int, *more: Any) -> tuple[Any, ...]:
-    import test_mirrored_runs as tests
-
+def flags(folder: Path, name: str, ranks: int, mirrored: bool) -> tuple[Any, ...]:
+    """Of a toy run, whose mirror has a prefix of its own."""
     strategy, kind = KINDS[ranks]
-    words = tests.flags(folder, folder / "out", *more, strategy=strategy, kind=kind)
-    return (*words, "--run_name", name, "--keep_last", 2, "--keep_best", 0)
-
-
-def mirrored(name: str) -> tuple[Any, ...]:
-    """Each run has a prefix of its own."""
+    words = tests.flags(folder, folder / "out", strategy=strategy, kind=kind)
+    words += ("--run_name", name, "--keep_last", 2, "--keep_best", 0)
+    if not mirrored:
+        return words
     place = f"s3://models/chaos/{name}"
-    return ("--mirror", place, "--mirror_timeout", MIRROR_SECONDS, "--resume", "auto")
+    return (*words, "--mirror", place, "--mirror_timeout", 30, "--resume", "auto")
 
 
 def timed(folder: Path, server: Any, rounds: int) -> tuple[dict[str, list[float]], float]:
     """Seconds of a step, by contender and round, and the requests of a copy."""
-    from ranks import Job, metrics
-    from servers import proxied
-    from test_mirrored_runs import ended, events
-
     seconds: dict[str, list[float]] = {"no mirror": [], "a mirror": [], "a mirror that is slow": []}
     requests = []
-    with proxied(server.url) as proxy:
+    with servers.proxied(server.url) as proxy:
         proxy.slow_seconds = SLOW_SECONDS
-        for number in range(rounds):
-            for place, (contender, found) in enumerate(seconds.items()):
-                name = f"timed-{number}-{place}"
-                more = () if place == 0 else mirrored(name)
-                words = flags(folder, name, 1, *more)
-                url = proxy.url if place == 2 else server.url
-
-                def before(url: str = url) -> None:
-                    os.environ["AWS_ENDPOINT_URL"] = url
-
-                job = Job(1, *words, "--max_step", TIMED_STEPS, before=before)
-                ended(job)
-                run = folder / "out" / name
-                # The first steps are slower, whoever makes them.
-                steps = metrics(run, "tokens_per_second")[5:]
-                tokens = metrics(run, "tokens")[0]
-                found.append(statistics.median(tokens / each for each in steps))
-                if place == 1:
-                    requests += [one["report"]["requests"] for one in events(run, "mirrored")]
-                page.progress(f"{name}, {contender}: {page.milliseconds(found[-1])} ms a step")
+        for number, (contender, found) in itertools.product(range(rounds), seconds.items()):
+            name = f"timed-{number}-{contender.replace(' ', '-')}"
+            # Which the ranks inherit.
+            os.environ["AWS_ENDPOINT_URL"] = proxy.url if "slow" in contender else server.url
+            words = flags(folder, name, 1, mirrored=contender != "no mirror")
+            tests.ended(Job(1, *words, "--max_step", TIMED_STEPS))
+            run = folder / "out" / name
+            # The first steps are slower, whoever makes them.
+            steps = metrics(run, "tokens_per_second")[5:]
+            tokens = metrics(run, "tokens")[0]
+            found.append(statistics.median(tokens / each for each in steps))
+            if contender == "a mirror":
+                events = tests.events(run, "mirrored")
+                requests += [event["report"]["requests"] for event in events]
+            page.progress(f"{name}: {page.milliseconds(found[-1])} ms a step")
+    os.environ["AWS_ENDPOINT_URL"] = server.url
     return seconds, statistics.median(requests)
 
 
 def restored(folder: Path, ranks: int) -> list[Any]:
     """A row: what it takes to go on with a model of 1.06 GiB on an empty disk."""
-    from benchmarks import memory
-
-    model, out, name = folder / "large", folder / "out", f"restore-{ranks}"
+    model, run = folder / "large", folder / "out" / f"restore-{ranks}"
     if not model.is_dir():
-        more = {"vocab_size": 8192, "max_position_embeddings": 128}
-        inputs.write_llama(model, True, **inputs.llama(1024, 4096, 16, 8, **more))
+        inputs.write_llama(model, True, **LARGE)
     strategy, kind = KINDS[ranks]
-    words = {"model_name": model, "train_data_dir": folder / "data", "lr": 1e-5}
-    words |= {"strategy": strategy, "state_dict_type": kind, "devices": ranks}
-    words |= {"precision": "32-true", "global_batch_size": 2, "micro_batch_size": 1}
-    words |= {"eval_iters": 0, "save_step_interval": 1, "output_dir": out, "run_name": name}
-    words |= {"mirror": f"s3://models/{name}", "mirror_timeout": 300, "resume": "auto"}
-    words |= {"resume_override": "max_step"}
-    command = [sys.executable, str(ROOT / "train.py"), *inputs.flags(**words), "--max_step"]
-    log = folder / f"{name}.txt"
+    how = f"--strategy {strategy} --state_dict_type {kind} --devices {ranks} --run_name {run.name}"
+    words = {"model_name": model, "train_data_dir": folder / "data", "output_dir": run.parent}
+    words["mirror"] = f"s3://models/{run.name}"
+    log = folder / f"{run.name}.txt"
     began, fetched, peak = 0.0, 0.0, 0
 
     def seen(held: Any) -> None:
@@ -245,14 +224,16 @@ def restored(folder: Path, ranks: int) -> list[Any]:
             if "Fetched step-" in log.read_text():
                 fetched = time.monotonic() - began
 
-    for steps in ("1", "2"):
+    for steps in (1, 2):
+        command = [ROOT / "train.py", OF_LARGE, how, f"--max_step {steps}"]
         began, peak = time.monotonic(), 0
         with log.open("w") as file:
-            code = memory.watched([*command, steps], 0.05, seen, stdout=file, stderr=file)
+            command = [sys.executable, *inputs.flags(*command, **words)]
+            code = memory.watched(command, 0.05, seen, stdout=file, stderr=file)
         assert code == 0, log.read_text()
-        if steps == "1":
-            size = sum(path.stat().st_size for path in out.glob(f"{name}/step-*/**/*.*"))
-            shutil.rmtree(out / name)
+        if steps == 1:
+            size = sum(path.stat().st_size for path in run.glob("step-*/**/*.*"))
+            shutil.rmtree(run)
     gib = [f"{number / page.GIB:.2f}" for number in (size, peak)]
     return [f"{ranks} rank{'s' * (ranks > 1)}, {kind}", f"{fetched:.1f}", *gib]
 
@@ -267,67 +248,58 @@ class Chaos:
         self.longest: dict[int, float] = {}  # seconds of an undisturbed run, by ranks
 
     def run(self, seconds: float) -> None:
-        from ranks import Job
-
         began = time.monotonic()
         for ranks in KINDS:
             start = time.monotonic()
-            job = Job(ranks, *flags(self.folder, f"whole-{ranks}", ranks))
-            assert job.wait(120) == [0] * ranks, job.output
+            tests.ended(Job(ranks, *flags(self.folder, f"whole-{ranks}", ranks, mirrored=False)))
             self.longest[ranks] = time.monotonic() - start
         while time.monotonic() < began + seconds:
             self.one(f"run-{self.counts['runs']}", self.generator.choice([*KINDS]))
 
     def one(self, name: str, ranks: int) -> None:
         """Start, disturb and start again one run until it is done, and check what is left."""
-        from test_mirrored_runs import assert_same_end
-
         run, before, done = self.folder / "out" / name, "nobody", False
         while not done:
-            done, before = self.attempt(run, ranks, self.victim(), before)
+            done, before = self.attempt(run, ranks, before)
             page.progress(f"{name} on {ranks}, {before}: {dict(self.counts)}")
         self.counts["runs"] += 1
         try:
-            assert_same_end(run, self.folder / "out" / f"whole-{ranks}")
+            tests.assert_same_end(run, self.folder / "out" / f"whole-{ranks}")
         except AssertionError as error:
-            page.progress(f"DIFFERENT: {name} {error}")
-            self.counts["different"] += 1
+            self.fault("different", f"{name} {error}")
         if strays := self.strays(f"chaos/{name}/"):
-            page.progress(f"STRAYS: {name} {strays}")
-            self.counts["strays"] += 1
+            self.fault("strays", f"{name} {strays}")
         shutil.rmtree(run)
 
-    def victim(self) -> str:
-        """The loss of all is what a mirror is for."""
-        return self.generator.choices(VICTIMS, [2, 1, 3, 2])[0]
+    def fault(self, kind: str, words: str) -> None:
+        page.progress(f"{kind.upper()}: {words}")
+        self.counts[kind] += 1
 
-    def attempt(self, run: Path, ranks: int, victim: str, before: str) -> tuple[bool, str]:
-        """One start, in which `victim` dies. Returns whether the run is done, and who died:
+    def attempt(self, run: Path, ranks: int, before: str) -> tuple[bool, str]:
+        """One start, in which a victim dies. Returns whether the run is done, and who died:
         "nobody" if it was over before that.
 
         before: who died in the last start.
         """
-        from ranks import Job
-
         self.counts["starts"] += 1
+        [victim] = self.generator.choices([*VICTIMS], VICTIMS.values())
         # Half of them meet a server that is gone already.
         gone = victim == "server" and self.generator.random() < 0.5
         if gone:
             self.server.kill()
-        job = Job(ranks, *flags(self.folder, run.name, ranks, *mirrored(run.name)))
+        job = Job(ranks, *flags(self.folder, run.name, ranks, mirrored=True))
         moment = self.generator.uniform(0.0, 0.9 * self.longest[ranks])
         # A lost disk is fetched, and a dead owner's lease waited for, before it trains again.
         if not gone:
-            time.sleep(moment + (LEASE_SECONDS if before == "machine and disk" else 0))
-        victims = self.kill(job, run, ranks, victim)
+            time.sleep(moment + tests.LEASE_SECONDS * (before == "machine and disk"))
+        found = self.kill(job, run, ranks, victim)
         try:
             codes = job.wait(180)
         except AssertionError as error:
-            page.progress(f"HANGS: {run.name} {victim} {error}")
-            self.counts["unexpected"] += 1
+            self.fault("unexpected", f"{run.name} hangs: {victim} {error}")
             return False, victim
         said = "\n".join(job.output)
-        if victim in ("process", "machine and disk") and -9 not in codes or not victims:
+        if victim in ("process", "machine and disk") and -9 not in codes or not found:
             victim = "nobody"
         self.counts[victim] += 1
         if "Fetched step-" in said:
@@ -335,56 +307,49 @@ class Chaos:
         # 71: the other rank was killed. Without server or uploader a start ends with 74, an end
         # with 80.
         allowed = {0} if victim == "nobody" else {0, -9, 71}
-        allowed |= {"server": {74, 80}, "uploader": {74, 80}}.get(victim, set())
+        allowed |= {74, 80} if victim in ("server", "uploader") else set()
         if not allowed.issuperset(codes):
-            page.progress(f"UNEXPECTED: {run.name} {codes} {victim}\n{said}")
-            self.counts["unexpected"] += 1
+            self.fault("unexpected", f"{run.name} {codes} {victim}\n{said}")
         if victim == "machine and disk":
             shutil.rmtree(run, ignore_errors=True)
         return not any(codes), victim
 
-    def kill(self, job: Any, run: Path, ranks: int, victim: str) -> bool:
+    def kill(self, job: Job, run: Path, ranks: int, victim: str) -> bool:
         """Returns whether there was anybody to be killed."""
+        everyone = [*range(ranks)]
         if victim == "server":
             self.server.kill()
             time.sleep(self.generator.uniform(0.5, LONGEST_AWAY_SECONDS))
             self.server.start()
             self.bucket.make()  # returns once the server takes requests
-            return True
-        if victim == "uploader":
+        elif victim == "uploader":
             return end_uploaders(run)
-        if victim == "process":
+        elif victim == "process":
             # On a machine with two ranks one may die alone.
-            job.kill(self.generator.choice([[0], [*range(ranks)]]))
-            return True
-        # Either may come first, as where the power goes.
-        if self.generator.random() < 0.5:
-            job.kill([*range(ranks)])
-        end_uploaders(run)
-        job.kill([*range(ranks)])
-        end_uploaders(run)  # one that was being started
+            job.kill(self.generator.choice([[0], everyone]))
+        else:
+            # Either may come first, as where the power goes.
+            if self.generator.random() < 0.5:
+                job.kill(everyone)
+            end_uploaders(run)
+            job.kill(everyone)
+            end_uploaders(run)  # one that was being started
         return True
 
     def strays(self, prefix: str) -> list[str]:
         """Objects that are in no manifest, and are neither a log nor the lease, and parts of
         uploads."""
-        from fabric_llm.base.files import MANIFEST
-        from fabric_llm.mirror.fetch import LOGS
-
         there = self.bucket.names(prefix)
-        known = set()
+        written = set()
         for name in there:
-            folder, _, file = name.rpartition("/")
-            if file == MANIFEST and folder.rpartition("/")[2].startswith("step-"):
+            if re.search(rf"/step-[^/]*/{MANIFEST}$", name):
                 entries = json.loads(self.bucket.content(name))["files"]
-                known |= {name, *(f"{folder}/{entry}" for entry in entries)}
-        run = f"{prefix}{prefix.rstrip('/').rpartition('/')[2]}"
-        known |= {f"{run}/{log}" for log in LOGS}
+                written |= {name, *(name.removesuffix(MANIFEST) + entry for entry in entries)}
+        run = prefix + Path(prefix).name
         leases = [name for name in there if name.startswith(f"{prefix}.leases/lease-")]
-        missing = sorted(name for name in known - there if "/step-" in name)
-        strays = sorted(there - known - set(leases[:1]))
+        strays = there - written - {f"{run}/{log}" for log in LOGS} - set(leases[:1])
         parts = [part for part in self.bucket.parts() if part.startswith(prefix)]
-        return [*strays, *(f"missing {name}" for name in missing), *(f"part {p}" for p in parts)]
+        return [*strays, *(f"missing {name}" for name in written - there), *parts]
 
 
 def end_uploaders(run: Path) -> bool:

@@ -3,10 +3,10 @@ its order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,30 +29,24 @@ SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL_LLAMA |= {"vocab_size": 256, "head_dim": 32}
 
 
-def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
-    """`train.py ARGV` before its first step, without a run directory. All ranks call it.
-
-    drawn_on_device: a Llama's weights are drawn there, whatever files there are. One device,
-    without --verify_start.
-    """
+def set_up(argv: list[Any]) -> Run:
+    """`train.py ARGV` before its first step, without a run directory. All ranks call it."""
     arguments = parse_train([str(word) for word in argv])
     directory = run_directory.directory(arguments)
-    plan = make_plan(
-        arguments, place(arguments), directory, run_directory.choose(arguments, directory)
-    )
+    chosen = run_directory.choose(arguments, directory)
+    plan = make_plan(arguments, place(arguments), directory, chosen)
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
-    with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
-        plan, loaded = build.measure(plan, arguments)
-        run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
-        build.build_model(run, loaded)
+    plan, loaded = build.measure(plan, arguments)
+    run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
+    build.build_model(run, loaded)
     run.batches = build.make_batches(run)
     return run
 
 
-@contextmanager
-def _drawn_on(device: torch.device) -> Iterator[None]:
-    """The weights are drawn on the device, as one model: a CPU takes minutes for billions of them.
+def drawn_on(kind: str) -> Any:
+    """In its context `set_up` draws a Llama's weights on a device of this kind, whatever files
+    there are: a CPU takes minutes for billions of them. One device, without --verify_start.
 
     Which fast paths the model takes is measured on a small one of its class.
     """
@@ -61,21 +55,16 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
         dtype = loading.DTYPES[plan.model.precision]
         small = type(plan.model.config)(**{**plan.model.config.to_dict(), **SMALL_LLAMA})
         small._attn_implementation = plan.model.config._attn_implementation
-        chosen = reference.choose(
-            AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags
-        )
+        small_model = AutoModelForCausalLM.from_config(small, dtype=dtype)
+        chosen = reference.choose(small_model, plan, model_flags)
         torch.manual_seed(seed)
-        with device:
+        with torch.device(kind):
             drawn = AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype).state_dict()
         names = weights.units(loading.build_skeleton(plan.model.config, dtype))
         opened = SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]})
         return reference.Reference(opened, (None, None), chosen)
 
-    load, reference.load = reference.load, draw
-    try:
-        yield
-    finally:
-        reference.load = load
+    return patch.object(reference, "load", draw)
 
 
 def take_step(run: Run) -> float:
@@ -122,8 +111,10 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:
     """What this rank holds for `tensors` (on devices of a kind): storage that several of them share
     counts once, whole."""
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    storages = (
-        tensor.detach().untyped_storage() for tensor in local if kind in (None, tensor.device.type)
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if kind in (None, local.device.type):
+            storage = local.detach().untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

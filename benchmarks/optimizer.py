@@ -59,7 +59,7 @@ NOTES = [
 def main() -> None:
     parser = page.parser(__doc__, rounds=9)
     parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES)
-    parser.add_argument("--threads", type=page.positive, default=1, help="of a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"))
     options = page.parse(parser)
     device = torch.device(options.accelerator)
@@ -81,12 +81,10 @@ def compiling(device: torch.device) -> str:
     built = time.perf_counter() - began
     used = adamw.fastest(device) is not adamw_rounded.plain_update
     whole = time.perf_counter() - began - built
-    outcome = "The kernel isn't used here."
-    if used:
-        outcome = "The bits are the same, and the kernel is used."
+    outcome = "The bits are the same, and it is used." if used else "It isn't used here."
     return (
-        f"The compiler takes {built:.2f} s in each process. Compiling and comparing with plain "
-        f"PyTorch take {whole:.2f} s. {outcome}"
+        f"The compiler takes {built:.2f} s in each process. Compiling the kernel and comparing it "
+        f"with plain PyTorch take {whole:.2f} s. {outcome}"
     )
 
 
@@ -111,9 +109,8 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     for name, (_, _, size_of_step) in OPTIMIZERS.items():
         row = {"name": name, "error": None, "seconds": times[name], "bytes": size_of_step}
         rows.append(row)
-        row["times_fused"] = page.times_faster(rows[0], row)
-        row["rate"] = size_of_step * count / page.median(row)
-        row["of_copy"] = row["rate"] / copied
+        row["times_fused"] = page.times(row, rows[0])
+        row["of_copy"] = size_of_step * count / page.median(row) / copied
     return (
         f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read and "
         f"written).\n\n{page.compare(rows, COLUMNS)}"

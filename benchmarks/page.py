@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, Optional
 
-PACKAGES = (
-    *("torch", "lightning", "transformers", "tokenizers", "datasets"),
-    *("numpy", "pyarrow", "accelerate"),
-)
+PACKAGES = "torch lightning transformers tokenizers datasets numpy pyarrow accelerate".split()
 MIB, GIB = 2**20, 2**30
 Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was, or None
-
-
-def positive(text: str) -> int:
-    """The type of a flag that is a whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1.")
-    return int(text)
 
 
 def parser(document: Optional[str], rounds: int = 0) -> argparse.ArgumentParser:
@@ -41,7 +30,7 @@ def parser(document: Optional[str], rounds: int = 0) -> argparse.ArgumentParser:
     description = (document or "").splitlines()[0]
     options = argparse.ArgumentParser(description=description, formatter_class=form)
     if rounds:
-        options.add_argument("--rounds", type=positive, default=rounds, help="timed turns of each")
+        options.add_argument("--rounds", type=int, default=rounds, help="timed turns of each")
     options.add_argument("--markdown", type=Path, help="file to write the page to")
     options.add_argument("--output", type=Path, help="JSON file to write the numbers to")
     return options
@@ -63,16 +52,11 @@ def median(row: Row) -> Optional[float]:
     return statistics.median(row["seconds"]) if row["seconds"] and not row["error"] else None
 
 
-def times_faster(row: Row, other: Row) -> Optional[float]:
-    """The median over rounds of how many times faster a row was than another in the same round."""
+def times(row: Row, other: Row) -> Optional[float]:
+    """The median over rounds of how many times as long a row took as another in the same round."""
     if row["error"] or other["error"] or not row["seconds"]:
         return None
-    return statistics.median(b / a for a, b in zip(row["seconds"], other["seconds"], strict=True))
-
-
-def over(row: Row, first: Row) -> Optional[float]:
-    """How many times the seconds of the first row a step takes."""
-    return None if row["error"] or first["error"] else median(row) / median(first)
+    return statistics.median(a / b for a, b in zip(row["seconds"], other["seconds"], strict=True))
 
 
 def step(row: Row) -> str:
@@ -111,44 +95,24 @@ def compare(
     for row in rows:
         for other in rows:
             if other["name"] == beside:
-                row["times"] = times_faster(row, other)
+                row["times"] = times(other, row)
     measured = [row for row in rows if not row["error"]]
-    if measured:
-        columns = {title: cell for title, cell in columns.items() if any(map(cell, measured))}
+    titles = [title for title, cell in columns.items() if any(map(cell, measured))] or [*columns]
     lines = []
     for row in rows:
-        cells = [row["error"]] if row["error"] else [cell(row) for cell in columns.values()]
+        cells = [row["error"]] if row["error"] else [columns[title](row) for title in titles]
         lines.append([row["name"], *cells])
-    return table(["", *columns], lines)
+    return table(["", *titles], lines)
 
 
 def table(titles: Iterable[str], lines: Iterable[Iterable[Any]], words: int = 1) -> str:
     """Markdown. The first columns are of words, the others of numbers; a short line is filled."""
     titles = list(titles)
-    rows = [titles, ["---"] * words + ["--:"] * (len(titles) - words), *lines]
     text = []
-    for row in rows:
+    for row in [titles, ["---"] * words + ["--:"] * (len(titles) - words), *lines]:
         cells = [str(cell) for cell in row]
         text.append("| " + " | ".join(cells + [""] * (len(titles) - len(cells))) + " |")
     return "\n".join(text)
-
-
-def table_under(text: str, heading: str) -> list[dict[str, str]]:
-    """The lines of the first table below a heading ("": of the page), by the columns' titles."""
-    below = text.partition(f"\n{heading}\n")[2].splitlines()
-    first = next(place for place, line in enumerate(below) if line.startswith("|"))
-    cells = []
-    for line in below[first:]:
-        if not line.startswith("|"):
-            break
-        cells.append([cell.strip() for cell in line.split("|")[1:-1]])
-    return [dict(zip(cells[0], row)) for row in cells[2:]]
-
-
-def lines_of(file: Path) -> list[dict[str, str]]:
-    """The lines of a CSV file, by the columns' titles."""
-    with file.open(newline="") as lines:
-        return list(csv.DictReader(lines))
 
 
 def about(options: argparse.Namespace) -> dict[str, str]:
@@ -157,33 +121,24 @@ def about(options: argparse.Namespace) -> dict[str, str]:
     hardware = options.device.get("name") or f"{cpu_name()}, {os.cpu_count()} cores"
     if hasattr(options, "threads") and not options.device:
         hardware += f", {options.threads} thread{'s' * (options.threads > 1)} a process"
+    installed = {one.name for one in distributions()}
+    versions = [f"{name} {version(name)}" for name in PACKAGES if name in installed]
     run = {
         "command": f"`{shlex.join(command)}`",
         "date": str(datetime.date.today()),
         "hardware": hardware,
         "load": f"average {options.load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end",
-        "versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
     if getattr(options, "smoke", False):
         run["smoke"] = "toy sizes, these figures mean nothing"
     return run
 
 
-def versions() -> list[str]:
-    """Of the packages that are installed."""
-    installed = []
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed.append(f"{name} {version(name)}")
-    return installed
-
-
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
+    found = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor()
 
 
 def keep(

@@ -2,11 +2,12 @@
 
     python benchmarks/plan.py
 
-The runs and their peaks are those in the table of docs/results/plan.md.
+The runs, their peaks and their flags are those of plan_flags.csv.
 """
 
 from __future__ import annotations
 
+import csv
 import statistics
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from fabric_llm.forecast.prediction import predict
 from fabric_llm.model import gate, layers
 from parse_arguments import parse_plan
 
-PAGE = ROOT / "docs/results/plan.md"
+FILE = ROOT / "benchmarks/plan_flags.csv"
 CONTEXT, SLACK = "CUDA context (assumed)", "allocator's slack (assumed)"
 # of the plan's parts
 NOT_COUNTED = {"allocated": (CONTEXT, SLACK), "active": (CONTEXT, SLACK), "reserved": (CONTEXT,)}
@@ -36,13 +37,12 @@ NOT_COUNTED = {"allocated": (CONTEXT, SLACK), "active": (CONTEXT, SLACK), "reser
 SHAPES = {**gpu.SHAPES, "7B": inputs.llama(4096, 11008, 32, 32, vocab_size=32000)}
 OWN = "[gpu.md](gpu.md)"
 HALF = "keeps every second matrix product"
-# Flags of plan.py besides --model_name with a folder of that shape's config.json.
-FLAGS = ROOT / "benchmarks/plan_flags.csv"
 TITLES = ["run", "source", "counted", "not the same", "published, GiB", "plan, GiB", "error"]
 
 
 class Published(NamedTuple):
-    """A run, its peak in GiB, and the flags that plan it."""
+    """A run, its peak in GiB, and the flags of plan.py besides --model_name with a folder of that
+    shape's config.json."""
 
     run: str  # it begins with a key of SHAPES
     source: str
@@ -60,16 +60,8 @@ def main() -> None:
 
 
 def published() -> list[Published]:
-    """The runs of the page."""
-    text = PAGE.read_text()
-    flags = {}
-    for line in page.lines_of(FLAGS):
-        flags[line["run"], line["source"]] = line["flags"]
-    runs = []
-    for line in page.table_under(text, ""):
-        run, source, counted, other, gib = (line[title] for title in TITLES[:5])
-        runs.append(Published(run, source, counted, other, float(gib), flags[run, source]))
-    return runs
+    with FILE.open(newline="") as lines:
+        return [Published(**{**line, "gib": float(line["gib"])}) for line in csv.DictReader(lines)]
 
 
 def predicted(one: Published, folder: Path) -> page.Row:
@@ -131,38 +123,31 @@ def body(rows: list[page.Row]) -> str:
     others = [row for row in rows if row["source"] != OWN]
     own = [row for row in rows if row["source"] == OWN]
     expressed = [row for row in others if not row["other"]]
-    lines, of_theirs = [], []
-    for row in rows:
-        words = [row["run"], row["source"], row["counted"], row["other"]]
-        lines.append([*words, *cells(row, "plan")])
-    for row in theirs:
-        of_theirs.append([row["run"], row["source"], *cells(row, "as_theirs")])
-    groups = [
-        ["all", *sizes(rows, "plan")],
-        ["this project's", *sizes(own, "plan")],
-        ["of others", *sizes(others, "plan")],
-        ["of others, which these flags express", *sizes(expressed, "plan")],
-        ["torchtitan's, with this template's choice of what is kept", *sizes(theirs, "plan")],
-        ["torchtitan's, with their choice", *sizes(theirs, "as_theirs")],
+    lines = [[row["run"], row["source"], row["counted"], row["other"]] for row in rows]
+    of_theirs = [[row["run"], row["source"]] for row in theirs]
+    for places, of_table, key in ((lines, rows, "plan"), (of_theirs, theirs, "as_theirs")):
+        for line, row in zip(places, of_table):
+            line += [str(row["gib"]), f"{row[key]:.1f}", f"{error(row, key):+.1%}"]
+    groups = []
+    for name, group, key in (
+        ("all", rows, "plan"),
+        ("this project's", own, "plan"),
+        ("of others", others, "plan"),
+        ("of others, which these flags express", expressed, "plan"),
+        ("torchtitan's, with this template's choice of what is kept", theirs, "plan"),
+        ("torchtitan's, with their choice", theirs, "as_theirs"),
+    ):
+        errors = [abs(error(row, key)) for row in group]
+        sizes = [f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
+        groups.append([name, len(errors), *sizes])
+    pieces = [
+        page.table(TITLES, lines, words=4),
+        "## With torchtitan's choice of what is kept",
+        page.table([*TITLES[:2], *TITLES[4:]], of_theirs, words=2),
+        "## Sizes of the errors",
+        page.table(["runs", "number", "median", "largest"], groups),
     ]
-    return "\n\n".join(
-        [
-            page.table(TITLES, lines, words=4),
-            "## With torchtitan's choice of what is kept",
-            page.table([*TITLES[:2], *TITLES[4:]], of_theirs, words=2),
-            "## Sizes of the errors",
-            page.table(["runs", "number", "median", "largest"], groups),
-        ]
-    )
-
-
-def cells(row: page.Row, key: str) -> list[str]:
-    return [str(row["gib"]), f"{row[key]:.1f}", f"{error(row, key):+.1%}"]
-
-
-def sizes(rows: list[page.Row], key: str) -> list[str]:
-    errors = [abs(error(row, key)) for row in rows]
-    return [str(len(rows)), f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
+    return "\n\n".join(pieces)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+# Each contender imports what it needs, whose memory counts as its own.
 from benchmarks import memory, page
 from benchmarks.turns import alternate
 
@@ -36,9 +37,8 @@ COLUMNS = {
     "of the tokenizer": page.number("times", ".3f"),
     "bytes a token": page.number("bytes_a_token"),
     "padding": page.number("padding", ".2%"),
-    "peak memory, MiB": lambda row: f"{statistics.median(row['peak_bytes']) / page.MIB:,.0f}",
+    "peak memory, MiB": lambda row: f"{statistics.median(row['peaks']) / page.MIB:,.0f}",
 }
-EACH_ROUND = ("seconds", "peak_bytes")  # what a row has a list of
 # what is timed; what its result is reported as
 Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]
 
@@ -57,12 +57,10 @@ def main() -> int:
         for cores in options.cores:
             for name in CONTENDERS:
                 row = {"name": name, "cores": cores, "error": None, "text_bytes": size}
-                rows.append({**row, **{key: [] for key in EACH_ROUND}})
+                rows.append({**row, "seconds": [], "peaks": []})
         for row in alternate(rows, options.rounds):
-            report = turn(row["name"], folder, row["cores"])
-            page.progress(f"{row['cores']} cores, {row['name']}: {report}")
-            for key, value in report.items():
-                row[key] = [*row[key], value] if key in EACH_ROUND else value
+            take_turn(row, folder)
+            page.progress(f"{row['cores']} cores, {row['name']}: {row['seconds'][-1]:.1f} s")
     notes = [
         f"Text: {size / 1e6:,.0f} MB in {documents:,} documents, sources and documentation of "
         f"installed packages; byte-level BPE of {VOCABULARY:,} tokens trained on it; rows of "
@@ -81,32 +79,26 @@ def main() -> int:
     return 0
 
 
-def library_texts(most_bytes: int) -> list[str]:
-    """Files of text on this machine, each once."""
+def make_corpus(folder: Path, most_bytes: int) -> tuple[int, int]:
+    """Write files of text on this machine into corpus.jsonl, each once, and a tokenizer trained on
+    them. Returns (documents, bytes)."""
+    from fabric_llm.prepare.tokenizer import train_byte_level_bpe
+
     roots = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     texts: dict[str, None] = {}
     total = 0
     for root in (*roots, "/usr/share/doc", "/usr/include"):
         for path in sorted(Path(root).rglob("*")):
-            if total >= most_bytes:
-                return list(texts)
             with suppress(OSError, UnicodeDecodeError):
-                text = path.read_bytes().decode() if path.suffix in SUFFIXES else ""
+                is_text = path.suffix in SUFFIXES and total < most_bytes
+                text = path.read_bytes().decode() if is_text else ""
                 if text.strip() and text not in texts and len(text) <= MAX_CHARACTERS:
                     texts[text] = None
                     total += len(text.encode())
-    return list(texts)
-
-
-def make_corpus(folder: Path, most_bytes: int) -> tuple[int, int]:
-    """Write corpus.jsonl, and a tokenizer trained on it. Returns (documents, bytes)."""
-    from fabric_llm.prepare.tokenizer import train_byte_level_bpe
-
-    texts = library_texts(most_bytes)
-    train_byte_level_bpe(texts, vocab_size=VOCABULARY).save_pretrained(folder / "tokenizer")
+    train_byte_level_bpe([*texts], vocab_size=VOCABULARY).save_pretrained(folder / "tokenizer")
     with open(folder / "corpus.jsonl", "w") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    return len(texts), sum(len(text.encode()) for text in texts)
+    return len(texts), total
 
 
 def tokenizer_itself(folder: Path, output: Path, cores: int) -> Contender:
@@ -181,27 +173,25 @@ CONTENDERS: dict[str, Callable[[Path, Path, int], Contender]] = {
 }
 
 
-def turn(name: str, folder: Path, cores: int) -> dict[str, Any]:
-    """One contender in a process on so many cores: its report, its peak memory and the bytes that
-    it leaves."""
-    output, report_file = folder / "output", folder / "report"
+def take_turn(row: page.Row, folder: Path) -> None:
+    """Of one contender, in a process on so many cores. Adds its report, its peak memory and the
+    bytes that it leaves to the row."""
+    output, report_file, cores = folder / "output", folder / "report", str(row["cores"])
     output.mkdir()
     held: list[int] = []
-    command = [sys.executable, __file__, "--work", name, str(folder), str(output), str(cores)]
-    threads = {"RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": str(cores > 1).lower()}
+    command = [sys.executable, __file__, "--work", row["name"], str(folder), str(output), cores]
+    threads = {"RAYON_NUM_THREADS": cores, "TOKENIZERS_PARALLELISM": str(cores != "1").lower()}
     with report_file.open("w") as file:
         settings = {"env": {**os.environ, **threads}, "stdout": file}
         code = memory.watched(command, SAMPLE_SECONDS, lambda now: held.append(now.pss), **settings)
-    left = 0
-    for file in output.rglob("*"):
-        if file.is_file() and "tokenizer" not in file.parts:
-            left += file.stat().st_size
+    assert code == 0, f"{row['name']} ended with {code}"
+    files = [path for path in output.rglob("*") if path.is_file() and "tokenizer" not in path.parts]
+    left = sum(path.stat().st_size for path in files)
     shutil.rmtree(output)
-    if code:
-        return {"error": f"exit code {code}"}
     report = json.loads(report_file.read_text().splitlines()[-1])
-    bytes_a_token = left / report["tokens"] if left else None
-    return {**report, "peak_bytes": max(held), "bytes_a_token": bytes_a_token}
+    row["seconds"].append(report.pop("seconds"))
+    row["peaks"].append(max(held))
+    row |= {**report, "bytes_a_token": left / report["tokens"] if left else None}
 
 
 def work(name: str, folder: str, output: str, cores: str) -> int:

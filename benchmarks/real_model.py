@@ -30,20 +30,16 @@ CONTEXT = 512
 SETS = ("basque", "english", "sayings")
 HELD_OUT = 40  # one document of so many isn't trained on
 TESTED_BYTES = 10_000  # about so much of those is of the test
-TRAINED = {
-    **{"precision": "32-true", "global_batch_size": 4, "micro_batch_size": 4, "max_step": 100},
-    **{"lr": 3e-4, "warmup_steps": 10, "lr_schedule": "constant", "resume": "auto", "devices": 1},
-    **{"eval_step_interval": 10, "eval_iters": 2, "eval_batch_size": 4, "save_step_interval": 20},
-    **{"keep_last": 3, "forgetting_action": "steer"},
-}
+TRAINED = "--precision 32-true --global_batch_size 4 --micro_batch_size 4 --max_step 100 --lr 3e-4 "
+TRAINED += "--warmup_steps 10 --lr_schedule constant --resume auto --devices 1 --eval_iters 2 "
+TRAINED += "--eval_step_interval 10 --eval_batch_size 4 --save_step_interval 20 --keep_last 3 "
+TRAINED += "--forgetting_action steer"
 HANDBOOK = {"basque": 0.7, "english": 0.3}
 BOTH = {"basque": 0.7, "english": 0.15, "sayings": 0.15}
 # The shares that a run begins with, and how many nats of each English set it may forget.
 RUNS = {"handbook": (HANDBOOK, 0.05), "both": (BOTH, 0.05), "both-0.02": (BOTH, 0.02)}
-PROMPTS = {
-    "basque": "Dokumentu berri bat sortzeko",  # "to create a new document"
-    "english": "The most important thing about free software is",
-}
+# The first: "to create a new document".
+PROMPTS = ("Dokumentu berri bat sortzeko", "The most important thing about free software is")
 TASK = {
     "dataset_path": "json",
     "test_split": "test",
@@ -66,34 +62,33 @@ def main() -> None:
     prepare(given.packages.resolve(), work)
     models = {"base": base}
     for name in given.runs:
-        shares, nats = RUNS[name]
-        budget = f"english:{nats},sayings:{nats}"
-        train(work, name, shares, budget)
-        models |= {name: work / "continued" / name, f"{name}, merged": work / "merged" / name}
-        finish(work, name, budget)
-    harness = {name: evaluated(folder, work) for name, folder in models.items()}
-    written = {name: samples(folder) for name, folder in models.items()}
+        continued, merged = work / "continued" / name, work / "merged" / name
+        run_and_finish(work, name, continued, merged)
+        models |= {name: continued, f"{name}, merged": merged}
     logs = {name: inputs.log(work / "runs" / name, "eval") for name in given.runs}
     body = [f"## {name}\n\n{evaluations(lines)}" for name, lines in logs.items()]
-    body += [scores(harness), texts(written)]
+    harness, written = [], []
+    for name, folder in models.items():
+        scores = evaluated(folder, work)
+        harness.append([name, *(f"{scores[one]:.3f}" for one in SETS)])
+        written += [f"**{name}**: {sample(folder, prompt)}" for prompt in PROMPTS]
+    body += [page.table(["held-out documents, bits per byte", *SETS], harness), *written]
     rows = {"harness": harness, "samples": written, "logs": logs}
     page.write("SmolLM2 135M learns Basque", [], given, "\n\n".join(body), rows)
 
 
-def train(work: Path, name: str, shares: dict[str, float], budget: str) -> None:
-    data = work / "data"
+def run_and_finish(work: Path, name: str, continued: Path, merged: Path) -> None:
+    """A run, its export, a merge with the base model inside the budget, and a certificate."""
+    data, base, run = work / "data", work / "base", work / "runs" / name
+    shares, nats = RUNS[name]
     mix = ",".join(f"{source}={data / source}:{share}" for source, share in shares.items())
-    unread = [f"{source}={data / source}" for source in SETS if source not in shares]
-    more = {"eval_data": ",".join(unread)} if unread else {}
-    more |= {"data_mix": mix, "forgetting_budget": budget}
-    inputs.train(work / "runs" / name, model_name=work / "base", **more, **TRAINED)
-
-
-def finish(work: Path, name: str, budget: str) -> None:
-    """The run's export, a merge with the base model inside the budget, and a certificate."""
-    run, merged = work / "runs" / name, work / "merged" / name
-    inputs.once("export_hf.py", run, output=work / "continued" / name)
-    inputs.once("fabric_llm.average", work / "base", run, output=merged, forgetting_budget=budget)
+    budget = f"english:{nats},sayings:{nats}"
+    given = {"model_name": base, "data_mix": mix, "forgetting_budget": budget}
+    if unread := [f"{source}={data / source}" for source in SETS if source not in shares]:
+        given["eval_data"] = ",".join(unread)
+    inputs.train(run, TRAINED, **given)
+    inputs.once("export_hf.py", run, output=continued)
+    inputs.once("fabric_llm.average", base, run, output=merged, forgetting_budget=budget)
     inputs.once("fabric_llm.verify", run, output=work / f"certificate-{name}.json")
 
 
@@ -140,8 +135,8 @@ def prepare(packages: Path, work: Path) -> None:
     """A dataset of each text; some documents of each are held out for the harness."""
     if (work / "tasks").exists():
         return
-    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
-    common |= {"tokenizer": work / "base", "overwrite": "true"}
+    common = f"--context_length {CONTEXT} --packing best_fit --validation_fraction 0.05 "
+    common += "--overwrite true"
     texts = work / "text"
     texts.mkdir(parents=True, exist_ok=True)
     for name, of_set in documents(packages).items():
@@ -152,7 +147,7 @@ def prepare(packages: Path, work: Path) -> None:
             lines = (json.dumps({"text": text}) + "\n" for text in chosen)
             (texts / f"{file}.jsonl").write_text("".join(lines))
         words = {"input": texts / f"{name}.jsonl", "output": work / "data" / name}
-        inputs.call("prepare_data.py", **words, **common)
+        inputs.call("prepare_data.py", common, tokenizer=work / "base", **words)
     (work / "tasks").mkdir()
     for name in SETS:
         file = {"data_files": {"test": str(texts / f"{name}-test.jsonl")}}
@@ -165,10 +160,10 @@ def evaluated(model: Path, work: Path) -> dict[str, float]:
     """Bits per byte of the documents that were held out, as lm-evaluation-harness measures them."""
     output = work / "harness" / model.relative_to(work)
     if not output.exists():
-        words = {"model": "hf", "include_path": work / "tasks", "tasks": ",".join(SETS)}
-        words |= {"model_args": f"pretrained={model},dtype=float32,max_length={CONTEXT}"}
-        words |= {"batch_size": 1, "device": "cpu", "output_path": output}
-        command = [sys.executable, "-m", "lm_eval", *inputs.flags(**words)]
+        words = f"-m lm_eval --model hf --tasks {','.join(SETS)} --batch_size 1 --device cpu"
+        given = {"model_args": f"pretrained={model},dtype=float32,max_length={CONTEXT}"}
+        given |= {"include_path": work / "tasks", "output_path": output}
+        command = [sys.executable, *inputs.flags(words, **given)]
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         subprocess.run(command, env={**os.environ, **offline}, stdout=sys.stderr, check=True)
     [results] = output.rglob("results_*.json")
@@ -176,15 +171,12 @@ def evaluated(model: Path, work: Path) -> dict[str, float]:
     return {name: found[name]["bits_per_byte,none"] for name in SETS}
 
 
-def samples(model: Path) -> dict[str, str]:
-    """What the model makes of each prompt, with the most likely tokens."""
-    found = {}
-    for name, prompt in PROMPTS.items():
-        words = {"prompt": prompt, "temperature": 0, "max_new_tokens": 60, "device": "cpu"}
-        command = [sys.executable, "-m", "fabric_llm.generate", str(model), *inputs.flags(**words)]
-        done = subprocess.run(command, cwd=inputs.ROOT, stdout=subprocess.PIPE, check=True)
-        found[name] = done.stdout.decode().strip()
-    return found
+def sample(model: Path, prompt: str) -> str:
+    """What the model makes of a prompt, with the most likely tokens."""
+    words = "--temperature 0 --max_new_tokens 60 --device cpu --prompt"
+    command = [sys.executable, *inputs.flags("-m fabric_llm.generate", model, words), prompt]
+    done = subprocess.run(command, cwd=inputs.ROOT, stdout=subprocess.PIPE, check=True)
+    return " ".join(done.stdout.decode().split())
 
 
 def evaluations(of_run: list[dict[str, Any]]) -> str:
@@ -194,19 +186,6 @@ def evaluations(of_run: list[dict[str, Any]]) -> str:
         losses = [f"{line['eval'][name]['loss']:.3f}" for name in names]
         lines.append([line["step"], *losses])
     return page.table(["step", *names], lines)
-
-
-def scores(harness: dict[str, dict[str, float]]) -> str:
-    lines = [[model, *(f"{of[name]:.3f}" for name in SETS)] for model, of in harness.items()]
-    return page.table(["held-out documents, bits per byte", *SETS], lines)
-
-
-def texts(written: dict[str, dict[str, str]]) -> str:
-    pieces = []
-    for name, of_model in written.items():
-        for text in of_model.values():
-            pieces.append(f"**{name}**: " + " ".join(text.split()))
-    return "\n\n".join(pieces)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python benchmarks/sweep.py
 
-The runs, and what their sources say of them, are those in the tables of docs/results/sweep.md.
+The runs, what their sources say of them, and their flags are those of sweep_flags.csv.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import statistics
 import sys
@@ -22,11 +23,7 @@ from benchmarks.inputs import llama
 from fabric_llm.forecast import sweep
 from parse_arguments import parse_plan
 
-PAGE = ROOT / "docs/results/sweep.md"
-MANY, ONE = "## From few GPUs to many", "## At one number of GPUs"
-# Flags of plan.py besides --sweep, and --model_name with a folder of that shape's config.json.
-FLAGS = ROOT / "benchmarks/sweep_flags.csv"
-RATE = "published, tokens/s a GPU"
+FILE = ROOT / "benchmarks/sweep_flags.csv"
 LLAMAS = {
     "Llama 8B": gpu.SHAPES["8B"],
     "Llama 7B": llama(4096, 11008, 32, 32, vocab_size=32000),
@@ -52,8 +49,8 @@ class Series(NamedTuple):
     run: str
     source: str
     other: str  # what of it these flags don't express
-    flags: str
     published: dict[int, float]  # devices -> tokens per second and GPU
+    flags: str  # of plan.py besides --sweep, and --model_name with a folder of that shape
 
 
 def main() -> None:
@@ -67,18 +64,13 @@ def main() -> None:
 
 
 def published() -> list[Series]:
-    """The runs of the page."""
-    text = PAGE.read_text()
-    flags = {}
-    for line in page.lines_of(FLAGS):
-        for devices in line["GPUs"].split(", "):
-            flags[line["run"], line["source"], devices] = line["flags"]
-    series: dict[tuple[str, str, str], Series] = {}
-    for line in page.table_under(text, MANY) + page.table_under(text, ONE):
-        key = line["run"], line["source"], flags[line["run"], line["source"], line["GPUs"]]
-        one = series.setdefault(key, Series(*key[:2], line["not the same"], key[2], {}))
-        one.published[int(line["GPUs"])] = float(line[RATE].replace(",", ""))
-    return list(series.values())
+    series = []
+    with FILE.open(newline="") as lines:
+        for line in csv.DictReader(lines):
+            rates = [pair.split(":") for pair in line["published"].split()]
+            line["published"] = {int(devices): float(rate) for devices, rate in rates}
+            series.append(Series(**line))
+    return series
 
 
 def predicted(one: Series, folder: Path) -> list[page.Row]:
@@ -121,22 +113,22 @@ def body(rows: list[page.Row]) -> str:
     single = [cells(row) for row in rows if not row["is_series"]]
     later = [row for row in series if row["efficiency"] != 1]
     between = [row for row in later if row["none_hidden"] <= row["efficiency"] <= row["all_hidden"]]
-    titles = ["run", "source", "not the same", "GPUs", RATE, "plan", "messages"]
+    titles = ["run", "source", "not the same", "GPUs", "published, tokens/s a GPU", "plan"]
+    titles.append("messages")
     many = []
     for row in series:
         many.append([*cells(row), f"{row['efficiency']:.1%}", f"{row['none_hidden']:.1%}"])
-    return "\n\n".join(
-        [
-            MANY,
-            page.table([*titles, "published efficiency", "none hidden"], many, words=3),
-            f"Of the {len(later)} efficiencies below 1, {len(between)} lie between those where all "
-            "and none of the messages are hidden. The median of the errors' sizes is "
-            f"{middle(later, 'all_hidden')} where all are, as the plan says, and "
-            f"{middle(later, 'none_hidden')} where none are.",
-            ONE,
-            page.table(titles, single, words=3),
-        ]
-    )
+    pieces = [
+        "## From few GPUs to many",
+        page.table([*titles, "published efficiency", "none hidden"], many, words=3),
+        f"Of the {len(later)} efficiencies below 1, {len(between)} lie between those where all "
+        "and none of the messages are hidden. The median of the errors' sizes is "
+        f"{middle(later, 'all_hidden')} where all are, as the plan says, and "
+        f"{middle(later, 'none_hidden')} where none are.",
+        "## At one number of GPUs",
+        page.table(titles, single, words=3),
+    ]
+    return "\n\n".join(pieces)
 
 
 def cells(row: page.Row) -> list[str]:

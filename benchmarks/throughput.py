@@ -17,18 +17,22 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import gpu, inputs, page, turns
 
 # A shape, vocabulary, context and micro-batch. Of a Llama of one billion parameters, with four
 # rows, all logits of one contender don't fit beside the others' weights.
 SIZES = {
-    "cpu": (inputs.LLAMA, 8192, 512, 4),
+    "cpu": (inputs.llama(512, 1376, 8, 8), 8192, 512, 4),
     "cuda": (gpu.SHAPES["1B"], gpu.VOCABULARY, 4096, 2),
-    "smoke": (inputs.TOY_LLAMA, 128, 32, 2),
+    "smoke": (inputs.llama(32, 64, 2, 2), 128, 32, 2),
 }
 ROWS, SEED = 256, 1234  # of the order, as train.py has it
 ADAMW = {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}  # as train.py has them
@@ -58,9 +62,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.write_llama(folder / "llama", True, stored, **{**shape, "vocab_size": vocabulary})
-        inputs.write_rows(
-            folder / "data", vocabulary, context, ROWS, document_tokens * options.packed
-        )
+        documents = document_tokens * options.packed
+        inputs.write_rows(folder / "data", vocabulary, context, ROWS, documents)
         for dtype in options.dtypes:
             contenders = []
             for way in options.only:
@@ -82,33 +85,29 @@ def main() -> int:
         "the ratio in one",
     ]
     page.write("Throughput", notes, options, "\n\n".join(tables), rows)
-    if problem := other_losses(rows):
-        print(f"throughput.py: error: {problem}", file=sys.stderr)
-    return int(problem is not None or all(row["error"] for row in rows))
-
-
-def other_losses(rows: list[page.Row]) -> Optional[str]:
-    """A sentence where contenders didn't compute the same."""
-    for dtype, group in itertools.groupby(rows, lambda row: row["dtype"]):
-        losses = {row["name"]: row["losses"][0] for row in group if not row["error"]}
-        if losses and max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE[dtype]:
-            return f"the contenders' first losses in {dtype} differ: {losses}."
-    return None
+    differ = False
+    for dtype in options.dtypes:
+        of_dtype = [row for row in rows if row["dtype"] == dtype and not row["error"]]
+        if losses := {row["name"]: row["losses"][0] for row in of_dtype}:
+            if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE[dtype]:
+                differ = True
+                page.progress(f"error: the first losses in {dtype} differ: {losses}")
+    return int(differ or all(row["error"] for row in rows))
 
 
 def template(
-    turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace, **more: str
+    turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace, how: str = ""
 ) -> None:
+    from benchmarks import one_step
+
+    words = f"{how} --micro_batch_size {options.micro_batch}"
     if options.compile:
-        more["compile"] = "true"
-    more["micro_batch_size"] = options.micro_batch
-    precision = turns.DTYPES[dtype]
-    turns.training(turn, inputs.training(folder, "llama", "data", options.kind, precision, **more))
+        words += " --compile true"
+    usual = folder, "llama", "data", options.kind, turns.DTYPES[dtype]
+    one_step.train(turn, one_step.set_up(inputs.training(*usual, words)))
 
 
 def bare_loop(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace) -> None:
-    import torch
-
     model, loss = causal_lm(folder, dtype).to(options.kind), None
     if options.compile:
         model.compile()
@@ -170,7 +169,7 @@ def hf_trainer(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Na
     trainer.train()
 
 
-plain = functools.partial(template, loss="full", attention="sdpa", compile="false")
+plain = functools.partial(template, how="--loss full --attention sdpa --compile false")
 CONTENDERS = {
     "fabric_llm": template,
     "fabric_llm, plain": plain,
@@ -180,9 +179,6 @@ CONTENDERS = {
 
 
 def causal_lm(folder: Path, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=dtype).train()
 

@@ -24,14 +24,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import torch
+
 from benchmarks import page
-from benchmarks.page import Row, positive, progress
+from benchmarks.page import Row, progress
 
 DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision calls them
 PRELOADED = [
     *("fabric_llm.base.fabric", "transformers.models.llama.modeling_llama"),
     *("datasets", "benchmarks.one_step"),
 ]
+WARM_UP = 3  # steps before the first timed one
 REST = ("rest", 0)
 FORGET = "the peak so far is forgotten"
 ASK_GPU = (
@@ -43,9 +46,8 @@ def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
     """The options of benchmarks whose contenders are processes of their own."""
     options = page.parser(document, rounds)
     add, cores = options.add_argument, os.cpu_count() or 1
-    add("--steps", type=positive, default=1, help="steps in a turn")
-    add("--warm_up", type=int, default=2, help="steps of each before the first timed one")
-    add("--threads", type=positive, default=cores, help="threads of each process on a CPU")
+    add("--steps", type=int, default=1, help="steps in a turn")
+    add("--threads", type=int, default=cores, help="threads of each process on a CPU")
     add("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
     add("--dtypes", nargs="+", choices=DTYPES, help="of parameters (default: on a GPU both)")
     add("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
@@ -59,8 +61,6 @@ def resolve(options: argparse.ArgumentParser) -> argparse.Namespace:
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    import torch  # after the environment is set: it makes its threads from it
-
     if given.accelerator == "cuda" and not torch.cuda.is_available():
         options.error("--accelerator cuda: this machine shows no GPU to PyTorch.")
     given.kind = "cuda" if given.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
@@ -97,8 +97,6 @@ def seconds_in_turns(
 
 
 def synchronize(kind: str) -> None:
-    import torch
-
     if kind == "cuda":
         torch.cuda.synchronize()
 
@@ -122,8 +120,6 @@ class Turns:
                 return True
             self.pipe.send(("done", self._report()))
         while (request := self.pipe.recv()) == REST:
-            import torch
-
             gc.collect()
             torch.cuda.empty_cache()
             self.pipe.send(("done", {}))
@@ -135,8 +131,6 @@ class Turns:
             self.peak.begin()
         synchronize(self.kind)
         if isinstance(self.what, Path):
-            import torch
-
             self.profiler = torch.profiler.profile(acc_events=True)
             self.profiler.start()
         self.began = time.perf_counter()
@@ -146,19 +140,13 @@ class Turns:
         synchronize(self.kind)
         report = {"seconds": (time.perf_counter() - self.began) / self.steps}
         if self.what == "memory":
-            report["peak_bytes"], report["additional_bytes"] = self.peak.end()
+            report["additional_bytes"] = self.peak.end()
+            report["peak_bytes"] = self.peak.held + report["additional_bytes"]
         elif isinstance(self.what, Path):
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.what))
         losses = [float(loss) for loss in self.losses if loss is not None]
         return {**report, "losses": losses, **self.extra}
-
-
-def training(turns: Turns, flags: list[str]) -> None:
-    """A contender that takes steps of training with these flags of train.py."""
-    from benchmarks import one_step
-
-    one_step.train(turns, one_step.set_up(flags))
 
 
 class Peak:
@@ -173,8 +161,6 @@ class Peak:
         self.kind, self.held, self.profiler = kind, 0, None
 
     def begin(self) -> None:
-        import torch
-
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -186,8 +172,6 @@ class Peak:
 
     def forget(self) -> None:
         """The highest count so far doesn't matter any more; what is there still counts."""
-        import torch
-
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -195,13 +179,10 @@ class Peak:
             with torch.profiler.record_function(FORGET):
                 pass
 
-    def end(self) -> tuple[Optional[int], int]:
-        """(bytes at the peak, None on a CPU; how many more they are than at the beginning)"""
-        import torch
-
+    def end(self) -> int:
+        """How many more bytes there were at the peak than at the beginning."""
         if self.kind == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-            return peak, peak - self.held
+            return torch.cuda.max_memory_allocated() - self.held
         self.profiler.__exit__(None, None, None)
         held = peak = 0
         events = self.profiler.profiler.kineto_results.events()
@@ -211,7 +192,7 @@ class Peak:
             elif event.name() == "[memory]":
                 held += event.nbytes()
                 peak = max(peak, held)
-        return None, peak
+        return peak
 
 
 def work(
@@ -222,8 +203,6 @@ def work(
     args: Any,
 ) -> None:
     """One process of a contender. place: (rank, ranks, the file that the ranks meet in)."""
-    import torch
-
     torch.set_num_threads(options.threads)
     os.dup2(2, 1)  # standard output is the page's
     warnings.filterwarnings("ignore", message=".*`srun` command is available")
@@ -245,8 +224,6 @@ def work(
 
 def join(rank: int, ranks: int, store: Path, kind: str) -> None:
     """Form the process group as torchrun would, but meet in a file."""
-    import torch
-
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     numbers |= {"GROUP_RANK": 0, "MASTER_PORT": 0}
     os.environ |= {name: str(number) for name, number in numbers.items()}
@@ -264,7 +241,7 @@ class Contender:
     def __init__(
         self, options: argparse.Namespace, row: Row, function: Callable[..., None], *args: Any
     ) -> None:
-        """row: what is known of it; "ranks" in it are so many processes, which meet in the file
+        """row: what is known of it; its "ranks" are so many processes, which meet in the file
         "store"."""
         self.row = {"error": None, "seconds": [], **row}
         # A server that is forked imports once, but some packages, such as torchao, ask for GPUs
@@ -293,9 +270,7 @@ class Contender:
         while left:
             ready = wait(left, max(0.0, deadline - time.monotonic()))
             if not ready:
-                limit = max(0.0, within_seconds)
-                message = f"stopped: it didn't answer within the {limit:.0f} s that it had left"
-                return self._failed(message)
+                return self._failed("stopped: its time was over")
             for pipe in ready:
                 try:
                     kind, report = pipe.recv()
@@ -307,11 +282,7 @@ class Contender:
                     return self._failed(report)
                 reports.append(report)
                 left.remove(pipe)
-        largest = {}
-        for key in reports[0]:
-            numbers = [report[key] for report in reports if report[key] is not None]
-            largest[key] = max(numbers, default=None)
-        return largest
+        return {key: max(report[key] for report in reports) for key in reports[0]}
 
     def _send(self, request: Optional[tuple[Any, int]]) -> None:
         """A process that has ended has said why, or is found at its end of the pipe."""
@@ -342,7 +313,7 @@ def in_turns(contenders: list[Contender], options: argparse.Namespace) -> list[R
     """
     on_gpu = options.kind == "cuda"
     for contender in contenders:
-        if report := contender.ask("time", max(1, options.warm_up)):
+        if report := contender.ask("time", WARM_UP):
             contender.row["losses"] = report["losses"]
         if on_gpu:
             contender.ask(*REST)

@@ -50,7 +50,7 @@ def measure(flags, profiles):
         one_step.take_step(run)
         whole.forget()
         one_step.take_step(run)
-        peak = whole.end()[1]
+        peak = whole.end()
     else:
         peaks = []
         with counted:
