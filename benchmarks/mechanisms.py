@@ -84,6 +84,9 @@ def nothing(*args: Any, **more: Any) -> None:
     pass
 
 
+PATIENT = wrapping(lambda original, self, *seconds: original(self, float("inf")))
+
+
 @wrapping
 def without_trace_of_unreadable(original, *args):
     try:
@@ -104,21 +107,10 @@ def with_actual_sizes(original, folder, entries, *rest):
 
 
 @wrapping
-def those_that_are_there(original, folder, entries, *rest):
-    original(folder, there(folder, entries), *rest)
-
-
-@wrapping
 def only_listed(original, folder):
     manifest = Path(folder, "MANIFEST.json")
     listed = json.loads(manifest.read_bytes())["files"] if manifest.is_file() else None
     return [name for name in original(folder) if listed is None or name in listed]
-
-
-@wrapping
-def own_problem_alone(original, pending, problems):
-    own = [problem if rank == pending.rank else None for rank, problem in enumerate(problems)]
-    return original(pending, own)
 
 
 @wrapping
@@ -136,19 +128,8 @@ def log_before_commit(original, pending, before=nothing):
 
 
 @wrapping
-def own_request_alone(original, fabric, total, asked):
-    return original(fabric, total, asked)[0], [int(number) for number in asked]
-
-
-@wrapping
 def hangup_as_sigterm(original, self, number, frame):
     return original(self, signal.SIGTERM if number == signal.SIGHUP else number, frame)
-
-
-@wrapping
-def without_given(original, arguments, directory):
-    checkpoint = replace(arguments.checkpoint, checkpoint=None)
-    return original(replace(arguments, checkpoint=checkpoint), directory)
 
 
 @wrapping
@@ -165,23 +146,10 @@ def without_interrupt(original, *args):
         original(*args)
 
 
-def with_the_same_rank(original):
-    def Popen(command, env):
-        own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
-        return original.Popen(command, env={**env, **own})
-
-    return SimpleNamespace(Popen=Popen)
-
-
 @wrapping
 def own_fault(original, self, fault):
     original(self, fault)
     return self.rank, fault
-
-
-@wrapping
-def patient(original, self, *seconds):
-    return original(self, float("inf"))
 
 
 @wrapping
@@ -200,7 +168,7 @@ def newest_by_name_elsewhere(ranks):
         directory = inspect.getclosurevars(choose).nonlocals["this"].directory
         return choose() if is_rank_zero() else (files.latest(directory), None)
 
-    return SimpleNamespace(**{**vars(ranks), "from_rank_zero": chosen})
+    return with_names(from_rank_zero=chosen)(ranks)
 
 
 @wrapping
@@ -209,11 +177,6 @@ def lost_with_the_others(original, this, *args, **more):
 
     code = original(this, *args, **more)
     return PEER_LOST if this.children.processes else code
-
-
-@wrapping
-def without_counts(original, beats, seconds):
-    return original({rank: {**beat, "collectives": 0} for rank, beat in beats.items()}, seconds)
 
 
 @wrapping
@@ -283,7 +246,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("kill in a background save", "a copy is written", "checkpoint.writing:begin",
      ROWS, "save_in_the_background_writes", without_copies),
     ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises",
-     own_problem_alone),
+     wrapping(lambda agree, pending, problems: agree(pending, [
+         problem if rank == pending.rank else None for rank, problem in enumerate(problems)]))),
     ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS,
      "save_that_raises", after_setting("problem", None)),
     ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS,
@@ -291,7 +255,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable",
      log_before_commit),
     ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
-     own_request_alone),
+     wrapping(lambda share, *args: (share(*args)[0], [int(number) for number in args[-1]]))),
     ("signals", "nobody needs to read what is printed", "base.program:outlast_readers", ROWS,
      "ctrl_c"),
     ("signals", "nobody waits for a reader", "base.program:SECONDS_FOR_A_READER", ROWS,
@@ -320,13 +284,15 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
      wrapping(lambda check, folder, entries, hashes, *rest: check(folder, entries, False, *rest))),
     ("damage", "sizes", "base.files:check_files", DAMAGE, "truncated", with_actual_sizes),
-    ("damage", "missing files", "base.files:check_files", DAMAGE, "missing", those_that_are_there),
+    ("damage", "missing files", "base.files:check_files", DAMAGE, "missing",
+     wrapping(lambda check, at, entries, *rest: check(at, there(at, entries), *rest))),
     ("damage", "files that nobody wrote", "base.files:files_in", DAMAGE, "nobody_wrote",
      only_listed),
     ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK,
      "falls_back", newest_or_none),
     ("damage", "a named one is never replaced", "plan.run_directory:choose", FALLBACK,
-     "never_replaced", without_given),
+     "never_replaced", wrapping(lambda choose, flags, directory: choose(replace(
+         flags, checkpoint=replace(flags.checkpoint, checkpoint=None)), directory))),
     ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch",
      gives(False)),
     ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS,
@@ -343,15 +309,17 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank fails", "one command for all ranks", "run.supervision:ranks", ROWS, "two_commands",
      with_names(gather=lambda value: [value])),
     ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS,
-     "numbered_already", with_the_same_rank),
+     "numbered_already", with_names(Popen=lambda command, env: subprocess.Popen(
+         command, env={**env, **{name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}}))),
     ("a rank fails", "an end before training is told", "plan.run_directory:leave", ROWS,
      "ends_before_training"),
     ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch.refresh",
-     ROWS, "while_rank_0_is_frozen", patient),
+     ROWS, "while_rank_0_is_frozen", PATIENT),
     ("a rank hangs", "heartbeats are listened to", "processes.watch:hanging", ROWS,
      "hangs_or_is_frozen and hang"),
     ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
-     ROWS, "hangs_or_is_frozen and hang", without_counts),
+     ROWS, "hangs_or_is_frozen and hang", wrapping(lambda original, beats, seconds: original(
+         {rank: {**beat, "collectives": 0} for rank, beat in beats.items()}, seconds))),
     ("a rank hangs", "work that goes on is no hang", "processes.watch:MAX_SECONDS_BETWEEN_LOOKS",
      WATCH, "suspended", is_now(float("inf"))),
     ("a rank hangs", "a silent rank is told from a busy one", "processes.watch:Watch._silence",
@@ -359,7 +327,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._silent",
      ROWS, "hears_of_rank_0s_death"),
     ("a rank hangs", "nobody waits for a frozen store", "processes.watch:Watch.refresh", ROWS,
-     "while_rank_0_is_frozen", patient),
+     "while_rank_0_is_frozen", PATIENT),
     ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS,
      "told_by_rank_0", with_names(read_status=lambda folder: {})),
     ("node lost", "ranks are counted anew", "processes.launch:launched_world", ROWS, "lost_node"),
