@@ -69,8 +69,8 @@ def main() -> int:
         ["pairs of values covered", f"{len(covered):,} of {len(array.all):,}"],
     ]
     numbers = {"counts": counts, "differing": differing}
-    body = page.table(["", ""], lines)
-    page.write("Any flags: how never changes what", [], options, body, numbers)
+    table = page.table(["", ""], lines)
+    page.write("Any flags: how never changes what", [], options, [table], numbers)
     return int(bool(differing))
 
 

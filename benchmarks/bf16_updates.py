@@ -69,7 +69,7 @@ def main() -> None:
         row["times_nearest"] = page.median(row) / page.median(rows["nearest"])
     note = f"The same start, data and order in each row, trained with {FLAGS}"
     lines = list(rows.values())
-    page.write("bfloat16 updates", [note], options, page.compare(lines, COLUMNS), lines)
+    page.write("bfloat16 updates", [note], options, [page.compare(lines, COLUMNS)], lines)
 
 
 def measured(run: Path) -> page.Row:
@@ -78,7 +78,6 @@ def measured(run: Path) -> page.Row:
     tokens_a_step = trained[-1]["tokens"] / STEPS
     row = {
         "name": run.name,
-        "error": None,
         "before": evaluated[0]["eval_loss"],
         "after": evaluated[-1]["eval_loss"],
         "seconds": [tokens_a_step / line["tokens_per_second"] for line in trained[1:]],

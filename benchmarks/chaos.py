@@ -64,7 +64,7 @@ def main() -> int:
     lines = [[*kind, *(counts[key] for key in COUNTS)] for kind, counts in counted.items()]
     notes = [f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}"]
     table = page.table(TITLES, lines, words=3)
-    page.write("Chaos: random kills", notes, options, table, [*counted.items()])
+    page.write("Chaos: random kills", notes, options, [table], [*counted.items()])
     return int(any(counts[fault] for counts in counted.values() for fault in FAULTS))
 
 

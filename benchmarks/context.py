@@ -56,8 +56,8 @@ def main() -> None:
             for context in contexts:
                 measure(folder, way, context, rows[-1], options)
             page.progress(f"{rows[-1]}")
-            table = body(rows, contexts)
-            text = page.keep("Memory of longer rows", [note], options, table, rows)
+            tables = body(rows, contexts)
+            text = page.keep("Memory of longer rows", [note], options, tables, rows)
     print(text)
 
 
@@ -110,7 +110,7 @@ def planned(flags: list[str], context: int) -> int:
     return sum(size for name, size in parts.items() if not name.endswith("(assumed)"))
 
 
-def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
+def body(rows: list[page.Row], contexts: tuple[int, ...]) -> list[str]:
     titles = ["flags", "ranks that share", *(f"{context:,} tokens, MiB" for context in contexts)]
     titles += ["slope, bytes a token", "by plan.py", "measured / planned"]
     lines, errors = [], []
@@ -126,7 +126,7 @@ def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
             line += [f"{measured:,.0f}", f"{planned:,.0f}", f"{measured / planned:.3f}"]
         lines.append(line)
         errors += [f"{row['flags']}: {error}" for error in row["errors"]]
-    return "\n\n".join([page.table(titles, lines), *errors])
+    return [page.table(titles, lines), *errors]
 
 
 if __name__ == "__main__":

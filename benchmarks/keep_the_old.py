@@ -70,8 +70,8 @@ def main() -> None:
                 apart = "" if best is None else f"{new - best:+.4f}"
                 rows.append([str(seed), schedule, name, f"{new:.4f}", f"{rise:+.4f}", apart])
                 page.progress(" | ".join(rows[-1]))
-    table = page.table(TITLES, rows, words=3) + "\n\n" + page.table(CHOICES, choices, words=2)
-    page.write("Ways to keep what a model knows", [], given, table, [*rows, *choices])
+    tables = [page.table(TITLES, rows, words=3), page.table(CHOICES, choices, words=2)]
+    page.write("Ways to keep what a model knows", [], given, tables, [*rows, *choices])
     if given.picture is not None:
         draw(drawn, given.picture)
 

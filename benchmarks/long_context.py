@@ -59,7 +59,7 @@ def main() -> None:
         f"of {LONG:,} with {MORE}",
         f"All of it took {(time.monotonic() - began) / 60:.0f} minutes",
     ]
-    page.write(f"From {SHORT} tokens to {LONG:,}", notes, options, body(rows), rows)
+    page.write(f"From {SHORT} tokens to {LONG:,}", notes, options, [body(rows)], rows)
 
 
 def body(rows: list[page.Row]) -> str:

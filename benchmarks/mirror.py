@@ -109,7 +109,7 @@ def main() -> int:
         f"{tests.STEPS} steps, a checkpoint every {tests.INTERVAL}, --keep_last 2",
         f"A dead owner's lease is taken over after {tests.LEASE_SECONDS} s instead of 60",
     ]
-    page.write("The mirror", notes, options, "\n\n".join(body), [seconds, str(counts)])
+    page.write("The mirror", notes, options, body, [seconds, str(counts)])
     return int(any(counts[fault] for fault in ("different", "strays", "unexpected")))
 
 
@@ -136,7 +136,7 @@ def beside_others(folder: Path, bucket: Any, options: Any) -> None:
     titles = ["seconds", "start", "copy", "list", "lease", "restore", "removal"]
     titles += ["MiB of the uploader", "MiB of a restore"]
     notes = ["Objects of others under the prefix"]
-    page.write("A mirror among others", notes, options, page.table(titles, rows), rows)
+    page.write("A mirror among others", notes, options, [page.table(titles, rows)], rows)
 
 
 def one_beside(folder: Path, place: str) -> list[Any]:

@@ -66,11 +66,10 @@ def main() -> None:
     if device.type == "cuda":
         options.device["name"] = torch.cuda.get_device_name()
     torch.set_num_threads(options.threads)
-    tables = {"Compiling": compiling(device)}
+    pieces = ["## Compiling", compiling(device)]
     for size in options.sizes:
-        tables[size] = timing(size, device, options.rounds)
-    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables.items())
-    page.write("What a step of the optimizer costs", NOTES, options, body, tables)
+        pieces += [f"## {size}", timing(size, device, options.rounds)]
+    page.write("What a step of the optimizer costs", NOTES, options, pieces, pieces)
 
 
 def compiling(device: torch.device) -> str:
@@ -107,7 +106,7 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
     rows = []
     for name, (_, _, size_of_step) in OPTIMIZERS.items():
-        row = {"name": name, "error": None, "seconds": times[name], "bytes": size_of_step}
+        row = {"name": name, "seconds": times[name], "bytes": size_of_step}
         rows.append(row)
         row["times_fused"] = page.times(row, rows[0])
         row["of_copy"] = size_of_step * count / page.median(row) / copied

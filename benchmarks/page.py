@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 PACKAGES = "torch lightning transformers tokenizers datasets numpy pyarrow accelerate".split()
 MIB, GIB = 2**20, 2**30
-Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was, or None
+Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was
 
 
 def parser(document: Optional[str], rounds: int = 0) -> argparse.ArgumentParser:
@@ -49,12 +49,12 @@ def progress(line: str) -> None:
 
 def median(row: Row) -> Optional[float]:
     """Seconds of a step."""
-    return statistics.median(row["seconds"]) if row["seconds"] and not row["error"] else None
+    return statistics.median(row["seconds"]) if row["seconds"] and "error" not in row else None
 
 
 def times(row: Row, other: Row) -> Optional[float]:
     """The median over rounds of how many times as long a row took as another in the same round."""
-    if row["error"] or other["error"] or not row["seconds"]:
+    if "error" in row or "error" in other or not row["seconds"]:
         return None
     return statistics.median(a / b for a, b in zip(row["seconds"], other["seconds"], strict=True))
 
@@ -96,11 +96,11 @@ def compare(
         for other in rows:
             if other["name"] == beside:
                 row["times"] = times(other, row)
-    measured = [row for row in rows if not row["error"]]
+    measured = [row for row in rows if "error" not in row]
     titles = [title for title, cell in columns.items() if any(map(cell, measured))] or [*columns]
     lines = []
     for row in rows:
-        cells = [row["error"]] if row["error"] else [columns[title](row) for title in titles]
+        cells = [columns[title](row) for title in titles] if "error" not in row else [row["error"]]
         lines.append([row["name"], *cells])
     return table(["", *titles], lines)
 
@@ -142,13 +142,14 @@ def cpu_name() -> str:
 
 
 def keep(
-    title: str, notes: Iterable[str], options: argparse.Namespace, body: str, rows: Any
+    title: str, notes: list[str], options: argparse.Namespace, pieces: list[str], rows: Any
 ) -> str:
-    """The page: a heading, what was run where, and the tables. It and the numbers are in the files
-    that were asked for."""
+    """The page: a heading, what was run where, and its pieces, such as tables. It and the numbers
+    are in the files that were asked for."""
     run = about(options)
     facts = [f"- {name.capitalize()}: {value}" for name, value in run.items()]
-    text = "\n".join([f"# {title}", "", *facts, *(f"- {note}" for note in notes), "", body])
+    facts += [f"- {note}" for note in notes]
+    text = "\n\n".join([f"# {title}", "\n".join(facts), *pieces])
     if options.markdown is not None:
         options.markdown.write_text(text + "\n")
     if options.output is not None:

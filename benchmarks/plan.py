@@ -118,7 +118,7 @@ def error(row: page.Row, key: str = "plan") -> float:
     return row[key] / row["gib"] - 1
 
 
-def body(rows: list[page.Row]) -> str:
+def body(rows: list[page.Row]) -> list[str]:
     theirs = [row for row in rows if "as_theirs" in row]
     others = [row for row in rows if row["source"] != OWN]
     own = [row for row in rows if row["source"] == OWN]
@@ -140,14 +140,13 @@ def body(rows: list[page.Row]) -> str:
         errors = [abs(error(row, key)) for row in group]
         sizes = [f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
         groups.append([name, len(errors), *sizes])
-    pieces = [
+    return [
         page.table(TITLES, lines, words=4),
         "## With torchtitan's choice of what is kept",
         page.table([*TITLES[:2], *TITLES[4:]], of_theirs, words=2),
         "## Sizes of the errors",
         page.table(["runs", "number", "median", "largest"], groups),
     ]
-    return "\n\n".join(pieces)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> int:
         documents, size = make_corpus(folder, options.megabytes * 10**6)
         for cores in options.cores:
             for name in CONTENDERS:
-                row = {"name": name, "cores": cores, "error": None, "text_bytes": size}
+                row = {"name": name, "cores": cores, "text_bytes": size}
                 rows.append({**row, "seconds": [], "peaks": []})
         for row in alternate(rows, options.rounds):
             take_turn(row, folder)
@@ -73,9 +73,8 @@ def main() -> int:
     for cores in options.cores:
         of_cores = [row for row in rows if row["cores"] == cores]
         table = page.compare(of_cores, COLUMNS, beside="the tokenizer itself")
-        tables.append(f"## {cores} core{'s' * (cores > 1)}\n\n{table}")
-    title = "Preparing data: how fast, beside what"
-    page.write(title, notes, options, "\n\n".join(tables), rows)
+        tables += [f"## {cores} core{'s' * (cores > 1)}", table]
+    page.write("Preparing data: how fast, beside what", notes, options, tables, rows)
     return 0
 
 

@@ -74,7 +74,7 @@ def main() -> None:
         written += [f"**{name}**: {sample(folder, prompt)}" for prompt in PROMPTS]
     body += [page.table(["held-out documents, bits per byte", *SETS], harness), *written]
     rows = {"harness": harness, "samples": written, "logs": logs}
-    page.write("SmolLM2 135M learns Basque", [], given, "\n\n".join(body), rows)
+    page.write("SmolLM2 135M learns Basque", [], given, body, rows)
 
 
 def run_and_finish(work: Path, name: str, continued: Path, merged: Path) -> None:

@@ -78,7 +78,7 @@ NOTES = [
 def main() -> int:
     parser = turns.parser(__doc__)
     parser.add_argument("question", choices=["sharding", *IN_DOCUMENTS])
-    parser.set_defaults(threads=1, dtypes=["float32"])
+    parser.set_defaults(threads=1)
     options = turns.resolve(parser)
     with tempfile.TemporaryDirectory() as name:
         if options.question == "sharding":
@@ -96,8 +96,8 @@ def sharding(folder: Path, options: argparse.Namespace) -> int:
         f"All rows agree to {LOSS_TOLERANCE:.0e} nats at each compared step, or the exit code is 1",
     ]
     table = page.compare(rows, COLUMNS)
-    page.write("Sharding: FSDP's choices and DDP", notes, options, table, rows)
-    others = [row["name"] for row in rows if row["error"]]
+    page.write("Sharding: FSDP's choices and DDP", notes, options, [table], rows)
+    others = [row["name"] for row in rows if "error" in row]
     if others := others or [row["name"] for row in rows if not is_alike(row, rows[0])]:
         print(f"steps.py: error: failed, or with other losses: {others}", file=sys.stderr)
     return int(bool(others))
@@ -128,11 +128,10 @@ def in_documents(
             sizes = {**TOY, "context": context}
         inside = folder / f"{context}-{dtype}"
         measured = measure(inside, variants, sizes, dtype, options, document_tokens=documents)
-        table = page.compare(measured, columns, beside)
-        tables.append(f"Context {context}, {dtype}\n\n{table}")
+        tables += [f"Context {context}, {dtype}", page.compare(measured, columns, beside)]
         rows += measured
     notes = [f"Model: {sizes}; documents of {documents} tokens on average", *NOTES]
-    page.write(title, notes, options, "\n\n".join(tables), rows)
+    page.write(title, notes, options, tables, rows)
 
 
 def measure(

@@ -108,7 +108,7 @@ def write_shape(folder: Path, shape: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def body(rows: list[page.Row]) -> str:
+def body(rows: list[page.Row]) -> list[str]:
     series = [row for row in rows if row["is_series"]]
     single = [cells(row) for row in rows if not row["is_series"]]
     later = [row for row in series if row["efficiency"] != 1]
@@ -118,7 +118,7 @@ def body(rows: list[page.Row]) -> str:
     many = []
     for row in series:
         many.append([*cells(row), f"{row['efficiency']:.1%}", f"{row['none_hidden']:.1%}"])
-    pieces = [
+    return [
         "## From few GPUs to many",
         page.table([*titles, "published efficiency", "none hidden"], many, words=3),
         f"Of the {len(later)} efficiencies below 1, {len(between)} lie between those where all "
@@ -128,7 +128,6 @@ def body(rows: list[page.Row]) -> str:
         "## At one number of GPUs",
         page.table(titles, single, words=3),
     ]
-    return "\n\n".join(pieces)
 
 
 def cells(row: page.Row) -> list[str]:

@@ -48,11 +48,11 @@ COLUMNS = {
 
 
 def main() -> int:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
     parser = turns.parser(__doc__)
     parser.add_argument("--packed", action="store_true", help="rows are packed documents")
     parser.add_argument("--compile", action="store_true", help="each in its own way")
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
     options = turns.resolve(parser)
     sizes = SIZES["smoke" if options.smoke else options.kind]
     shape, vocabulary, context, options.micro_batch = sizes
@@ -73,8 +73,7 @@ def main() -> int:
             for row in measured:
                 if (seconds := page.median(row)) is not None:
                     row["tokens_per_second"] = context * options.micro_batch / seconds
-            table = page.compare(measured, COLUMNS, beside="bare loop")
-            tables.append(f"{dtype}\n\n{table}")
+            tables += [dtype, page.compare(measured, COLUMNS, beside="bare loop")]
             rows += measured
     rows_are = "packed documents" if options.packed else "a document a row"
     compiled = "compiled" if options.compile else "not compiled"
@@ -84,15 +83,15 @@ def main() -> int:
         "Each contender in a process of its own, in turns; times as fast: median over rounds of "
         "the ratio in one",
     ]
-    page.write("Throughput", notes, options, "\n\n".join(tables), rows)
+    page.write("Throughput", notes, options, tables, rows)
     differ = False
     for dtype in options.dtypes:
-        of_dtype = [row for row in rows if row["dtype"] == dtype and not row["error"]]
+        of_dtype = [row for row in rows if row["dtype"] == dtype and "error" not in row]
         if losses := {row["name"]: row["losses"][0] for row in of_dtype}:
             if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE[dtype]:
                 differ = True
                 page.progress(f"error: the first losses in {dtype} differ: {losses}")
-    return int(differ or all(row["error"] for row in rows))
+    return int(differ or all("error" in row for row in rows))
 
 
 def template(

@@ -30,10 +30,7 @@ from benchmarks import page
 from benchmarks.page import Row, progress
 
 DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision calls them
-PRELOADED = [
-    *("fabric_llm.base.fabric", "transformers.models.llama.modeling_llama"),
-    *("datasets", "benchmarks.one_step"),
-]
+PRELOADED = ["transformers.models.llama.modeling_llama", "benchmarks.one_step"]
 WARM_UP = 3  # steps before the first timed one
 REST = ("rest", 0)
 FORGET = "the peak so far is forgotten"
@@ -48,8 +45,9 @@ def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
     add, cores = options.add_argument, os.cpu_count() or 1
     add("--steps", type=int, default=1, help="steps in a turn")
     add("--threads", type=int, default=cores, help="threads of each process on a CPU")
-    add("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
-    add("--dtypes", nargs="+", choices=DTYPES, help="of parameters (default: on a GPU both)")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--accelerator", dest="kind", default=kind, choices=("cpu", "cuda"), help="where to run")
+    add("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help="of parameters")
     add("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
     return options
 
@@ -58,16 +56,11 @@ def resolve(options: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command's flags, and settle what depends on the machine. Sets the environment of
     the contenders' processes."""
     given = page.parse(options)
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    os.environ |= {"OMP_NUM_THREADS": str(given.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    if given.accelerator == "cuda" and not torch.cuda.is_available():
-        options.error("--accelerator cuda: this machine shows no GPU to PyTorch.")
-    given.kind = "cuda" if given.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
-    given.dtypes = given.dtypes or (list(DTYPES) if given.kind == "cuda" else ["float32"])
     if given.kind == "cuda":  # another process asks: a context takes memory of the GPU
-        asked = subprocess.run([sys.executable, "-c", ASK_GPU], stdout=subprocess.PIPE, check=True)
-        memory, given.device["name"] = asked.stdout.decode().strip().split(maxsplit=1)
+        said = subprocess.check_output([sys.executable, "-c", ASK_GPU], text=True)
+        memory, given.device["name"] = said.strip().split(maxsplit=1)
         given.device["memory_bytes"] = int(memory)
     return given
 
@@ -243,7 +236,7 @@ class Contender:
     ) -> None:
         """row: what is known of it; its "ranks" are so many processes, which meet in the file
         "store"."""
-        self.row = {"error": None, "seconds": [], **row}
+        self.row = {"seconds": [], **row}
         # A server that is forked imports once, but some packages, such as torchao, ask for GPUs
         # when they are imported, and no process that is forked after that can have one.
         context = multiprocessing.get_context("spawn" if options.kind == "cuda" else "forkserver")
@@ -261,8 +254,8 @@ class Contender:
         self, what: Union[str, Path], steps: int, within_seconds: float = 10**6
     ) -> Optional[Row]:
         """The report on `steps` steps, of all ranks the largest numbers; None, and the row has an
-        error, without one. what: "time", "memory", or the file of a profiler's trace."""
-        if self.row["error"]:
+        "error", without one. what: "time", "memory", or the file of a profiler's trace."""
+        if self.row.get("error"):
             return None
         deadline = time.monotonic() + within_seconds
         self._send((what, steps))
@@ -298,7 +291,7 @@ class Contender:
         """End its processes."""
         self._send(None)
         for process in self.processes.values():
-            process.join(1 if self.row["error"] else 20)
+            process.join(1 if "error" in self.row else 20)
             if process.is_alive():
                 process.kill()
                 process.join()
