@@ -27,10 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import inputs, page, turns
 
 KINDS_OF_TOKENS = 64  # in the data: that can be learnt
+DOCUMENT_TOKENS = 300  # of packed rows, on average
 LOSS_TOLERANCE = 1e-4  # nats, between any two rows of sharding at any step
-# In tokens, layers, numbers, tokens and sequences.
-SIZES = {"context": 256, "layers": 8, "hidden": 512, "vocabulary": 8192, "micro_batch": 1}
-TOY = {"context": 16, "layers": 2, "hidden": 64, "vocabulary": 128, "micro_batch": 2}
 # row of sharding -> flags of train.py; SIZE becomes the parameters of one attention block
 VARIANTS = {
     "ddp": "--strategy ddp",
@@ -52,11 +50,16 @@ ATTENTION = {  # row of attention -> flags of train.py
     "packed": "--attention packed --document_masking true",
 }
 LOSSES = {"full": "--loss full", "chunked": "--loss chunked"}  # row of loss -> flags of train.py
+# In tokens, layers, numbers, tokens and sequences.
+SIZES = {"context": 256, "layers": 8, "hidden": 512, "vocabulary": 8192, "micro_batch": 1}
+LONG, SHORT = {**SIZES, "context": 4096}, {**SIZES, "context": 1024, "micro_batch": 4}
 MANY_LOGITS = {"layers": 2, "hidden": 576, "vocabulary": 49152}
-# title, rows, the one that the others are beside, and what sizes are others
-IN_DOCUMENTS = {
-    "attention": ("Attention over packed documents", ATTENTION, "masked", {}),
-    "loss": ("The loss head", LOSSES, "full", MANY_LOGITS),
+TOY = {"context": 32, "layers": 2, "hidden": 64, "vocabulary": 128, "micro_batch": 2}
+# title, rows, the one that the others are beside, sizes
+QUESTIONS = {
+    "sharding": ("Sharding: FSDP's choices and DDP", VARIANTS, "ddp", [SIZES]),
+    "attention": ("Attention over packed documents", ATTENTION, "masked", [SHORT, LONG]),
+    "loss": ("The loss head", LOSSES, "full", [{**SHORT, **MANY_LOGITS}, {**LONG, **MANY_LOGITS}]),
 }
 COLUMNS = {
     "step, ms": page.step,
@@ -68,6 +71,8 @@ COLUMNS = {
     "loss": lambda row: f"{row['losses'][-1]:.6f}",
 }
 NOTES = [
+    f"All rows of sharding agree to {LOSS_TOLERANCE:.0e} nats at each compared step, or the exit "
+    f"code is 1; other rows are packed with documents of {DOCUMENT_TOKENS} tokens on average",
     "Memory: MiB on the rank that has most; additional: above parameters and optimizer, so with "
     "gradients, gathered parameters, activations, buffers of communication",
     "Step: median and quartiles of steps of the slowest rank, rows in turns; loss: after the "
@@ -77,29 +82,24 @@ NOTES = [
 
 def main() -> int:
     parser = turns.parser(__doc__)
-    parser.add_argument("question", choices=["sharding", *IN_DOCUMENTS])
+    parser.add_argument("question", choices=QUESTIONS)
     parser.set_defaults(threads=1)
     options = turns.resolve(parser)
+    title, variants, beside, sizes = QUESTIONS[options.question]
+    columns = {**COLUMNS, f"times as fast as {beside}": page.number("times")}
+    rows, tables = [], []
     with tempfile.TemporaryDirectory() as name:
-        if options.question == "sharding":
-            return sharding(Path(name), options)
-        in_documents(Path(name), options, *IN_DOCUMENTS[options.question])
-    return 0
-
-
-def sharding(folder: Path, options: argparse.Namespace) -> int:
-    sizes = TOY if options.smoke else SIZES
-    rows = measure(folder, VARIANTS, sizes, options.dtypes[0], options, ranks=2)
-    notes = [
-        f"Model: {sizes}; processes over {'NCCL' if options.kind == 'cuda' else 'gloo'}",
-        *NOTES,
-        f"All rows agree to {LOSS_TOLERANCE:.0e} nats at each compared step, or the exit code is 1",
-    ]
-    table = page.compare(rows, COLUMNS)
-    page.write("Sharding: FSDP's choices and DDP", notes, options, [table], rows)
+        for each, dtype in itertools.product([TOY] if options.smoke else sizes, options.dtypes):
+            folder = Path(name, f"{each['context']}-{dtype}")
+            measured = measure(folder, variants, each, dtype, options)
+            tables += [f"{each}, {dtype}", page.compare(measured, columns, beside)]
+            rows += measured
+    page.write(title, NOTES, options, tables, rows)
+    if options.question != "sharding":
+        return 0
     others = [row["name"] for row in rows if "error" in row]
     if others := others or [row["name"] for row in rows if not is_alike(row, rows[0])]:
-        print(f"steps.py: error: failed, or with other losses: {others}", file=sys.stderr)
+        page.progress(f"error: failed, or with other losses: {others}")
     return int(bool(others))
 
 
@@ -109,46 +109,21 @@ def is_alike(row: page.Row, first: page.Row) -> bool:
     return all(abs(loss - expected) <= LOSS_TOLERANCE for loss, expected in pairs)
 
 
-def in_documents(
-    folder: Path,
-    options: argparse.Namespace,
-    title: str,
-    variants: dict[str, str],
-    beside: str,
-    more: dict[str, int],
-) -> None:
-    """Variants on rows of packed documents, short and long rows with the same tokens in a step."""
-    rows: list[page.Row] = []
-    tables = []
-    contexts, documents = ((32,), 8) if options.smoke else ((1024, 4096), 300)
-    columns = {**COLUMNS, f"times as fast as {beside}": page.number("times")}
-    for context, dtype in itertools.product(contexts, options.dtypes):
-        sizes = {**SIZES, **more, "context": context, "micro_batch": 4096 // context}
-        if options.smoke:
-            sizes = {**TOY, "context": context}
-        inside = folder / f"{context}-{dtype}"
-        measured = measure(inside, variants, sizes, dtype, options, document_tokens=documents)
-        tables += [f"Context {context}, {dtype}", page.compare(measured, columns, beside)]
-        rows += measured
-    notes = [f"Model: {sizes}; documents of {documents} tokens on average", *NOTES]
-    page.write(title, notes, options, tables, rows)
-
-
 def measure(
     folder: Path,
     variants: dict[str, str],
     sizes: dict[str, int],
     dtype: str,
     options: argparse.Namespace,
-    ranks: int = 1,
-    document_tokens: int = 0,
 ) -> list[page.Row]:
+    """Of sharding: two ranks, and rows of one document. Of the others: one, and packed rows."""
+    ranks, documents = (2, 0) if variants is VARIANTS else (1, DOCUMENT_TOKENS)
     hidden, vocabulary = sizes["hidden"], sizes["vocabulary"]
     mlp = -(-hidden * 8 // 3 // 32) * 32
     shape = inputs.llama(hidden, mlp, sizes["layers"], max(1, hidden // 64))
     inputs.write_llama(folder / "llama", vocab_size=vocabulary, **shape)
     kinds = min(KINDS_OF_TOKENS, vocabulary)
-    inputs.write_rows(folder / "data", kinds, sizes["context"], 64, document_tokens)
+    inputs.write_rows(folder / "data", kinds, sizes["context"], 64, documents)
     more = f"--devices {ranks} --micro_batch_size {sizes['micro_batch']} --lr 1e-3 --compile false"
     usual = folder, "llama", "data", options.kind, turns.DTYPES[dtype], more
     contenders = []
