@@ -8,12 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-import datasets
-import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.utils.logging import disable_progress_bar
-
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_END = 0  # the token that ends each document of packed rows
 DOCUMENT_TOKENS = 300  # of a document, on average
@@ -39,6 +33,10 @@ def write_llama(
 ) -> None:
     """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in `dtype`, for all
     contenders."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     config = LlamaConfig(**{"max_position_embeddings": 8192, **shape})
     config.save_pretrained(folder)
@@ -57,6 +55,9 @@ def write_rows(
     ends its document with the same probability), as prepare_data.py packs them. 0: each row is one
     document.
     """
+    import datasets
+    import numpy as np
+
     datasets.disable_progress_bars()
     generator = np.random.default_rng(0)
     row = datasets.List(datasets.Value("int32"), length=context)
@@ -77,6 +78,9 @@ def write_rows(
 def write_toy(folder: Path) -> None:
     """The GPT-2 and the data of the tests, whose folder is on sys.path."""
     import conftest
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["gpt2"])

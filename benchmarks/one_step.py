@@ -79,9 +79,8 @@ def take_step(run: Run) -> float:
     step.seed_step(flags.training.seed, before.step, fabric.global_rank)
     micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
     targets, total = step.count_targets(fabric, micro_batches), 0.0
-    for batch in step.accumulate(
-        fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.model.sums_in_float32
-    ):
+    how = plan.syncs_every_micro_batch, plan.model.sums_in_float32
+    for batch in step.accumulate(fabric, run.model, micro_batches, *how):
         losses = run.model(**batch) / targets
         step.backward(fabric, trained_loss(losses, plan.model.router_aux_loss_coef))
         total = total + losses.detach()
@@ -103,9 +102,7 @@ def train(turns: Any, run: Run) -> None:
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state, with or without Fabric's wrapper."""
     states = getattr(optimizer, "optimizer", optimizer).state.values()
-    return [
-        value for state in states for value in state.values() if hasattr(value, "untyped_storage")
-    ]
+    return [one for state in states for one in state.values() if isinstance(one, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:

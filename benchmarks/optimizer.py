@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,17 +17,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import page
+from benchmarks import gpu, inputs, page
 from benchmarks.turns import seconds_in_turns
 from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
-SHAPES = {  # hidden size, of the MLP, of keys and values, layers, vocabulary; embeddings tied
-    "toy": (32, 64, 16, 2, 128),
-    "30M": (384, 1024, 128, 9, 32000),
-    "135M": (576, 1536, 192, 30, 49152),  # SmolLM2-135M
-    "1B": (2048, 8192, 512, 16, 128256),  # Llama 3.2 1B, for a GPU
+TIED = {"tie_word_embeddings": True}
+SHAPES = {
+    "toy": inputs.llama(32, 64, 2, 2, 1, vocab_size=128, **TIED),
+    "30M": inputs.llama(384, 1024, 9, 6, 2, vocab_size=32000, **TIED),
+    "135M": inputs.llama(576, 1536, 30, 9, 3, vocab_size=49152, **TIED),  # SmolLM2-135M
+    "1B": gpu.SHAPES["1B"],
 }
 COLUMNS = {
     "step, ms": page.step,
@@ -116,22 +117,14 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     )
 
 
-def shapes(
-    hidden: int, wide: int, key_values: int, layers: int, vocabulary: int
-) -> Iterator[tuple[int, ...]]:
-    yield vocabulary, hidden
-    for _ in range(layers):
-        yield from ((hidden, hidden), (key_values, hidden), (key_values, hidden), (hidden, hidden))
-        yield from ((wide, hidden), (wide, hidden), (hidden, wide), (1, hidden), (1, hidden))
-    yield 1, hidden
-
-
 def random_parameters(size: str, dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
     given = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SHAPES[size]))
     params = []
-    for shape in shapes(*SHAPES[size]):
-        params.append(nn.Parameter((0.02 * torch.randn(shape, **given)).to(dtype)))
-        params[-1].grad = torch.randn(shape, **given).to(dtype)
+    for param in model.parameters():
+        params.append(nn.Parameter((0.02 * torch.randn(param.shape, **given)).to(dtype)))
+        params[-1].grad = torch.randn(param.shape, **given).to(dtype)
     return params
 
 

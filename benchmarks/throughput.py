@@ -21,10 +21,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
-
 from benchmarks import gpu, inputs, page, turns
 
 # A shape, vocabulary, context and micro-batch. Of a Llama of one billion parameters, with four
@@ -107,6 +103,8 @@ def template(
 
 
 def bare_loop(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace) -> None:
+    import torch
+
     model, loss = causal_lm(folder, dtype).to(options.kind), None
     if options.compile:
         model.compile()
@@ -178,6 +176,9 @@ CONTENDERS = {
 
 
 def causal_lm(folder: Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=dtype).train()
 

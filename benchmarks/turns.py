@@ -24,8 +24,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional, Union
 
-import torch
-
 from benchmarks import page
 from benchmarks.page import Row, progress
 
@@ -45,8 +43,7 @@ def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
     add, cores = options.add_argument, os.cpu_count() or 1
     add("--steps", type=int, default=1, help="steps in a turn")
     add("--threads", type=int, default=cores, help="threads of each process on a CPU")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--accelerator", dest="kind", default=kind, choices=("cpu", "cuda"), help="where to run")
+    add("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
     add("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help="of parameters")
     add("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
     return options
@@ -58,6 +55,10 @@ def resolve(options: argparse.ArgumentParser) -> argparse.Namespace:
     given = page.parse(options)
     os.environ |= {"OMP_NUM_THREADS": str(given.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    import torch  # after the environment is set: it makes its threads from it
+
+    on_gpu = given.accelerator != "cpu" and torch.cuda.is_available()
+    given.kind = "cuda" if on_gpu or given.accelerator == "cuda" else "cpu"
     if given.kind == "cuda":  # another process asks: a context takes memory of the GPU
         said = subprocess.check_output([sys.executable, "-c", ASK_GPU], text=True)
         memory, given.device["name"] = said.strip().split(maxsplit=1)
@@ -91,6 +92,8 @@ def seconds_in_turns(
 
 def synchronize(kind: str) -> None:
     if kind == "cuda":
+        import torch
+
         torch.cuda.synchronize()
 
 
@@ -111,11 +114,13 @@ class Turns:
             self.losses.append(loss)
             if len(self.losses) < self.steps:
                 return True
-            self.pipe.send(("done", self._report()))
+            self.pipe.send(self._report())
+        import torch
+
         while (request := self.pipe.recv()) == REST:
             gc.collect()
             torch.cuda.empty_cache()
-            self.pipe.send(("done", {}))
+            self.pipe.send({})
         if request is None:
             return False
         self.what, self.steps = request
@@ -154,6 +159,8 @@ class Peak:
         self.kind, self.held, self.profiler = kind, 0, None
 
     def begin(self) -> None:
+        import torch
+
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -165,6 +172,8 @@ class Peak:
 
     def forget(self) -> None:
         """The highest count so far doesn't matter any more; what is there still counts."""
+        import torch
+
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -175,6 +184,8 @@ class Peak:
     def end(self) -> int:
         """How many more bytes there were at the peak than at the beginning."""
         if self.kind == "cuda":
+            import torch
+
             return torch.cuda.max_memory_allocated() - self.held
         self.profiler.__exit__(None, None, None)
         held = peak = 0
@@ -196,6 +207,8 @@ def work(
     args: Any,
 ) -> None:
     """One process of a contender. place: (rank, ranks, the file that the ranks meet in)."""
+    import torch
+
     torch.set_num_threads(options.threads)
     os.dup2(2, 1)  # standard output is the page's
     warnings.filterwarnings("ignore", message=".*`srun` command is available")
@@ -207,16 +220,16 @@ def work(
             torch.distributed.destroy_process_group()
     except EOFError:  # the benchmark is gone
         pass
-    except ImportError as error:
-        pipe.send(("failed", f"not installed ({' '.join(str(error).split())[:80]})"))
     except BaseException as error:
         traceback.print_exc()
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        pipe.send(("failed", message.replace("|", "/")))
+        pipe.send({"error": message.replace("|", "/")})
 
 
 def join(rank: int, ranks: int, store: Path, kind: str) -> None:
     """Form the process group as torchrun would, but meet in a file."""
+    import torch
+
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     numbers |= {"GROUP_RANK": 0, "MASTER_PORT": 0}
     os.environ |= {name: str(number) for name, number in numbers.items()}
@@ -266,13 +279,13 @@ class Contender:
                 return self._failed("stopped: its time was over")
             for pipe in ready:
                 try:
-                    kind, report = pipe.recv()
+                    report = pipe.recv()
                 except EOFError:
                     process = self.processes[pipe]
                     process.join(5)
                     return self._failed(f"its process ended with exit code {process.exitcode}")
-                if kind == "failed":
-                    return self._failed(report)
+                if "error" in report:
+                    return self._failed(report["error"])
                 reports.append(report)
                 left.remove(pipe)
         return {key: max(report[key] for report in reports) for key in reports[0]}
