@@ -37,7 +37,7 @@ DOCUMENT_TOKENS = 512  # so that attention takes no time
 def main() -> None:
     parser = turns.parser(__doc__, rounds=0)
     parser.add_argument("--sharing", nargs="*", type=int, default=[1, 2, 4], help="ranks a row")
-    parser.set_defaults(threads=1, dtypes=["bfloat16"])
+    parser.set_defaults(threads=1)
     options = turns.resolve(parser)
     contexts = (256, 512) if options.smoke else CONTEXTS[options.kind]
     shape = SHAPES["cpu" if options.smoke else options.kind]

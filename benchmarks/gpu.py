@@ -11,7 +11,6 @@ case that --output has from a call before isn't run again.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -67,7 +66,6 @@ TOY_CASES = [
     f"toy {SIZE} 1 --compile false --attention flash_attention_2",
 ]
 COLUMNS = {
-    "dtype": lambda row: row["dtype"],
     "tokens/s": page.number("tokens_per_second", ",.0f"),
     "MFU": page.number("mfu", ".1%"),
     "peak, GiB": page.number("peak_bytes", ".1f", page.GIB),
@@ -78,7 +76,7 @@ COLUMNS = {
 def main() -> int:
     began = time.monotonic()
     parser = turns.parser(__doc__, rounds=3)
-    parser.set_defaults(dtypes=["bfloat16"])
+    parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--minutes", type=float, default=7.5, help="nothing starts after these")
     parser.add_argument("--trace", type=Path, help="folder for a profile of two steps of each case")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
@@ -92,32 +90,30 @@ def main() -> int:
     if options.output is not None and options.output.exists():
         before = json.loads(options.output.read_text())["rows"]
         rows += [row for row in before if row["seconds"] and "error" not in row]
-    measured = {(row["name"], row["dtype"]) for row in rows}
+    measured = {row["name"] for row in rows}
     cases = TOY_CASES if options.smoke else CASES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for shape in {case.split()[0] for case in cases}:
             inputs.write_llama(folder / shape, **SHAPES[shape])
         inputs.write_rows(folder / "data", *(TOY_DATA if options.smoke else DATA))
-        for case, dtype in itertools.product(cases, options.dtypes):
-            if case.split()[0] in options.shapes and (case, dtype) not in measured:
-                rows.append(try_case(case, dtype, folder, options, deadline))
+        for case in cases:
+            if case.split()[0] in options.shapes and case not in measured:
+                rows.append(try_case(case, folder, options, deadline))
                 text = written(options, rows, began)
                 page.progress(text.splitlines()[-1])
     print(written(options, rows, began))
     return int(all("error" in row for row in rows))
 
 
-def try_case(
-    case: str, dtype: str, folder: Path, options: argparse.Namespace, deadline: float
-) -> page.Row:
-    row: page.Row = {"name": case, "dtype": dtype, "seconds": []}
+def try_case(case: str, folder: Path, options: argparse.Namespace, deadline: float) -> page.Row:
+    row: page.Row = {"name": case, "seconds": []}
     if time.monotonic() > deadline - MIN_SECONDS:
         return {**row, "error": "not run: the minutes are over"}
     ends = min(deadline, time.monotonic() + CASE_SECONDS)
     shape, more = case.split(maxsplit=1)
-    precision = turns.DTYPES[dtype]
-    flags = inputs.training(folder, shape, "data", options.kind, precision, USUAL, more)
+    usual = folder, shape, "data", options.kind, turns.DTYPES[options.dtype], USUAL
+    flags = inputs.training(*usual, more)
     contender = turns.Contender(options, row, training, flags)
 
     def ask(what: Any, steps: int) -> page.Row:
@@ -162,12 +158,12 @@ def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> 
     for row in rows:
         if (seconds := page.median(row)) is not None:
             row["tokens_per_second"] = row["tokens"] / seconds
-            if peak is not None and row["dtype"] == "bfloat16":
+            if peak is not None and options.dtype == "bfloat16":
                 row["mfu"] = row["operations"] / seconds / 1e12 / peak
     notes = [
         f"Seconds so far: {time.monotonic() - began:.0f}",
         f"Peak of this device, TFLOP/s in bfloat16: {peak or 'unknown, so there is no MFU'}",
-        f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens "
+        f"Cases: Llama, {options.dtype}, packed documents of {documents} tokens "
         f"on average, context {context}; {USUAL} where a case doesn't say otherwise; peak: the "
         "allocator's high-water mark in a step, with weights and moments",
     ]

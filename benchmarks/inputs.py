@@ -10,7 +10,6 @@ from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_END = 0  # the token that ends each document of packed rows
-DOCUMENT_TOKENS = 300  # of a document, on average
 
 
 def llama(

@@ -57,13 +57,6 @@ ENDS = {  # docs/results/chaos.md says what they are
 }
 LONGEST_AWAY_SECONDS = 8.0
 SLOW_SECONDS = 0.1  # before each answer of a slow server
-RESTORE = """
-import sys
-from pathlib import Path
-from fabric_llm.mirror.fetch import restore
-from fabric_llm.mirror.store import Store
-restore(Store(sys.argv[1]), "RUN", Path(sys.argv[2]))
-"""
 LARGE = inputs.llama(1024, 4096, 16, 8, vocab_size=8192, max_position_embeddings=128)
 OF_LARGE = "--lr 1e-5 --precision 32-true --global_batch_size 2 --micro_batch_size 1 --eval_iters 0"
 OF_LARGE += " --save_step_interval 1 --mirror_timeout 300 --resume auto --resume_override max_step"
@@ -158,7 +151,7 @@ def one_beside(folder: Path, place: str) -> list[Any]:
         with suppress(Lost):
             Lease(Store(place), "another").check()
         moments.append(time.monotonic())
-        restore = [sys.executable, "-c", RESTORE + uploads.PEAK, place, str(folder / "new")]
+        restore = [sys.executable, "-c", uploads.RESTORE + uploads.PEAK, place, str(folder / "new")]
         done = subprocess.run(restore, cwd=ROOT, capture_output=True, text=True, check=True)
         moments.append(time.monotonic())
         mirror.say(remove=["step-00000001"])

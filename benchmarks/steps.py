@@ -16,7 +16,6 @@ the exit code is 1 if they don't, or if a row fails.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -89,10 +88,9 @@ def main() -> int:
     columns = {**COLUMNS, f"times as fast as {beside}": page.number("times")}
     rows, tables = [], []
     with tempfile.TemporaryDirectory() as name:
-        for each, dtype in itertools.product([TOY] if options.smoke else sizes, options.dtypes):
-            folder = Path(name, f"{each['context']}-{dtype}")
-            measured = measure(folder, variants, each, dtype, options)
-            tables += [f"{each}, {dtype}", page.compare(measured, columns, beside)]
+        for each in [TOY] if options.smoke else sizes:
+            measured = measure(Path(name, str(each["context"])), variants, each, options)
+            tables += [f"{each}, {options.dtype}", page.compare(measured, columns, beside)]
             rows += measured
     page.write(title, NOTES, options, tables, rows)
     if options.question != "sharding":
@@ -110,11 +108,7 @@ def is_alike(row: page.Row, first: page.Row) -> bool:
 
 
 def measure(
-    folder: Path,
-    variants: dict[str, str],
-    sizes: dict[str, int],
-    dtype: str,
-    options: argparse.Namespace,
+    folder: Path, variants: dict[str, str], sizes: dict[str, int], options: argparse.Namespace
 ) -> list[page.Row]:
     """Of sharding: two ranks, and rows of one document. Of the others: one, and packed rows."""
     ranks, documents = (2, 0) if variants is VARIANTS else (1, DOCUMENT_TOKENS)
@@ -125,10 +119,10 @@ def measure(
     kinds = min(KINDS_OF_TOKENS, vocabulary)
     inputs.write_rows(folder / "data", kinds, sizes["context"], 64, documents)
     more = f"--devices {ranks} --micro_batch_size {sizes['micro_batch']} --lr 1e-3 --compile false"
-    usual = folder, "llama", "data", options.kind, turns.DTYPES[dtype], more
+    usual = folder, "llama", "data", options.kind, turns.DTYPES[options.dtype], more
     contenders = []
     for number, (name, text) in enumerate(variants.items()):
-        row = {"name": name, "flags": text, "dtype": dtype, "ranks": ranks, **sizes}
+        row = {"name": name, "flags": text, "ranks": ranks, **sizes}
         row["store"] = folder / f"store-{number}"
         flags = inputs.training(*usual, text.replace("SIZE", str(4 * hidden**2)))
         contenders.append(turns.Contender(options, row, train, flags, options.kind))

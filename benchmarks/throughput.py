@@ -30,7 +30,8 @@ SIZES = {
     "cuda": (gpu.SHAPES["1B"], gpu.VOCABULARY, 4096, 2),
     "smoke": (inputs.llama(32, 64, 2, 2), 128, 32, 2),
 }
-ROWS, SEED = 256, 1234  # of the order, as train.py has it
+ROWS, DOCUMENT_TOKENS = 256, 300  # on average
+SEED = 1234  # of the order, as train.py has it
 ADAMW = {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}  # as train.py has them
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # nats, at the first step
 COLUMNS = {
@@ -52,60 +53,50 @@ def main() -> int:
     options = turns.resolve(parser)
     sizes = SIZES["smoke" if options.smoke else options.kind]
     shape, vocabulary, context, options.micro_batch = sizes
-    document_tokens = 12 if options.smoke else inputs.DOCUMENT_TOKENS
-    stored = options.dtypes[0] if len(options.dtypes) == 1 else "float32"
-    rows, tables = [], []
+    document_tokens = (12 if options.smoke else DOCUMENT_TOKENS) * options.packed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        inputs.write_llama(folder / "llama", True, stored, **{**shape, "vocab_size": vocabulary})
-        documents = document_tokens * options.packed
-        inputs.write_rows(folder / "data", vocabulary, context, ROWS, documents)
-        for dtype in options.dtypes:
-            contenders = []
-            for way in options.only:
-                row, given = {"name": way, "dtype": dtype}, (folder, dtype, options)
-                contenders.append(turns.Contender(options, row, CONTENDERS[way], *given))
-            measured = turns.in_turns(contenders, options)
-            for row in measured:
-                if (seconds := page.median(row)) is not None:
-                    row["tokens_per_second"] = context * options.micro_batch / seconds
-            tables += [dtype, page.compare(measured, COLUMNS, beside="bare loop")]
-            rows += measured
+        shape = {**shape, "vocab_size": vocabulary}
+        inputs.write_llama(folder / "llama", True, options.dtype, **shape)
+        inputs.write_rows(folder / "data", vocabulary, context, ROWS, document_tokens)
+        contenders = []
+        for way in options.only:
+            given = options, {"name": way}, CONTENDERS[way]
+            contenders.append(turns.Contender(*given, folder, options))
+        rows = turns.in_turns(contenders, options)
+    for row in rows:
+        if (seconds := page.median(row)) is not None:
+            row["tokens_per_second"] = context * options.micro_batch / seconds
     rows_are = "packed documents" if options.packed else "a document a row"
     compiled = "compiled" if options.compile else "not compiled"
     notes = [
-        f"Model: Llama {shape}; vocabulary {vocabulary}, context {context}, "
-        f"micro-batch {options.micro_batch}; {rows_are}; {compiled}",
+        f"Model: Llama {shape}; {options.dtype}, context {context}, micro-batch "
+        f"{options.micro_batch}; {rows_are}; {compiled}",
         "Each contender in a process of its own, in turns; times as fast: median over rounds of "
         "the ratio in one",
     ]
-    page.write("Throughput", notes, options, tables, rows)
-    differ = False
-    for dtype in options.dtypes:
-        of_dtype = [row for row in rows if row["dtype"] == dtype and "error" not in row]
-        if losses := {row["name"]: row["losses"][0] for row in of_dtype}:
-            if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE[dtype]:
-                differ = True
-                page.progress(f"error: the first losses in {dtype} differ: {losses}")
-    return int(differ or all("error" in row for row in rows))
+    table = page.compare(rows, COLUMNS, beside="bare loop")
+    page.write("Throughput", notes, options, [table], rows)
+    losses = [row["losses"][0] for row in rows if "error" not in row]
+    if differ := not losses or max(losses) - min(losses) > LOSS_TOLERANCE[options.dtype]:
+        page.progress("error: no contender, or first losses that differ")
+    return int(differ)
 
 
-def template(
-    turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace, how: str = ""
-) -> None:
+def template(turn: turns.Turns, folder: Path, options: argparse.Namespace, how: str = "") -> None:
     from benchmarks import one_step
 
     words = f"{how} --micro_batch_size {options.micro_batch}"
     if options.compile:
         words += " --compile true"
-    usual = folder, "llama", "data", options.kind, turns.DTYPES[dtype]
+    usual = folder, "llama", "data", options.kind, turns.DTYPES[options.dtype]
     one_step.train(turn, one_step.set_up(inputs.training(*usual, words)))
 
 
-def bare_loop(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace) -> None:
+def bare_loop(turn: turns.Turns, folder: Path, options: argparse.Namespace) -> None:
     import torch
 
-    model, loss = causal_lm(folder, dtype).to(options.kind), None
+    model, loss = causal_lm(folder, options).to(options.kind), None
     if options.compile:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -121,7 +112,7 @@ def bare_loop(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Nam
         loss = loss.detach()
 
 
-def hf_trainer(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Namespace) -> None:
+def hf_trainer(turn: turns.Turns, folder: Path, options: argparse.Namespace) -> None:
     import accelerate  # noqa: F401  HF Trainer needs it
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -160,7 +151,7 @@ def hf_trainer(turn: turns.Turns, folder: Path, dtype: str, options: argparse.Na
         eval_strategy="no",
         disable_tqdm=True,
     )
-    model = causal_lm(folder, dtype)
+    model = causal_lm(folder, options)
     model.config.use_cache = False
     trainer = Counted(model=model, args=arguments, train_dataset=rows, callbacks=[Asked()])
     trainer.train()
@@ -175,12 +166,12 @@ CONTENDERS = {
 }
 
 
-def causal_lm(folder: Path, dtype: str) -> Any:
+def causal_lm(folder: Path, options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=dtype).train()
+    return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=options.dtype).train()
 
 
 def hf_batches(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

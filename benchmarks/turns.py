@@ -44,7 +44,7 @@ def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
     add("--steps", type=int, default=1, help="steps in a turn")
     add("--threads", type=int, default=cores, help="threads of each process on a CPU")
     add("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
-    add("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help="of parameters")
+    add("--dtypes", dest="dtype", default="float32", choices=DTYPES, help="of parameters")
     add("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
     return options
 

@@ -19,7 +19,7 @@ from servers import (
     moto_url,  # noqa: F401
     seaweed_url,  # noqa: F401
 )
-from uploads import ROOT, RUN, Mirror, mirrored, read, save
+from uploads import RESTORE, ROOT, RUN, Mirror, mirrored, read, save
 
 from fabric_llm.base import failpoints, files
 from fabric_llm.mirror import fetch
@@ -112,13 +112,9 @@ def test_killed_while_it_fetches(place, run, tmp_path, point):
     content = save(run, 1, random.Random(1), large=LARGE)
     mirrored(place, run, "step-00000001")
     new = tmp_path / "new"
-    program = "import sys; from pathlib import Path; "
-    program += "from fabric_llm.mirror.fetch import restore; "
-    program += "from fabric_llm.mirror.store import Store; "
-    program += "restore(Store(sys.argv[1]), 'RUN', Path(sys.argv[2]))"
     for count in (1, 3):
         done = subprocess.run(
-            [sys.executable, "-c", program, place, str(new)],
+            [sys.executable, "-c", RESTORE, place, str(new)],
             cwd=ROOT, env={**os.environ, "FABRIC_LLM_FAILPOINT": f"{point}:count={count}"},
         )  # fmt: skip
         if (point, count) == ("mirror.fetched", 3):  # it is reached once

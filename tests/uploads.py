@@ -27,6 +27,14 @@ os._exit(code)
 PEAK = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024, "
 PEAK += "file=sys.stderr, flush=True)"
 MEASURED = PROGRAM.replace("os._exit", f"{PEAK}\nos._exit")
+# Arguments: the address, and a folder.
+RESTORE = """
+import sys
+from pathlib import Path
+from fabric_llm.mirror.fetch import restore
+from fabric_llm.mirror.store import Store
+restore(Store(sys.argv[1]), "RUN", Path(sys.argv[2]))
+"""
 
 
 def save(
