@@ -207,8 +207,11 @@ def restored(folder: Path, ranks: int) -> list[Any]:
     how = f"--strategy {strategy} --state_dict_type {kind} --devices {ranks} --run_name {run.name}"
     words = {"model_name": model, "train_data_dir": folder / "data", "output_dir": run.parent}
     words["mirror"] = f"s3://models/{run.name}"
+    inputs.call("train.py", OF_LARGE, how, "--max_step 1", **words)
+    size = sum(path.stat().st_size for path in run.glob("step-*/**/*.*"))
+    shutil.rmtree(run)
     log = folder / f"{run.name}.txt"
-    began, fetched, peak = 0.0, 0.0, 0
+    began, fetched, peak = time.monotonic(), 0.0, 0
 
     def seen(held: Any) -> None:
         nonlocal fetched, peak
@@ -217,16 +220,10 @@ def restored(folder: Path, ranks: int) -> list[Any]:
             if "Fetched step-" in log.read_text():
                 fetched = time.monotonic() - began
 
-    for steps in (1, 2):
-        command = [ROOT / "train.py", OF_LARGE, how, f"--max_step {steps}"]
-        began, peak = time.monotonic(), 0
-        with log.open("w") as file:
-            command = [sys.executable, *inputs.flags(*command, **words)]
-            code = memory.watched(command, 0.05, seen, stdout=file, stderr=file)
-        assert code == 0, log.read_text()
-        if steps == 1:
-            size = sum(path.stat().st_size for path in run.glob("step-*/**/*.*"))
-            shutil.rmtree(run)
+    command = inputs.flags(ROOT / "train.py", OF_LARGE, how, "--max_step 2", **words)
+    with log.open("w") as file:
+        code = memory.watched([sys.executable, *command], 0.05, seen, stdout=file, stderr=file)
+    assert code == 0, log.read_text()
     gib = [f"{number / page.GIB:.2f}" for number in (size, peak)]
     return [f"{ranks} rank{'s' * (ranks > 1)}, {kind}", f"{fetched:.1f}", *gib]
 
