@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -409,33 +409,19 @@ MECHANISMS = [Mechanism(*entry) for entry in [
 ]]  # fmt: skip
 
 
-class Finder:
-    """Finds one module, once, as Python would, and patches it as soon as it is loaded."""
+def install() -> None:
+    """Called by sitecustomize.py when Python starts: patch a module as soon as it is loaded."""
+    (mechanism,) = (one for one in MECHANISMS if one.key == os.environ[TAKEN_AWAY])
+    load = SourceFileLoader.exec_module
 
-    def __init__(self, mechanism: Mechanism) -> None:
-        self.mechanism = mechanism
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.mechanism.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            owner, attribute = owner_of(self.mechanism, module)
-            setattr(owner, attribute, self.mechanism.instead(getattr(owner, attribute)))
+    def exec_module(self: SourceFileLoader, module: ModuleType) -> None:
+        load(self, module)
+        if module.__name__ == mechanism.module:
+            owner, attribute = owner_of(mechanism, module)
+            setattr(owner, attribute, mechanism.instead(getattr(owner, attribute)))
             Path(os.environ[PATCHED]).touch()
 
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def install() -> None:
-    """Called by sitecustomize.py when Python starts."""
-    (mechanism,) = (one for one in MECHANISMS if one.key == os.environ[TAKEN_AWAY])
-    sys.meta_path.insert(0, Finder(mechanism))
+    SourceFileLoader.exec_module = exec_module
 
 
 def owner_of(mechanism: Mechanism, module: ModuleType) -> tuple[Any, str]:
