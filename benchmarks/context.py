@@ -72,11 +72,10 @@ def measure(
     row["planned"].append(planned(flags, context))
     report = None
     if row["planned"][-1] < FILLED * options.device.get("memory_bytes", math.inf):
-        known = {"ranks": ranks, "store": Path(tempfile.mkdtemp(dir=folder)) / "store"}
-        contender = turns.Contender(options, known, train, flags, options.kind)
+        contender = turns.Contender(options, {"ranks": ranks}, train, flags, options.kind)
         report = contender.ask("time", 1, within_seconds=540)
         contender.close()
-        row["errors"] += filter(None, [contender.row["error"]])
+        row["errors"] += [contender.row["error"]] if "error" in contender.row else []
     row["measured"].append(report and report["bytes"])
 
 

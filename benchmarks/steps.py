@@ -121,9 +121,8 @@ def measure(
     more = f"--devices {ranks} --micro_batch_size {sizes['micro_batch']} --lr 1e-3 --compile false"
     usual = folder, "llama", "data", options.kind, turns.DTYPES[options.dtype], more
     contenders = []
-    for number, (name, text) in enumerate(variants.items()):
+    for name, text in variants.items():
         row = {"name": name, "flags": text, "ranks": ranks, **sizes}
-        row["store"] = folder / f"store-{number}"
         flags = inputs.training(*usual, text.replace("SIZE", str(4 * hidden**2)))
         contenders.append(turns.Contender(options, row, train, flags, options.kind))
     rows = turns.in_turns(contenders, options)

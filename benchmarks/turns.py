@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -202,7 +203,7 @@ class Peak:
 def work(
     function: Callable[..., None],
     pipe: Connection,
-    place: tuple[int, int, Path],
+    place: tuple[int, int, str],
     options: argparse.Namespace,
     args: Any,
 ) -> None:
@@ -226,7 +227,7 @@ def work(
         pipe.send({"error": message.replace("|", "/")})
 
 
-def join(rank: int, ranks: int, store: Path, kind: str) -> None:
+def join(rank: int, ranks: int, store: str, kind: str) -> None:
     """Form the process group as torchrun would, but meet in a file."""
     import torch
 
@@ -236,7 +237,7 @@ def join(rank: int, ranks: int, store: Path, kind: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "benchmark"}
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    file_store = torch.distributed.FileStore(str(store), ranks)
+    file_store = torch.distributed.FileStore(store, ranks)
     backend = "nccl" if kind == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=file_store, rank=rank, world_size=ranks)
 
@@ -247,18 +248,17 @@ class Contender:
     def __init__(
         self, options: argparse.Namespace, row: Row, function: Callable[..., None], *args: Any
     ) -> None:
-        """row: what is known of it; its "ranks" are so many processes, which meet in the file
-        "store"."""
+        """row: what is known of it; its "ranks" are so many processes."""
         self.row = {"seconds": [], **row}
         # A server that is forked imports once, but some packages, such as torchao, ask for GPUs
         # when they are imported, and no process that is forked after that can have one.
         context = multiprocessing.get_context("spawn" if options.kind == "cuda" else "forkserver")
         if options.kind == "cpu":
             context.set_forkserver_preload(PRELOADED)
-        ranks, self.processes = row.get("ranks", 1), {}
+        ranks, store, self.processes = row.get("ranks", 1), tempfile.mktemp(), {}
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            given = (function, theirs, (rank, ranks, row.get("store")), options, args)
+            given = (function, theirs, (rank, ranks, store), options, args)
             self.processes[ours] = context.Process(target=work, args=given, daemon=True)
             self.processes[ours].start()
             theirs.close()  # so that a process that dies closes the pipe
