@@ -108,9 +108,9 @@ def training(
 
 
 def call(script: str, *words: Any, codes: tuple[int, ...] = (0,), **given: Any) -> None:
-    """A command of this repository, printed as one would type it. codes: with which it may end."""
+    """A script or module, printed as one would type it. codes: with which it may end."""
     command = [script, *flags(*words, **given)]
-    if script.startswith("fabric_llm."):
+    if not script.endswith(".py"):
         command.insert(0, "-m")
     print("$ python", *command, file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr)

@@ -124,11 +124,8 @@ def documents(packages: Path) -> dict[str, list[str]]:
     for file in sorted((share / "games/fortunes").iterdir()):
         if file.suffix == "" and not file.is_symlink():
             sayings += file.read_text(errors="replace").split("\n%\n")
-    return {
-        "basque": [text_of(file) for file in basque],
-        "english": [text_of(file) for file in english],
-        "sayings": sayings,
-    }
+    pages = {"basque": [*map(text_of, basque)], "english": [*map(text_of, english)]}
+    return {**pages, "sayings": sayings}
 
 
 def prepare(packages: Path, work: Path) -> None:
@@ -160,12 +157,11 @@ def evaluated(model: Path, work: Path) -> dict[str, float]:
     """Bits per byte of the documents that were held out, as lm-evaluation-harness measures them."""
     output = work / "harness" / model.relative_to(work)
     if not output.exists():
-        words = f"-m lm_eval --model hf --tasks {','.join(SETS)} --batch_size 1 --device cpu"
+        words = f"--model hf --tasks {','.join(SETS)} --batch_size 1 --device cpu"
         given = {"model_args": f"pretrained={model},dtype=float32,max_length={CONTEXT}"}
         given |= {"include_path": work / "tasks", "output_path": output}
-        command = [sys.executable, *inputs.flags(words, **given)]
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        subprocess.run(command, env={**os.environ, **offline}, stdout=sys.stderr, check=True)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        inputs.call("lm_eval", words, **given)
     [results] = output.rglob("results_*.json")
     found = json.loads(results.read_text())["results"]
     return {name: found[name]["bits_per_byte,none"] for name in SETS}
