@@ -39,8 +39,6 @@ COLUMNS = {
     "padding": page.number("padding", ".2%"),
     "peak memory, MiB": lambda row: f"{statistics.median(row['peaks']) / page.MIB:,.0f}",
 }
-# what is timed; what its result is reported as
-Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]
 
 
 def main() -> int:
@@ -100,40 +98,36 @@ def make_corpus(folder: Path, most_bytes: int) -> tuple[int, int]:
     return len(texts), total
 
 
-def tokenizer_itself(folder: Path, output: Path, cores: int) -> Contender:
+def tokenizer_itself(folder: Path, output: Path, cores: int) -> dict[str, Any]:
     """encode_batch_fast of the text in memory, in batches of 1000. Nothing is kept."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     with open(folder / "corpus.jsonl") as file:
         texts = [json.loads(line)["text"] for line in file]
-
-    def encode() -> int:
-        count = 0
-        for at in range(0, len(texts), 1000):
-            batch = backend.encode_batch_fast(texts[at : at + 1000], add_special_tokens=False)
-            count += sum(map(len, batch))
-        return count
-
-    return encode, lambda tokens: {"tokens": tokens}
+    tokens, began = 0, time.perf_counter()
+    for at in range(0, len(texts), 1000):
+        batch = backend.encode_batch_fast(texts[at : at + 1000], add_special_tokens=False)
+        tokens += sum(map(len, batch))
+    return {"seconds": time.perf_counter() - began, "tokens": tokens}
 
 
-def prepared(folder: Path, output: Path, cores: int, packing: str = "concat") -> Contender:
+def prepared(folder: Path, output: Path, cores: int, packing: str = "concat") -> dict[str, Any]:
     """prepare_data.py, from a .jsonl file to a published dataset."""
     from fabric_llm.prepare import prepare
 
-    def report(manifest: dict[str, Any]) -> dict[str, Any]:
-        splits = manifest["splits"].values()
-        padding = sum(split.get("padding_tokens", 0) for split in splits)
-        places = CONTEXT * sum(split["rows"] for split in splits)
-        return {"tokens": sum(split["tokens"] for split in splits), "padding": padding / places}
-
     given = {"inputs": [folder / "corpus.jsonl"], "tokenizer": str(folder / "tokenizer")}
     given |= {"context_length": CONTEXT, "packing": packing, "num_workers": cores}
-    return functools.partial(prepare.prepare, output=output, **given), report
+    began = time.perf_counter()
+    splits = prepare.prepare(output=output, **given)["splits"].values()
+    seconds = time.perf_counter() - began
+    padding = sum(split.get("padding_tokens", 0) for split in splits)
+    places = CONTEXT * sum(split["rows"] for split in splits)
+    tokens = sum(split["tokens"] for split in splits)
+    return {"seconds": seconds, "tokens": tokens, "padding": padding / places}
 
 
-def mapped(folder: Path, output: Path, cores: int) -> Contender:
+def mapped(folder: Path, output: Path, cores: int) -> dict[str, Any]:
     """datasets.map with the tokenizer, each document padded to rows of the context, nothing
     truncated away."""
     import datasets
@@ -150,21 +144,18 @@ def mapped(folder: Path, output: Path, cores: int) -> Contender:
         made = tokenizer([text + tokenizer.eos_token for text in batch["text"]], **given)
         return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
 
-    def build() -> Any:
-        loaded = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
-        done = loaded.map(rows, batched=True, num_proc=processes, remove_columns=["text"])
-        done.save_to_disk(output / "saved")
-        return done
-
-    def report(done: Any) -> dict[str, Any]:
-        shutil.rmtree(cache)
-        tokens = sum(int(sum(map(sum, batch["attention_mask"]))) for batch in done.iter(1000))
-        return {"tokens": tokens, "padding": 1 - tokens / (len(done) * CONTEXT)}
-
-    return build, report
+    began = time.perf_counter()
+    loaded = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
+    done = loaded.map(rows, batched=True, num_proc=processes, remove_columns=["text"])
+    done.save_to_disk(output / "saved")
+    seconds = time.perf_counter() - began
+    shutil.rmtree(cache)
+    tokens = sum(int(sum(map(sum, batch["attention_mask"]))) for batch in done.iter(1000))
+    padding = 1 - tokens / (len(done) * CONTEXT)
+    return {"seconds": seconds, "tokens": tokens, "padding": padding}
 
 
-CONTENDERS: dict[str, Callable[[Path, Path, int], Contender]] = {
+CONTENDERS: dict[str, Callable[[Path, Path, int], dict[str, Any]]] = {
     "the tokenizer itself": tokenizer_itself,
     "prepare_data.py": prepared,
     "prepare_data.py --packing best_fit": functools.partial(prepared, packing="best_fit"),
@@ -196,11 +187,8 @@ def take_turn(row: page.Row, folder: Path) -> None:
 def work(name: str, folder: str, output: str, cores: str) -> int:
     """The process of a contender."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
-    run, report = CONTENDERS[name](Path(folder), Path(output), int(cores))
-    began = time.perf_counter()
-    result = run()
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, **report(result)}), flush=True)
+    report = CONTENDERS[name](Path(folder), Path(output), int(cores))
+    print(json.dumps(report), flush=True)
     return 0
 
 
