@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
+from safetensors.torch import load_file
 
 
 def run_ranks(
@@ -63,12 +64,7 @@ class Job:
     ) -> None:
         """failpoint: see fabric_llm/failpoints.py. before: called in each rank before train.py's
         main."""
-        argv = [str(flag) for flag in flags] + [
-            "--devices",
-            str(world_size),
-            "--log_step_interval",
-            "1",
-        ]
+        argv = _argv(world_size, flags)
         self.folder = Path(tempfile.mkdtemp())
         self.pids = [
             _fork(rank, world_size, self.folder, _train_to_the_end, (argv, failpoint, before))
@@ -234,13 +230,12 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
     """`train.py FLAGS` on `world_size` ranks, all of its code and real files."""
     import train
 
-    argv = [str(flag) for flag in flags] + [
-        "--devices",
-        str(world_size),
-        "--log_step_interval",
-        "1",
-    ]
+    argv = _argv(world_size, flags)
     run_ranks(world_size, train.main, argv, timeout_seconds=timeout_seconds)
+
+
+def _argv(world_size: int, flags: Any) -> list[str]:
+    return [*map(str, flags), "--devices", str(world_size), "--log_step_interval", "1"]
 
 
 def planned(argv: Any) -> tuple[Any, Any]:
@@ -289,12 +284,45 @@ def toy_run(
     return ("--model_name", toys / model, "--train_data_dir", toys / data, "--output_dir", output)
 
 
+def lines(run_directory: Path, key: str = "step") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that have `key`, in order."""
+    text = (run_directory / "metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
+
 def metrics(run_directory: Path, key: str = "loss") -> list[Any]:
     """The values of `key` in metrics.jsonl, in order."""
-    lines = [
-        json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [line[key] for line in lines if key in line]
+    return [line[key] for line in lines(run_directory, key)]
+
+
+def status(run_directory: Path) -> dict[str, Any]:
+    return json.loads((run_directory / "STATUS.json").read_text())
+
+
+def saved(run_directory: Path) -> list[int]:
+    """The steps of its checkpoints."""
+    return sorted(int(path.name[5:]) for path in run_directory.glob("step-*") if path.is_dir())
+
+
+def weights(run_directory: Path, step: int) -> dict[str, torch.Tensor]:
+    """Those of a checkpoint with whole weights."""
+    return load_file(run_directory / f"step-{step:08d}" / "model.safetensors")
+
+
+def tensors(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every tensor of a checkpoint, by file and name."""
+    return {
+        (str(path.relative_to(checkpoint)), name): value
+        for path in sorted(checkpoint.rglob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
+
+
+def assert_same_tensors(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> None:
+    """To the last bit."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
 
 
 REFUSE = """

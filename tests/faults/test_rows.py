@@ -14,12 +14,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import Job, metrics, toy_run
+from ranks import Job, assert_same_tensors, lines, metrics, saved, status, toy_run, weights
 from safetensors.torch import load_file
 
 import train
@@ -36,21 +36,11 @@ STEPS = 8
 
 def flags(toys, output, *more):
     return (
-        *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
-        *(
-            "--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4,
-            "--max_step", STEPS,
-        ),
-        *(
-            "--save_step_interval", 3, "--eval_iters", 2, "--eval_batch_size", 2,
-            "--hang_timeout", 30,
-        ),
-        *("--run_name", "run", *more),
+        *toy_run(toys, output, model="gpt2"),
+        *"--lr 1e-2 --strategy fsdp --micro_batch_size 1 --global_batch_size 4".split(),
+        *"--save_step_interval 3 --eval_iters 2 --eval_batch_size 2 --hang_timeout 30".split(),
+        *("--max_step", STEPS, "--run_name", "run", *more),
     )
-
-
-def status(run):
-    return json.loads((run / "STATUS.json").read_text())
 
 
 def free_port():
@@ -79,27 +69,25 @@ def end_after(job, frozen, other):
     """The codes of both ranks: `frozen`, which nobody else can end, is killed once the `other` has
     ended, or won't."""
     try:
-        wait_until(
-            lambda: (
-                os.waitid(os.P_PID, job.pids[other], os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                is not None
-            )
-        )
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        wait_until(lambda: os.waitid(os.P_PID, job.pids[other], how) is not None)
     finally:
         job.kill([frozen])
     return job.wait()
-
-
-def saved(run):
-    return [files.step_of(path) for path in files.step_directories(run)]
 
 
 def leftovers(run):
     return [path.name for path in run.iterdir() if path.name.startswith((".tmp", ".trash"))]
 
 
-def final_weights(run):
-    return load_file(run / f"step-{STEPS:08d}" / "model.safetensors")
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_same_end(run, other):
+    assert metrics(run) == metrics(other)
+    assert metrics(run, "step") == metrics(other, "step")
+    assert_same_tensors(weights(run, STEPS), weights(other, STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -107,27 +95,16 @@ def whole(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     job = Job(2, *flags(toys, folder))
     assert job.wait() == [0, 0], job.output
-    assert status(folder / "run") | {"pid": 0, "host": ""} == {
-        **{
-            "code": 0,
-            "reason": "done",
-            "step": STEPS,
-            "last_durable_step": STEPS,
-            "retryable": False,
-        },
-        **{"pid": 0, "host": ""},
-    }
+    said = {"code": 0, "reason": "done", "step": STEPS, "last_durable_step": STEPS}
+    said |= {"retryable": False, "pid": 0, "host": ""}
+    assert status(folder / "run") | {"pid": 0, "host": ""} == said
     return folder / "run"
 
 
 def assert_goes_on_like(toys, output, whole, *more):
     job = Job(2, *flags(toys, output, "--resume", "auto", *more))
     assert job.wait() == [0, 0], job.output
-    assert metrics(output / "run") == metrics(whole) and metrics(output / "run", "step") == metrics(
-        whole, "step"
-    )
-    ours, theirs = final_weights(output / "run"), final_weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_end(output / "run", whole)
 
 
 # ------------------------------------------------------------------------------- a save fails
@@ -171,26 +148,19 @@ def test_a_write_that_the_kernel_refuses(toys, tmp_path, rank, kind):
 
 
 def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, tmp_path):
-    import shutil as its_shutil
+    usage = shutil.disk_usage
 
-    usage = its_shutil.disk_usage
+    def with_free(room):
+        return lambda: setattr(shutil, "disk_usage", lambda _: usage("/")._replace(free=room()))
 
-    def never_room():
-        its_shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
-
-    def room_for_one():
-        its_shutil.disk_usage = lambda path: usage(path)._replace(
-            free=1000 if list((tmp_path / "run").glob("step-*")) else 10**9
-        )
-
-    job = Job(2, *flags(toys, tmp_path), before=never_room)
+    job = Job(2, *flags(toys, tmp_path), before=with_free(lambda: 1000))
     assert job.wait() == [74, 74], job.output
     assert "needs 0.02 GiB" in job.output[0] and "has 0.00 GiB free" in job.output[0]
-    assert (
-        metrics(tmp_path / "run") == [] if (tmp_path / "run" / "metrics.jsonl").exists() else True
-    )
+    log = tmp_path / "run" / "metrics.jsonl"
+    assert not log.exists() or metrics(tmp_path / "run") == []
     assert status(tmp_path / "run")["retryable"] is False
-    job = Job(2, *flags(toys, tmp_path), before=room_for_one)
+    for_one = with_free(lambda: 1000 if saved(tmp_path / "run") else 10**9)
+    job = Job(2, *flags(toys, tmp_path), before=for_one)
     assert job.wait() == [74, 74], job.output
     assert "Checkpoint step-00000006 needs" in job.output[0] and saved(tmp_path / "run") == [3]
 
@@ -222,10 +192,7 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(
     ]
     assert len({part.parts[0] for part in parts}) == 3
     for part in parts:
-        ours, theirs = load_file(tmp_path / "run" / part), load_file(whole / part)
-        assert ours.keys() == theirs.keys() and all(
-            torch.equal(ours[name], theirs[name]) for name in theirs
-        ), part
+        assert_same_tensors(load_file(tmp_path / "run" / part), load_file(whole / part))
 
 
 # ------------------------------------------------------------------------------- signals
@@ -233,37 +200,23 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(
 
 @pytest.mark.parametrize(
     ("point", "stops_at"),
-    [
-        ("assembled", 0),
-        ("set_up", 0),
-        ("forward:count=5", 3),
-        ("optimizer_step:count=3", 4),
-        ("evaluate", 1),
-        ("save.rest", 4),
-    ],
+    [("assembled", 0), ("set_up", 0), ("forward:count=5", 3), ("optimizer_step:count=3", 4)]
+    + [("evaluate", 1), ("save.rest", 4)],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_at, rank):
-    name, *count = point.split(":")
-    job = Job(
-        2, *flags(toys, tmp_path), failpoint=":".join([name, f"rank={rank}", *count, "do=term"])
-    )
+    job = Job(2, *flags(toys, tmp_path), failpoint=f"{point}:rank={rank}:do=term")
     assert job.wait() == [75, 75], job.output
     assert max(saved(tmp_path / "run"), default=0) <= stops_at
     said = status(tmp_path / "run")
-    assert (
-        said["code"] == 75
-        and said["retryable"]
-        and (said["step"] or 0) == (said["last_durable_step"] or 0)
-    )
+    assert said["code"] == 75 and said["retryable"]
+    assert (said["step"] or 0) == (said["last_durable_step"] or 0)
     if rank == 1:
         assert_goes_on_like(toys, tmp_path, whole)
 
 
 UNITS = 5  # of the weights of the toy GPT-2: both embeddings, two layers, the last norm
-SPIKES = (
-    "--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4, "--save_step_interval", 12,
-)
+SPIKES = "--spike_threshold 6 --spike_action rewind --lr 1e-4 --save_step_interval 12".split()
 
 
 @pytest.fixture(scope="module")
@@ -296,15 +249,11 @@ def to_be_loaded(toys, tmp_path_factory):
     more = (*resumed, "--max_step", 6)
     half, twelve = ended("half", "--max_step", 3), ended("twelve", *SPIKES, "--max_step", 12)
     rewinds = (*SPIKES, *resumed, "--max_step", 16)
+    rewound = ended("rewound", *rewinds, begins=twelve, before=with_a_spike)
     return {
         "start": (("--resume", "auto"), lambda: None, None, ended("start")),
         "resume": (more, lambda: None, half, ended("resumed", *more, begins=half)),
-        "rewind": (
-            rewinds,
-            with_a_spike,
-            twelve,
-            ended("rewound", *rewinds, begins=twelve, before=with_a_spike),
-        ),
+        "rewind": (rewinds, with_a_spike, twelve, rewound),
     }
 
 
@@ -317,46 +266,27 @@ def test_a_rank_that_ends_while_weights_are_loaded(toys, tmp_path, to_be_loaded,
     if begins is not None:
         shutil.copytree(begins, tmp_path, dirs_exist_ok=True)
     there = {path: path.read_bytes() for path in tmp_path.glob("run/step-*/**/*") if path.is_file()}
-    count = UNITS + 3 if during == "rewind" else 3
-    job = Job(
-        2,
-        *flags(toys, tmp_path, *more),
-        failpoint=f"fill:rank={rank}:count={count}:do={do}",
-        before=before,
-    )
+    point = f"fill:rank={rank}:count={UNITS + 3 if during == 'rewind' else 3}:do={do}"
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint=point, before=before)
     codes = job.wait()
     assert codes == ([75, 75] if do == "term" else [-9, 71] if rank == 0 else [71, -9]), job.output
-    assert (
-        all(path.read_bytes() == content for path, content in there.items())
-        and leftovers(tmp_path / "run") == []
-    )
+    assert all(path.read_bytes() == content for path, content in there.items())
+    assert leftovers(tmp_path / "run") == []
     if do == "kill":
         assert {path for path in tmp_path.glob("run/step-*/**/*") if path.is_file()} == there.keys()
     job = Job(2, *flags(toys, tmp_path, *more), before=(lambda: None) if do == "term" else before)
     assert job.wait() == [0, 0], job.output
     assert metrics(tmp_path / "run") == metrics(undisturbed / "run")
-    last = files.latest(undisturbed / "run").name
-    ours, theirs = (
-        load_file(folder / "run" / last / "model.safetensors") for folder in (tmp_path, undisturbed)
-    )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
-    )
+    last = files.step_of(files.latest(undisturbed / "run"))
+    assert_same_tensors(weights(tmp_path / "run", last), weights(undisturbed / "run", last))
 
 
 def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole):
     """`train.py 2>&1 | tee log`: the terminal sends it to all of them, and what a run prints then
     has nowhere to go."""
     words = command(toys, tmp_path, "--max_step", 5000, "--save_step_interval", 5000)
-    run = subprocess.Popen(
-        [sys.executable, *words],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,  # its ranks are a group, as in a terminal
-    )
+    # its ranks are a group, as in a terminal
+    run = begun(words, tmp_path, text=True, start_new_session=True)
     try:
         assert any(line.startswith("step 2/") for line in run.stdout)
         run.stdout.close()
@@ -367,10 +297,8 @@ def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
     said = status(tmp_path / "run")
-    assert (
-        said["code"] == 75
-        and said["step"] == said["last_durable_step"] == saved(tmp_path / "run")[-1] >= 2
-    )
+    assert said["code"] == 75
+    assert said["step"] == said["last_durable_step"] == saved(tmp_path / "run")[-1] >= 2
     assert metrics(tmp_path / "run", "step")[-1] == said["step"]
     assert_all_end(tmp_path)
 
@@ -383,13 +311,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(toys, tmp_path):
         while os.write(writing, b"x" * 4096):
             pass
     os.set_blocking(writing, True)
-    run = subprocess.Popen(
-        [sys.executable, *command(toys, tmp_path)],
-        env=environment(),
-        stdout=writing,
-        stderr=writing,
-        cwd=tmp_path,
-    )
+    run = begun(command(toys, tmp_path), tmp_path, stdout=writing)
     try:
         assert run.wait(180) == 0
     finally:
@@ -417,26 +339,15 @@ def test_out_of_memory(toys, tmp_path):
     job = Job(2, *flags(toys, tmp_path), failpoint="forward:rank=1:count=3:do=oom")
     assert job.wait() == [71, 79], job.output
     for said in (job.output[1], status(tmp_path / "run")["reason"]):
-        assert (
-            "out of memory" in said
-            and "peak" in said
-            and "--micro_batch_size" in said
-            and "rank 1" in said
-        )
+        for words in ("out of memory", "peak", "--micro_batch_size", "rank 1"):
+            assert words in said
     assert status(tmp_path / "run")["code"] == 79 and not status(tmp_path / "run")["retryable"]
 
 
 def test_a_command_that_started_its_ranks_ends_as_the_first_of_them(toys, tmp_path):
     """Or a restart loop would start again what can't work."""
-    out = environment(FABRIC_LLM_FAILPOINT="forward:rank=1:count=3:do=oom")
-    done = subprocess.run(
-        [sys.executable, *command(toys, tmp_path)],
-        env=out,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
+    point = "forward:rank=1:count=3:do=oom"
+    done = ran(command(toys, tmp_path), tmp_path, FABRIC_LLM_FAILPOINT=point)
     assert done.returncode == 79 == status(tmp_path / "run")["code"], done.stderr
 
 
@@ -451,17 +362,8 @@ def test_a_container_without_shared_memory_is_told_so():
 
 def test_ranks_that_are_numbered_already_by_who_started_the_first(toys, tmp_path):
     """As by a training operator for one replica."""
-    given = environment(
-        RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-    )
-    done = subprocess.run(
-        [sys.executable, *command(toys, tmp_path)],
-        env=given,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = ran(command(toys, tmp_path), tmp_path, **given, MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done.stderr
     assert "fsdp on 2 cpu devices" in done.stdout
 
@@ -476,10 +378,8 @@ def test_ranks_of_two_commands_do_not_train_together(toys, tmp_path):
 
     job = Job(2, *flags(toys, tmp_path), before=other_command)
     assert job.wait() == [2, 2], job.output
-    assert (
-        "rank 1 was started with --lr 1.0, rank 0 with --lr 0.01: start all with one command"
-        in job.output[0]
-    )
+    sentence = "rank 1 was started with --lr 1.0, rank 0 with --lr 0.01: start all with one command"
+    assert sentence in job.output[0]
 
 
 def elsewhere(tmp_path):
@@ -487,7 +387,7 @@ def elsewhere(tmp_path):
 
     def change():
         own = tmp_path / os.environ["RANK"]
-        own.mkdir()
+        own.mkdir(exist_ok=True)
         os.chdir(own)
 
     return change
@@ -508,10 +408,7 @@ def test_machines_with_other_files_at_the_same_paths_are_told(toys, tmp_path, wh
         shutil.rmtree(other / "data" / split)
         shutil.copytree(toys / "many" / split, other / "data" / split)
 
-    def change():
-        os.chdir(tmp_path / os.environ["RANK"])
-
-    job = Job(2, *flags(Path(), tmp_path), before=change)
+    job = Job(2, *flags(Path(), tmp_path), before=elsewhere(tmp_path))
     assert job.wait() == [2, 2], job.output
     path = {"model": "the model's config.json", "data": "'data'", "validation": "validation sets"}
     assert f"{path[what]}: rank 1 reads another version at this path than rank 0" in job.output[0]
@@ -540,9 +437,8 @@ def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
         "rank 1 doesn't see what rank 0 writes into 'out/run': it must be on a disk that "
         "all machines share, or --mirror be given."
     )
-    assert (
-        sentence in job.output[0] and status(tmp_path / "0" / "out" / "run")["reason"] == sentence
-    )
+    assert sentence in job.output[0]
+    assert status(tmp_path / "0" / "out" / "run")["reason"] == sentence
 
 
 def test_hashing_a_large_checkpoint_may_take_longer_than_a_hang(toys, tmp_path, whole):
@@ -575,42 +471,44 @@ def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, t
     assert job.wait() == [74, 74], job.output
     run = tmp_path / "0" / "out" / "run"
     assert saved(run) == [] and leftovers(run) == []
-    assert (
-        "as rank 1 has written it; 'out/run' must be on a disk that all machines share."
-        in status(run)["reason"]
-    )
-    assert not status(run)["retryable"]
+    sentence = "as rank 1 has written it; 'out/run' must be on a disk that all machines share."
+    assert sentence in status(run)["reason"] and not status(run)["retryable"]
 
 
-@pytest.mark.parametrize("action", ["hang", "stop"])
-def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, action):
-    """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
-    more = ("--hang_timeout", 10, "--num_workers", 0, "--save_step_interval", 100)
-    points = [f"read_data:rank={rank}:count=9:do={action}" for rank in (0, 1)]
+@contextmanager
+def side_by_side(toys, tmp_path, point, *more):
+    """Two runs in folders `0` and `1`: rank 0 of the first comes to the failpoint, and rank 1 of
+    the second. Most of the time all wait."""
     jobs = [
-        Job(2, *flags(toys, tmp_path / str(rank), *more), failpoint=points[rank]) for rank in (0, 1)
+        Job(2, *flags(toys, tmp_path / str(rank), *more), failpoint=point.format(rank=rank))
+        for rank in (0, 1)
     ]
     try:
-        for rank, job in enumerate(jobs):
-            codes = end_after(job, frozen=rank, other=1 - rank) if action == "stop" else job.wait()
-            assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), (
-                job.output
-            )
-            said = status(tmp_path / str(rank) / "run")
-            assert f"rank {rank}" in said["reason"] and (
-                "after step" in said["reason"] or rank == 0
-            ), said
-            if action == "hang":
-                assert (
-                    "no progress for 10 s" in said["reason"] and "time.sleep" in job.output[rank]
-                ), "where it was"
-            else:
-                assert "lost or frozen" in said["reason"]
-            assert said["code"] == 71 and said["retryable"]
+        yield jobs
     finally:
         for job in jobs:
             with suppress(ChildProcessError):  # they are gone
                 job.kill([0, 1])
+
+
+@pytest.mark.parametrize("action", ["hang", "stop"])
+def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, action):
+    more = "--hang_timeout 10 --num_workers 0 --save_step_interval 100".split()
+    point = f"read_data:rank={{rank}}:count=9:do={action}"
+    with side_by_side(toys, tmp_path, point, *more) as jobs:
+        for rank, job in enumerate(jobs):
+            codes = end_after(job, frozen=rank, other=1 - rank) if action == "stop" else job.wait()
+            assert codes[1 - rank] == 71, job.output
+            assert codes[rank] == (71 if action == "hang" else -9), job.output
+            said = status(tmp_path / str(rank) / "run")
+            assert f"rank {rank}" in said["reason"], said
+            assert "after step" in said["reason"] or rank == 0, said
+            if action == "hang":
+                assert "no progress for 10 s" in said["reason"]
+                assert "time.sleep" in job.output[rank], "where it was"
+            else:
+                assert "lost or frozen" in said["reason"]
+            assert said["code"] == 71 and said["retryable"]
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
@@ -625,12 +523,8 @@ def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
         connect = Watch._connect
         Watch._connect = lambda self: (time.sleep(int(os.environ["RANK"])), connect(self))[1]
 
-    job = Job(
-        2,
-        *flags(toys, tmp_path, "--hang_timeout", 6),
-        failpoint=f"assembled:rank=0:do={action}",
-        before=late,
-    )
+    point = f"assembled:rank=0:do={action}"
+    job = Job(2, *flags(toys, tmp_path, "--hang_timeout", 6), failpoint=point, before=late)
     codes = end_after(job, frozen=0, other=1) if action == "stop" else job.wait()
     assert codes == [-9, 71], job.output
     assert "train.py: rank 1" in job.output[1] and "Traceback" not in job.output[1]
@@ -650,10 +544,9 @@ def test_why_a_run_ended_is_told_by_rank_0_if_it_could(toys, tmp_path):
             Watch.first = property(lambda self: None, lambda self, first: None)
             watch.hanging = lambda beats, seconds: None
 
-    more = ("--hang_timeout", 6, "--num_workers", 0, "--save_step_interval", 100)
-    job = Job(
-        2, *flags(toys, tmp_path, *more), failpoint="read_data:rank=0:count=9:do=hang", before=deaf
-    )
+    more = "--hang_timeout 6 --num_workers 0 --save_step_interval 100".split()
+    point = "read_data:rank=0:count=9:do=hang"
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint=point, before=deaf)
     assert job.wait() == [71, 71], job.output
     assert "rank 0 (process" in job.output[1] and "lost or frozen" in job.output[1]
     assert "rank 0 hangs: no progress for 6 s" in status(tmp_path / "run")["reason"]
@@ -683,15 +576,12 @@ def test_a_rank_that_fails_while_rank_0_is_frozen_still_ends_and_says_why(toys, 
             failpoints._do = lambda action, name: (time.sleep(3), do(action, name))
 
     more = ("--hang_timeout", 600, "--num_workers", 0)
-    job = Job(
-        2, *flags(toys, tmp_path, *more), failpoint="read_data:count=9:do=stop", before=fail_later
-    )
+    point = "read_data:count=9:do=stop"
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint=point, before=fail_later)
     assert end_after(job, frozen=0, other=1) == [-9, 1], job.output
     assert "RuntimeError: failpoint read_data" in job.output[1]
-    assert (
-        status(tmp_path / "run")["code"] == 1
-        and "failpoint read_data" in status(tmp_path / "run")["reason"]
-    )
+    assert status(tmp_path / "run")["code"] == 1
+    assert "failpoint read_data" in status(tmp_path / "run")["reason"]
 
 
 # ------------------------------------------------------------------------------- real processes
@@ -706,16 +596,33 @@ def environment(**more):
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
+def begun(words, folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, point="", **options):
+    """`python WORDS`, a process."""
+    given = environment(FABRIC_LLM_FAILPOINT=point)
+    out = {"stdout": stdout, "stderr": stderr}
+    return subprocess.Popen([sys.executable, *words], env=given, cwd=folder, **out, **options)
+
+
+def ran(words, folder, program=(sys.executable,), seconds=120, **variables):
+    """`python WORDS`, a process that has ended."""
+    given = {"env": environment(**variables), "cwd": folder, "timeout": seconds}
+    return subprocess.run([*program, *words], capture_output=True, text=True, **given)
+
+
 def processes_of(output):
     """Processes that still have the output folder on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(OSError):
             if str(output).encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            pass
+                found.append(int(path.parent.name))
     return found
+
+
+def kill_all_of(output):
+    for left in processes_of(output):
+        with suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
 
 
 def assert_all_end(output):
@@ -731,17 +638,13 @@ def test_a_plain_command_that_ends_while_weights_are_loaded_leaves_no_process_an
     toys, tmp_path, whole, rank
 ):
     (tmp_path / "temporary").mkdir()
-    out = environment(
-        FABRIC_LLM_FAILPOINT=f"fill:rank={rank}:count=3", TMPDIR=str(tmp_path / "temporary")
-    )
-    words = [sys.executable, *command(toys, tmp_path)]
-    done = subprocess.run(words, env=out, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    given = {"FABRIC_LLM_FAILPOINT": f"fill:rank={rank}:count=3"}
+    given["TMPDIR"] = str(tmp_path / "temporary")
+    done = ran(command(toys, tmp_path), tmp_path, **given)
     assert done.returncode == (71 if rank == 1 else -9), done.stderr
     assert_all_end(tmp_path)
-    assert (
-        list((tmp_path / "temporary").iterdir()) == []
-        and saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
-    )
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
     assert_goes_on_like(toys, tmp_path, whole)
 
 
@@ -751,16 +654,8 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(
     """Rank 0 of one command and rank 1 of another, side by side: starting is what takes time."""
 
     def killed(rank):
-        words = command(toys, tmp_path / str(rank))
-        point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=5")
-        return subprocess.run(
-            [sys.executable, *words],
-            env=point,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=tmp_path,
-        )
+        point = f"between_steps:rank={rank}:count=5"
+        return ran(command(toys, tmp_path / str(rank)), tmp_path, FABRIC_LLM_FAILPOINT=point)
 
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(killed, (0, 1)))
@@ -771,10 +666,8 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(
         said = status(output / "run")
         assert said["retryable"] and said["last_durable_step"] == 3
         if rank == 1:
-            assert (
-                re.search("rank 1 was killed by SIGKILL after step [45],", done.stderr)
-                and said["code"] == 71
-            )
+            assert re.search("rank 1 was killed by SIGKILL after step [45],", done.stderr)
+            assert said["code"] == 71
         assert_goes_on_like(toys, output, whole)
 
 
@@ -786,15 +679,9 @@ def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
 
     def started(rank):
         words = command(toys, outputs[rank], "--hang_timeout", 20)
-        point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=4:do=stop")
+        point = f"between_steps:rank={rank}:count=4:do=stop"
         with (said if rank == 0 else Path(os.devnull)).open("w") as errors:
-            return subprocess.Popen(
-                [sys.executable, *words],
-                env=point,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                cwd=tmp_path,
-            )
+            return begun(words, tmp_path, subprocess.DEVNULL, errors, point)
 
     frozen, killed = started(0), started(1)
     try:
@@ -804,17 +691,14 @@ def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
         killed.kill()
         killed.wait()
         assert_all_end(second)
-        assert frozen.wait(120) == -9 and re.search(
-            "rank 0.*is lost or frozen", said.read_text()
-        ), said.read_text()
+        assert frozen.wait(120) == -9, said.read_text()
+        assert re.search("rank 0.*is lost or frozen", said.read_text()), said.read_text()
         assert_all_end(first)
-        assert (
-            status(first / "run")["code"] == 71 and status(first / "run")["last_durable_step"] == 3
-        )
+        assert status(first / "run")["code"] == 71
+        assert status(first / "run")["last_durable_step"] == 3
     finally:
-        for left in [*processes_of(first), *processes_of(second)]:
-            with suppress(ProcessLookupError):
-                os.kill(int(left), signal.SIGKILL)
+        kill_all_of(first)
+        kill_all_of(second)
         frozen.wait()
         killed.wait()
 
@@ -837,32 +721,27 @@ def test_a_rank_that_ends_before_training_is_named(toys, tmp_path):
 
 # benchmarks/mechanisms.py comes by a sitecustomize.py as well, of which Python runs only the first
 # that it finds.
-TAKE_AWAY = (
-    "if 'FABRIC_LLM_TAKEN_AWAY' in os.environ:\n    from benchmarks.mechanisms import "
-    "install\n    install()\n"
-)
+TAKE_AWAY = """
+if "FABRIC_LLM_TAKEN_AWAY" in os.environ:
+    from benchmarks.mechanisms import install
+    install()
+"""
+
+
+def beginning_with(program, tmp_path):
+    """A PYTHONPATH with which each Python runs the program first."""
+    (tmp_path / "site").mkdir(parents=True)
+    (tmp_path / "site" / "sitecustomize.py").write_text(program + TAKE_AWAY)
+    return os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
 
 
 def assert_its_end_is_named(toys, tmp_path, how, ended, code):
-    (tmp_path / "site").mkdir(parents=True)
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nif "
-        f"os.environ.get('LOCAL_RANK') == '1': {how}\n{TAKE_AWAY}"
-    )
-    path = environment(
-        PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    )
-    words = command(toys, tmp_path)
+    program = "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    program += f"if os.environ.get('LOCAL_RANK') == '1': {how}\n"
+    path = beginning_with(program, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STATUS.json").write_text('{"code": 75, "reason": "of the run before"}')
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
+    done = ran(command(toys, tmp_path), tmp_path, PYTHONPATH=path)
     assert done.returncode == code, done.stderr
     assert f"rank 1 {ended} before training began" in done.stderr
     said = status(tmp_path / "run")
@@ -876,16 +755,10 @@ def assert_its_end_is_named(toys, tmp_path, how, ended, code):
 
 def run_in(tmp_path, words, **more):
     """(code, what it said) of a command; never waits for an orphan's pipe."""
-    (tmp_path / "log").parent.mkdir(parents=True, exist_ok=True)
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    words, given = [sys.executable, *words], {"env": environment(**more), "cwd": tmp_path}
     with (tmp_path / "log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, *words],
-            env=environment(**more),
-            stdout=log,
-            stderr=log,
-            timeout=300,
-            cwd=tmp_path,
-        )
+        done = subprocess.run(words, stdout=log, stderr=log, timeout=300, **given)
     return done.returncode, (tmp_path / "log").read_text()
 
 
@@ -904,17 +777,11 @@ def assert_says(run, *words, code=71):
 
 def frozen_before_import(toys, tmp_path):
     """As one whose machine swaps, or waits for a disk that has gone."""
-    (tmp_path / "site").mkdir(parents=True)
-    stop = (
-        "import os, signal\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), "
-        "signal.SIGSTOP)\n"
-    )
-    (tmp_path / "site" / "sitecustomize.py").write_text(stop + TAKE_AWAY)
-    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    stop = "import os\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), 19)\n"
+    path = beginning_with(stop, tmp_path)
     code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 5), PYTHONPATH=path)
-    assert (
-        code == 71 and "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said
-    ), said
+    assert code == 71, said
+    assert "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said, said
     assert_says(tmp_path / "run", "rank 1 hasn't joined", "for 5 s (--join_timeout)")
 
 
@@ -928,13 +795,9 @@ while os.environ.get("LOCAL_RANK") == "1" and open(f"/proc/{os.getppid()}/stat")
 def rank_0_frozen_before_the_others_come(toys, tmp_path):
     """It holds what the others would tell; the rank that it has started ends it, and with it
     itself."""
-    (tmp_path / "site").mkdir(parents=True)
-    (tmp_path / "site" / "sitecustomize.py").write_text(WAIT_FOR_FROZEN_PARENT + TAKE_AWAY)
-    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    words = command(toys, tmp_path, "--join_timeout", 5)
-    code, said = run_in(
-        tmp_path, words, PYTHONPATH=path, FABRIC_LLM_FAILPOINT="joining:rank=0:do=stop"
-    )
+    given = {"PYTHONPATH": beginning_with(WAIT_FOR_FROZEN_PARENT, tmp_path)}
+    given["FABRIC_LLM_FAILPOINT"] = "joining:rank=0:do=stop"
+    code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 5), **given)
     assert code == -9 and "rank 1: rank 0 hasn't joined: nobody answers at 127.0.0.1:" in said, said
     assert_says(tmp_path / "run", "rank 0 hasn't joined", "for 5 s (--join_timeout)")
 
@@ -952,12 +815,8 @@ def never_started(toys, tmp_path, rank):
 
 def test_a_rank_that_does_not_come_is_named(toys, tmp_path):
     """Side by side: they wait most of the time."""
-    cases = (
-        (frozen_before_import,),
-        (rank_0_frozen_before_the_others_come,),
-        (never_started, 0),
-        (never_started, 1),
-    )
+    cases = [(frozen_before_import,), (rank_0_frozen_before_the_others_come,)]
+    cases += [(never_started, 0), (never_started, 1)]
     with ThreadPoolExecutor(2) as pool:
         ends = [
             pool.submit(case, toys, tmp_path / str(k), *more)
@@ -968,75 +827,44 @@ def test_a_rank_that_does_not_come_is_named(toys, tmp_path):
             end.result()
         assert_all_end(tmp_path)
     finally:
-        for left in processes_of(tmp_path):
-            with suppress(ProcessLookupError):
-                os.kill(int(left), signal.SIGKILL)
+        kill_all_of(tmp_path)
 
 
 @pytest.mark.parametrize("point", ["joining", "joined"])
 def test_a_rank_that_is_frozen_while_it_joins_is_named(toys, tmp_path, point):
-    """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
-    points = [f"{point}:rank={rank}:do=stop" for rank in (0, 1)]
-    jobs = [
-        Job(2, *flags(toys, tmp_path / str(rank), "--join_timeout", 10), failpoint=points[rank])
-        for rank in (0, 1)
-    ]
-    try:
+    stops = point + ":rank={rank}:do=stop"
+    with side_by_side(toys, tmp_path, stops, "--join_timeout", 10) as jobs:
         for rank, job in enumerate(jobs):
             codes = end_after(job, frozen=rank, other=1 - rank)
             assert codes[1 - rank] == 71 and codes[rank] == -9, job.output
             sentence = "is lost or frozen: silent for 10 s (--join_timeout), before training began."
             assert_says(tmp_path / str(rank) / "run", f"rank {rank} (process", sentence)
-            assert (
-                f"rank {rank} (process" in job.output[1 - rank]
-                and "Traceback" not in job.output[1 - rank]
-            )
-    finally:
-        for job in jobs:
-            with suppress(ChildProcessError):  # they are gone
-                job.kill([0, 1])
+            assert f"rank {rank} (process" in job.output[1 - rank]
+            assert "Traceback" not in job.output[1 - rank]
+
+
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+TWO_RANKS = [TORCHRUN, *"--standalone --nproc_per_node 2 --max_restarts 2".split()]
 
 
 def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
     """Each attempt counts steps anew: the second, from step 3, never comes to its fifth before the
     end at 8... + 1."""
-    torchrun = [
-        str(Path(sys.executable).parent / "torchrun"),
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    words = [*command(toys, tmp_path, "--resume", "auto")]
-    done = subprocess.run(
-        [*torchrun, "--max_restarts", "2", *words],
-        env=environment(
-            FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=6",
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        ),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=tmp_path,
-    )
+    words, given = command(toys, tmp_path, "--resume", "auto"), {"program": TWO_RANKS}
+    given["FABRIC_LLM_FAILPOINT"] = "between_steps:rank=1:count=6"
+    given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    done = ran(words, tmp_path, seconds=180, **given)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed from" in done.stdout
-    assert metrics(tmp_path / "run") == metrics(whole)
-    ours, theirs = final_weights(tmp_path / "run"), final_weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_end(tmp_path / "run", whole)
     assert_all_end(tmp_path)
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again_by_torchrun(toys, tmp_path):
     """Which takes any exit code but 0 for a failure; STATUS.json says what it was."""
-    torchrun = [
-        str(Path(sys.executable).parent / "torchrun"),
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    words = [*command(toys, tmp_path, "--resume", "auto", "--max_step", 10_000)]
+    words = command(toys, tmp_path, "--resume", "auto", "--max_step", 10_000)
     running = subprocess.Popen(
-        [*torchrun, "--max_restarts", "2", *words],
+        [*TWO_RANKS, *words],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -1074,69 +902,31 @@ def test_a_log_that_cannot_be_made_durable_ends_all_ranks_and_leaves_nothing_beh
 @pytest.mark.slow
 def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
     """Two agents of one rank each; one is killed with its rank, and the other goes on alone."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        port = sock.getsockname()[1]
-    torchrun = [
-        str(Path(sys.executable).parent / "torchrun"),
-        "--nnodes",
-        "1:2",
-        "--nproc_per_node",
-        "1",
-    ]
-    torchrun += [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"localhost:{port}",
-        "--max_restarts",
-        "3",
-    ]
+    torchrun = [TORCHRUN, *"--nnodes 1:2 --nproc_per_node 1 --max_restarts 3".split()]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}"]
     torchrun += ["--rdzv_conf", "last_call_timeout=8,join_timeout=60"]
-    words = [
-        word
-        for word in command(
-            toys, tmp_path, "--resume", "auto", "--max_step", 300, "--save_step_interval", 20
-        )
-    ]
+    more = "--resume auto --max_step 300 --save_step_interval 20".split()
+    words = command(toys, tmp_path, *more)
     words[words.index("--devices") + 1] = "auto"
     words[words.index("--strategy") + 1] = "auto"
     env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     logs = [(tmp_path / f"log-{k}").open("w") for k in range(2)]
     agents = []
     for log in logs:
-        agents.append(
-            subprocess.Popen(
-                [*torchrun, *words], env=env, stdout=log, stderr=log, start_new_session=True
-            )
-        )
+        out = {"stdout": log, "stderr": log, "start_new_session": True}
+        agents.append(subprocess.Popen([*torchrun, *words], env=env, **out))
         time.sleep(1)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "step-00000040").exists():
-        assert time.monotonic() < deadline and agents[0].poll() is None, (
-            tmp_path / "log-0"
-        ).read_text()[-3000:]
-        time.sleep(0.1)
+    wait_until((tmp_path / "run" / "step-00000040").exists)
     children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
     # torchrun gives its ranks sessions of their own
-    for pid in (
-        agents[1].pid,
-        *map(int, children),
-    ):
+    for pid in (agents[1].pid, *map(int, children)):
         os.kill(pid, signal.SIGKILL)
     assert agents[0].wait(120) == 0, (tmp_path / "log-0").read_text()[-3000:]
     said = (tmp_path / "log-0").read_text()
-    assert (
-        "fsdp on 2 cpu devices" in said
-        and "single on 1 cpu device" in said
-        and "resumed from" in said
-    )
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 301)), (
-        "each step once"
-    )
+    for found in ("fsdp on 2 cpu devices", "single on 1 cpu device", "resumed from"):
+        assert found in said
+    steps = [line["step"] for line in lines(tmp_path / "run", "loss")]
+    assert steps == list(range(1, 301)), "each step once"
     for log in logs:
         log.close()
     agents[1].wait()
@@ -1164,9 +954,7 @@ def test_machines_without_torchrun_take_the_checkpoint_that_rank_0_takes(toys, t
     said = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "has changed. Resuming from" in said[0] and "fsdp on 2 cpu devices" in said[0]
-    assert metrics(tmp_path / "run") == metrics(whole)
-    ours, theirs = final_weights(tmp_path / "run"), final_weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_end(tmp_path / "run", whole)
 
 
 def test_a_full_disk_at_the_log(toys, tmp_path):
@@ -1197,14 +985,12 @@ def test_two_runs_in_one_directory(toys, tmp_path):
     first = Job(2, *flags(toys, tmp_path, "--hang_timeout", 600), failpoint=hangs)
     wait_until_saved(tmp_path / "run", 3)
     time.sleep(1)  # nothing is written after that
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "run")
     for more in ((), ("--resume", "auto"), ("--resume", "true")):
         second = Job(1, *flags(toys, tmp_path, *more))
         assert second.wait() == [73 if more else 2], second.output
         assert not more or "Another run (process" in second.output[0]
-    assert before == {
-        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
-    }
+    assert before == contents(tmp_path / "run")
     first.kill([0, 1])
     first.wait()
     third = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
@@ -1221,11 +1007,10 @@ def without_locks(number):
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_is_a_warning(toys, tmp_path, number):
     """And nothing stays behind that would keep the next start out, on whatever machine."""
-    job = Job(
-        1, *flags(toys, tmp_path), failpoint="between_steps:count=4", before=without_locks(number)
-    )
+    point, without = "between_steps:count=4", without_locks(number)
+    job = Job(1, *flags(toys, tmp_path), failpoint=point, before=without)
     assert job.wait() == [-9], job.output
-    job = Job(1, *flags(toys, tmp_path, "--resume", "auto"), before=without_locks(number))
+    job = Job(1, *flags(toys, tmp_path, "--resume", "auto"), before=without)
     assert job.wait() == [0], job.output
     assert job.output[0].count("has no locks; nothing keeps a second run out of it.") == 1
 
@@ -1254,46 +1039,31 @@ def test_extending_shortening_and_rolling_back_say_the_new_schedule(toys, tmp_pa
     assert "Extended: 12 steps instead of 8." in longer.output[0]
     last_rate = f"The learning rate of step 8, the last one, was {rates[7]:.3e}."
     assert last_rate in longer.output[0] and "lr before" not in longer.output[0]
-    assert (
-        len(rates) == 12
-        and rates[:8] == metrics(whole, "lr")
-        and all(rate > 0 for rate in rates[8:])
-    )
-    back = (
-        *on_purpose, "max_step,lr", "--checkpoint", tmp_path / "run" / "step-00000003",
-        "--lr", 2e-2,
-    )
+    assert len(rates) == 12 and all(rate > 0 for rate in rates[8:])
+    assert rates[:8] == metrics(whole, "lr")
+    third = tmp_path / "run" / "step-00000003"
+    back = (*on_purpose, "max_step,lr", "--checkpoint", third, "--lr", 2e-2)
     rolled = Job(2, *flags(toys, tmp_path, *back), "--max_step", 6)
     assert rolled.wait() == [0, 0], rolled.output
     said = rolled.output[0]
-    assert (
-        "Back from step-00000012 to step-00000003" in said
-        and "Shortened: 6 steps instead of 8." in said
-    )
+    assert "Back from step-00000012 to step-00000003" in said
+    assert "Shortened: 6 steps instead of 8." in said
     assert "lr: 0.02 from here on, 0.01 before." in said
-    assert (
-        saved(tmp_path / "run") == [3, 6]
-        and len(list((tmp_path / "run").glob("aside-step-*"))) == 4
-    )
+    assert saved(tmp_path / "run") == [3, 6]
+    assert len(list((tmp_path / "run").glob("aside-step-*"))) == 4
     assert metrics(tmp_path / "run", "step")[-1] == 6
 
 
 def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     shutil.copytree(whole, tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    branch = (
-        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000003",
-        "--run_name", "branch",
-    )
+    before = contents(tmp_path / "run")
+    third = tmp_path / "run" / "step-00000003"
+    branch = ("--resume", "true", "--checkpoint", third, "--run_name", "branch")
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
     assert job.wait() == [0, 0], job.output
-    assert (
-        f"A branch of {tmp_path}/run/step-00000003" in job.output[0]
-        and "lr before" in job.output[0]
-    )
-    assert before == {
-        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
-    }
+    assert f"A branch of {tmp_path}/run/step-00000003" in job.output[0]
+    assert "lr before" in job.output[0]
+    assert before == contents(tmp_path / "run")
     ours, theirs = metrics(tmp_path / "branch"), metrics(whole)
     assert ours[:4] == theirs[:4] and ours[4:] != theirs[4:] and len(ours) == len(theirs)
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
@@ -1308,9 +1078,8 @@ def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     assert metrics(tmp_path / "branch") == theirs
     elsewhere = (*branch, "--checkpoint", whole / "step-00000006")
     job = Job(2, *flags(toys, tmp_path, *elsewhere), before=restart)
-    assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0], (
-        "that is another branch"
-    )
+    assert job.wait() == [2, 2], "that is another branch"
+    assert "would begin a branch in" in job.output[0]
 
 
 def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
@@ -1319,17 +1088,13 @@ def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
     back = ("--resume", "auto", "--checkpoint", tmp_path / "run" / "step-00000003")
     job = Job(2, *flags(toys, tmp_path, *back), failpoint="between_steps:count=4")
     assert job.wait() == [-9, -9], job.output
-    assert (
-        saved(tmp_path / "run") == [3, 6]
-        and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
-    )
+    assert saved(tmp_path / "run") == [3, 6]
+    assert len(list((tmp_path / "run").glob("aside-step-*"))) == 2
     job = Job(2, *flags(toys, tmp_path, *back))
     assert job.wait() == [0, 0], job.output
     assert job.output[0].split("resumed from ")[1].split(";")[0].endswith("step-00000006")
-    assert (
-        metrics(tmp_path / "run") == metrics(whole)
-        and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
-    )
+    assert metrics(tmp_path / "run") == metrics(whole)
+    assert len(list((tmp_path / "run").glob("aside-step-*"))) == 2
     ended = status(tmp_path / "run")
     job = Job(2, *flags(toys, tmp_path, *back))
     assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0]
@@ -1340,10 +1105,8 @@ def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
 
 
 def test_retention(toys, tmp_path):
-    more = (
-        "--save_step_interval", 1, "--keep_last", 2, "--keep_every", 4, "--keep_best", 1,
-        "--eval_step_interval", 1,
-    )
+    more = "--save_step_interval 1 --keep_last 2 --keep_every 4 --keep_best 1".split()
+    more += ["--eval_step_interval", 1]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-00000001.pinned").touch()
     job = Job(1, *flags(toys, tmp_path, *more))
@@ -1351,10 +1114,8 @@ def test_retention(toys, tmp_path):
     losses = metrics(tmp_path / "run", "eval_loss")[1:]
     best = losses.index(min(losses)) + 1
     assert saved(tmp_path / "run") == sorted({1, 4, 7, 8, best})
-    from_4 = (
-        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000004", "--keep_every", 100,
-    )
-    job = Job(1, *flags(toys, tmp_path, *more, *from_4))
+    from_4 = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000004")
+    job = Job(1, *flags(toys, tmp_path, *more, *from_4, "--keep_every", 100))
     assert job.wait() == [0], job.output
     assert 4 in saved(tmp_path / "run"), "the one that it was resumed from"
 
@@ -1372,16 +1133,6 @@ def test_what_a_kill_in_the_last_prune_leaves_is_swept_though_nothing_is_left_to
     assert f"Removed {left}, left by a save that was cut off." in job.output[0]
 
 
-def test_a_finished_run_in_a_restart_loop(toys, tmp_path, whole):
-    shutil.copytree(whole, tmp_path / "run")
-    job = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
-    assert (
-        job.wait() == [0, 0]
-        and "nothing is left to do" in job.output[0]
-        and "error" not in job.output[0]
-    )
-
-
 # ------------------------------------------------------------------------------- clocks
 
 
@@ -1397,5 +1148,4 @@ def test_clocks_that_jump_change_nothing(toys, tmp_path, whole):
     job = Job(2, *flags(toys, tmp_path, "--resume", "auto"), before=jumping)
     assert job.wait() == [0, 0], job.output
     assert job.output[0].split("resumed from ")[1].split(";")[0].endswith("step-00000006")
-    ours, theirs = final_weights(tmp_path / "run"), final_weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_tensors(weights(tmp_path / "run", STEPS), weights(whole, STEPS))
