@@ -106,6 +106,13 @@ class Job:
         return self.codes
 
 
+def ended_with(codes: list[int], *flags: Any, **options: Any) -> Job:
+    """A Job on so many ranks, which have ended with these codes."""
+    job = Job(len(codes), *flags, **options)
+    assert job.wait() == codes, job.output
+    return job
+
+
 def _wait_until_joined(folder: Path, pids: list[int], timeout_seconds: float = 60) -> None:
     """Without a launcher nobody would tell a rank in the rendezvous that the other was killed: it
     waits for its time-out.

@@ -29,9 +29,7 @@ SECONDS_TO_START = 60
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
@@ -139,13 +137,15 @@ def rclone(folder: Path) -> Server:
 
 def keys(url: str) -> dict[str, str]:
     """Environment variables of whoever asks a server."""
-    return {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
+    known = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    where = {"AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1"}
+    return {**known, **where, "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on whoever asks a server asks this one."""
+    for name, value in keys(url).items():
+        monkeypatch.setenv(name, value)
 
 
 class Bucket:

@@ -6,12 +6,13 @@ import math
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROWS
-from ranks import metrics, run_ranks, toy_run
-from safetensors.torch import load_file
+from ranks import assert_same_tensors, lines, metrics, run_ranks, saved, status, toy_run
+from ranks import weights as weights_of
 from test_order import claimed_rows
 
 from fabric_llm.checkpoint import keep, writing
@@ -48,14 +49,10 @@ def train_with_faults(argv, faults, factor):
 
 
 def argv_of(toys, folder, ranks, *flags, strategy="auto", model="llama"):
-    words = [*toy_run(toys, folder, model=model), "--run_name", "run"]
-    words += [
-        "--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0,
-        "--lr", 1e-2,
-    ]
-    return [
-        str(word) for word in [*words, "--global_batch_size", 4, "--micro_batch_size", 1, *flags]
-    ]
+    words = [*toy_run(toys, folder, model=model), "--strategy", strategy, "--devices", ranks]
+    words += "--run_name run --log_step_interval 1 --eval_iters 0 --lr 1e-2".split()
+    words += "--global_batch_size 4 --micro_batch_size 1".split()
+    return [str(word) for word in [*words, *flags]]
 
 
 def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
@@ -66,7 +63,7 @@ def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", m
 
 
 def weights(folder, step):
-    return load_file(folder / "run" / f"step-{step:08d}" / "model.safetensors")
+    return weights_of(folder / "run", step)
 
 
 @pytest.mark.quick_cases(r"auto-1-nan|fsdp2-2-inf")
@@ -82,7 +79,7 @@ def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(
     flags = ("--max_step", 3, "--save_step_interval", 1, "--weight_decay", 0.5)
     assert run(toys, tmp_path, ranks, faults, *flags, strategy=strategy, factor=factor) == 0
     first, second, third = (weights(tmp_path, step) for step in (1, 2, 3))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_same_tensors(first, second)
     assert not all(torch.equal(second[name], third[name]) for name in second)
     assert all(torch.isfinite(value).all() for value in third.values())
     assert metrics(tmp_path / "run", "verdict") == ["skip"]
@@ -99,21 +96,17 @@ def test_too_many_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(
     flags = ("--max_step", 50, "--save_step_interval", 2, "--max_skipped_steps", 3)
     assert run(toys, tmp_path, ranks, faults, *flags, strategy=strategy) == 76
     assert metrics(tmp_path / "run", "verdict") == ["skip"] * 4
-    saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
-    assert saved == ["step-00000002", "step-00000004"], (
-        "a skipped step's weights are those before it, and finite"
-    )
+    assert saved(tmp_path / "run") == [2, 4], "a skipped step's weights are those before it"
     assert all(torch.isfinite(value).all() for value in weights(tmp_path, 4).values())
     following = named(tmp_path)
     assert f"--checkpoint {tmp_path / 'run' / 'step-00000004'} --lr 0.005" in " ".join(following)
-    assert run(
-        toys, tmp_path, ranks, {}, *flags, *following, "--save_step_interval", 50
-    ) == 0 and weights(tmp_path, 50)
+    assert run(toys, tmp_path, ranks, {}, *flags, *following, "--save_step_interval", 50) == 0
+    assert weights(tmp_path, 50)
 
 
 def named(folder):
     """The flags of the command that STATUS.json names, as mending what ended the run."""
-    reason = json.loads((folder / "run" / "STATUS.json").read_text())["reason"]
+    reason = status(folder / "run")["reason"]
     return re.search(r": the same command with (.*)$", reason)[1].split()
 
 
@@ -125,6 +118,8 @@ def test_skips_that_are_not_in_a_row_do_not_add_up(toys, tmp_path):
 
 SPIKE = ("--max_step", 16, "--save_step_interval", 4, "--spike_threshold", 6, "--lr", 1e-4)
 SPIKE_AT = {0: range(4 * 12, 4 * 13)}  # the loss of step 13 is 100 times too large
+SPIKE_AT_14 = {0: range(4 * 13, 4 * 14)}
+REWIND = (*SPIKE, "--spike_action", "rewind")
 
 
 @pytest.mark.longer
@@ -137,6 +132,10 @@ def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
     assert any(not torch.equal(before[name], after[name]) for name in before) == changes
 
 
+def assert_each_step_once(folder):
+    assert [line["step"] for line in lines(folder, "loss")] == list(range(1, 17))
+
+
 @pytest.mark.quick_cases(r"fsdp-2")
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kind"),
@@ -146,38 +145,31 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(
     toys, tmp_path, strategy, ranks, kind
 ):
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
-    flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)
+    flags = (*REWIND, "--state_dict_type", kind)
     assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    assert [line["position"] for line in lines_with(tmp_path / "run", "verdict")] == [14 * 4], (
-        "on with the data after it"
-    )
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), (
-        "each step once"
-    )
-    progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
+    at = [line["position"] for line in lines(tmp_path / "run", "verdict")]
+    assert at == [14 * 4], "on with the data after it"
+    assert_each_step_once(tmp_path / "run")
+    progress = keep.read_progress(tmp_path / "run/step-00000016")
     assert progress["progress"]["position"] == (14 + 4) * 4
-    read = progress["rows_read"]
-    assert RowsRead(read["count"], read["hash_sum"]) == claimed_rows(ROWS, 1234, 0, (14 + 4) * 4), (
-        "once, undone or not"
-    )
+    read, once = progress["rows_read"], claimed_rows(ROWS, 1234, 0, (14 + 4) * 4)
+    assert RowsRead(read["count"], read["hash_sum"]) == once, "undone or not"
     assert progress["guard"]["rewinds"] == 1
+
+
+# Resumed at step 12, with the spike in step 14.
+FROM_12 = "--spike_threshold 6 --lr 1e-4 --spike_action rewind --save_step_interval 12".split()
+TO_20 = (*FROM_12, *"--resume true --resume_override max_step --max_step 20".split())
+SPIKE_FROM_12 = {0: range(4 * 1, 4 * 2)}
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, branch):
     """A branch that hasn't saved yet goes back to where it began."""
-    flags = (
-        "--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind",
-        "--save_step_interval", 12,
-    )
-    assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
-    spike = {0: range(4 * 1, 4 * 2)}  # step 14
-    more = (*flags, "--resume_override", "max_step", "--max_step", 20, "--resume", "true")
+    assert run(toys, tmp_path, 1, {}, *FROM_12, "--max_step", 12) == 0
+    more, spike = TO_20, SPIKE_FROM_12
     if branch:
         more += ("--checkpoint", tmp_path / "run" / "step-00000012", "--run_name", "branch")
     killed = run_ranks(1, killed_after_the_rewind, argv_of(toys, tmp_path, 1, *more), spike)
@@ -185,7 +177,7 @@ def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, b
     assert killed == ["killed"] and metrics(folder, "verdict") == ["rewind"]
     assert run(toys, tmp_path, 1, spike, *more, factor=100.0) == 0
     assert metrics(folder, "verdict") == ["rewind"] and metrics(folder, "step")[-1] == 20
-    assert [line["position"] for line in lines_with(folder, "verdict")] == [14 * 4]
+    assert [line["position"] for line in lines(folder, "verdict")] == [14 * 4]
 
 
 def killed_after_the_rewind(argv, faults):
@@ -206,82 +198,59 @@ def killed_after_the_rewind(argv, faults):
 @pytest.mark.longer
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branch):
-    flags = (
-        "--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind",
-        "--save_step_interval", 12,
-    )
-    assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
-    more = (*flags, "--resume_override", "max_step", "--max_step", 20)
+    assert run(toys, tmp_path, 1, {}, *FROM_12, "--max_step", 12) == 0
     at = ("--checkpoint", tmp_path / "run" / "step-00000012")
-    spike = {0: range(4 * 1, 4 * 2)}  # step 14
-    assert (
-        run(
-            toys, tmp_path, 1, spike, *more, "--resume", "true", *at, "--run_name", "whole",
-            factor=100.0,
-        )
-        == 0
-    )
-    name = "branch" if branch else "run"
-    argv = argv_of(
-        toys, tmp_path, 1, *more, "--resume", "true", *(at if branch else ()), "--run_name", name
-    )
-    assert run_ranks(1, stopped_in_the_rewind, argv, spike) == [75]
-    status = json.loads((tmp_path / name / "STATUS.json").read_text())
-    assert status["last_durable_step"] == status["step"] == 13
-    assert run(toys, tmp_path, 1, {}, *more, "--resume", "true", "--run_name", name) == 0
+    whole = (*TO_20, *at, "--run_name", "whole")
+    assert run(toys, tmp_path, 1, SPIKE_FROM_12, *whole, factor=100.0) == 0
+    more, name = (*TO_20, *at, "--run_name", "branch"), "branch"
+    if not branch:
+        more, name = TO_20, "run"
+    argv = argv_of(toys, tmp_path, 1, *more)
+    assert run_ranks(1, stopped_in_the_rewind, argv, SPIKE_FROM_12) == [75]
+    said = status(tmp_path / name)
+    assert said["last_durable_step"] == said["step"] == 13
+    assert run(toys, tmp_path, 1, {}, *TO_20, "--run_name", name) == 0
     for key in ("step", "loss", "tokens", "position"):
         assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), key
-    ours, theirs = (
-        load_file(tmp_path / one / "step-00000020" / "model.safetensors") for one in (name, "whole")
-    )
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert_same_tensors(weights_of(tmp_path / name, 20), weights_of(tmp_path / "whole", 20))
 
 
-def stopped_in_the_rewind(argv, faults):
+def doing(action, steps, argv, faults):
+    """train_with_faults, with an action after so many steps, before the next one asks whether it
+    has to stop or to save."""
     from fabric_llm.training import step
 
     clip, calls = step.clip, iter(range(10**9))
 
-    def signalled(*args):
-        if next(calls) == 1:  # in step 14, before it asks
-            os.kill(os.getpid(), signal.SIGTERM)
+    def acting(*args):
+        if next(calls) == steps:
+            action()
         return clip(*args)
 
-    step.clip = signalled
+    step.clip = acting
     return train_with_faults(argv, faults, 100.0)
 
 
-def lines_with(folder, key):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if key in line]
+def stopped_in_the_rewind(argv, faults):
+    return doing(lambda: os.kill(os.getpid(), signal.SIGTERM), 1, argv, faults)
 
 
 @pytest.mark.longer
 def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_path):
     """It has fewer steps left than were planned, since some data is passed over; the curve of the
     rest says so too."""
-    flags = (
-        "--number_epochs", 2, "--save_step_interval", 4, "--spike_threshold", 6,
-        "--spike_action", "rewind",
-    )
-    flags += ("--lr", 1e-4)
-    faults = {0: range(4 * 13, 4 * 14)}  # step 14 of 22: back to 12
-    assert run(toys, tmp_path, 1, faults, *flags, factor=100.0) == 0
+    flags = "--number_epochs 2 --save_step_interval 4 --spike_threshold 6".split()
+    flags += "--spike_action rewind --lr 1e-4".split()
+    # Step 14 of 22: back to 12.
+    assert run(toys, tmp_path, 1, SPIKE_AT_14, *flags, factor=100.0) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
     steps = metrics(tmp_path / "run", "step")
     assert max(steps) == 20
-    branch = (
-        "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000016",
-        "--run_name", "branch",
-    )
-    assert run(toys, tmp_path, 1, {}, *flags, *branch) == 0
+    branch = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000016")
+    assert run(toys, tmp_path, 1, {}, *flags, *branch, "--run_name", "branch") == 0
     for key in ("step", "loss", "lr"):
         assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "run", key)
-    ours, theirs = (
-        load_file(tmp_path / name / "step-00000020" / "model.safetensors")
-        for name in ("branch", "run")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_tensors(weights_of(tmp_path / "branch", 20), weights(tmp_path, 20))
 
 
 @pytest.mark.longer
@@ -301,15 +270,9 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
 
     monkeypatch.setattr(writing, "publish", damaging)
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
-    flags = (*SPIKE, "--spike_action", "rewind")
-    assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), (
-        "each step once"
-    )
-    assert [line["step"] for line in lines if "verdict" in line] == [8]
+    assert run(toys, tmp_path, ranks, faults, *REWIND, factor=100.0, strategy=strategy) == 0
+    assert_each_step_once(tmp_path / "run")
+    assert [line["step"] for line in lines(tmp_path / "run", "verdict")] == [8]
     assert len(list((tmp_path / "run").glob("aside-step-00000012-*"))) == 1
     keep.verified(tmp_path / "run" / "step-00000016", hashes=True)
 
@@ -317,97 +280,50 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
 def test_a_spike_with_the_last_data_is_left_out(toys, tmp_path):
     """There is nothing to go on with: the steps since the last checkpoint would be lost for
     nothing."""
-    more = (
-        "--number_epochs", 1, "--save_step_interval", 4, "--spike_threshold", 6,
-        "--spike_window", 8, "--lr", 1e-4,
-    )
-    assert (
-        run(
-            toys,
-            tmp_path,
-            1,
-            {0: range(4 * 10, 4 * 11)},
-            *more,
-            "--spike_action",
-            "rewind",
-            factor=100.0,
-        )
-        == 0
-    )
-    assert (
-        metrics(tmp_path / "run", "verdict") == ["skip"]
-        and metrics(tmp_path / "run", "step")[-1] == 11
-    )
+    more = "--number_epochs 1 --save_step_interval 4 --spike_threshold 6".split()
+    more += "--spike_window 8 --lr 1e-4 --spike_action rewind".split()
+    assert run(toys, tmp_path, 1, {0: range(4 * 10, 4 * 11)}, *more, factor=100.0) == 0
+    assert metrics(tmp_path / "run", "verdict") == ["skip"]
+    assert metrics(tmp_path / "run", "step")[-1] == 11
     before, after = weights(tmp_path, 8), weights(tmp_path, 11)
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.longer
 def test_a_request_to_save_in_the_step_of_a_rewind_is_kept_for_the_next(toys, tmp_path):
-    argv = argv_of(toys, tmp_path, 1, *SPIKE, "--spike_action", "rewind")
-    assert run_ranks(1, saved_in_the_rewind, argv, {0: range(4 * 13, 4 * 14)}) == [0]
+    argv = argv_of(toys, tmp_path, 1, *REWIND)
+    assert run_ranks(1, saved_in_the_rewind, argv, SPIKE_AT_14) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    assert sorted(path.name[-2:] for path in (tmp_path / "run").glob("step-*")) == [
-        "04", "08", "12", "13", "16",
-    ]
+    assert saved(tmp_path / "run") == [4, 8, 12, 13, 16]
 
 
 def saved_in_the_rewind(argv, faults):
-    from fabric_llm.training import step
-
-    clip, calls = step.clip, iter(range(10**9))
     folder = argv[argv.index("--output_dir") + 1]
-
-    def asking(*args):
-        if next(calls) == 13:  # in step 14, before it asks
-            open(os.path.join(folder, "run", "save_now"), "w").close()
-        return clip(*args)
-
-    step.clip = asking
-    return train_with_faults(argv, faults, 100.0)
+    return doing(Path(folder, "run", "save_now").touch, 13, argv, faults)
 
 
 @pytest.mark.longer
 def test_a_rewind_goes_where_a_run_that_was_not_stopped_would(toys, tmp_path):
     """Not to the checkpoint of step 13, which only a stop has made."""
-    faults, more = (
-        {0: range(4 * 13, 4 * 14)},
-        (*SPIKE, "--spike_action", "rewind", "--keep_last", 2, "--keep_best", 0),
-    )
-    assert run(toys, tmp_path, 1, faults, *more, "--run_name", "whole", factor=100.0) == 0
+    more = (*REWIND, "--keep_last", 2, "--keep_best", 0)
+    assert run(toys, tmp_path, 1, SPIKE_AT_14, *more, "--run_name", "whole", factor=100.0) == 0
     argv = argv_of(toys, tmp_path, 1, *more)
     assert run_ranks(1, stopped_in_step_13, argv) == [75]
     assert run(toys, tmp_path, 1, {0: range(4)}, *more, "--resume", "auto", factor=100.0) == 0
     for key in ("step", "loss", "position", "verdict"):
         assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
-    whole, cut = (
-        {path.name for path in (tmp_path / name).glob("step-*")} for name in ("whole", "run")
-    )
-    assert whole == cut == {"step-00000012", "step-00000016"}
+    assert saved(tmp_path / "whole") == saved(tmp_path / "run") == [12, 16]
     assert not list((tmp_path / "run").glob("aside-*")), "they count as well, and go first"
 
 
 def stopped_in_step_13(argv):
-    from fabric_llm.training import step
-
-    clip, calls = step.clip, iter(range(10**9))
-
-    def signalled(*args):
-        if next(calls) == 12:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return clip(*args)
-
-    step.clip = signalled
-    return train_with_faults(argv, {}, 1.0)
+    return doing(lambda: os.kill(os.getpid(), signal.SIGTERM), 12, argv, {})
 
 
 def test_after_a_rate_that_spoils_the_weights_no_spoilt_checkpoint_is_named(toys, tmp_path):
-    more = (
-        "--max_step", 20, "--save_step_interval", 1, "--max_skipped_steps", 3, "--lr", 1e3,
-        "--precision", "32-true",
-    )
-    assert run(toys, tmp_path, 1, {}, *more) == 76
-    reason = json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"]
+    more = "--max_step 20 --save_step_interval 1 --max_skipped_steps 3 --lr 1e3".split()
+    assert run(toys, tmp_path, 1, {}, *more, "--precision", "32-true") == 76
+    reason = status(tmp_path / "run")["reason"]
     assert "Start again" in reason and "--checkpoint" not in reason and weights(tmp_path, 4)
 
 
@@ -417,16 +333,12 @@ def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):
     flags = ("--max_step", 3, "--precision", "32-true")
     for name, more in (("run", ("--save_step_interval", 1)), ("once", ())):
         assert run(toys, tmp_path, 1, faults, *flags, *more, "--run_name", name) == 0
-    ours, theirs = (
-        load_file(tmp_path / name / "step-00000003" / "model.safetensors")
-        for name in ("run", "once")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_tensors(weights(tmp_path, 3), weights_of(tmp_path / "once", 3))
 
 
 @pytest.mark.longer
 def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):
-    flags = ("--max_step", 16, "--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4)
+    flags = "--max_step 16 --spike_threshold 6 --spike_action rewind --lr 1e-4".split()
     assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
     assert run(toys, tmp_path, 1, SPIKE_AT, *flags, *named(tmp_path), factor=100.0) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
@@ -434,7 +346,7 @@ def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):
 
 @pytest.mark.longer
 def test_a_run_that_went_back_too_often_says_how_to_go_on(toys, tmp_path):
-    flags = (*SPIKE, "--spike_action", "rewind", "--max_skipped_steps", 0)
+    flags = (*REWIND, "--max_skipped_steps", 0)
     assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
     assert run(toys, tmp_path, 1, {}, *flags, *named(tmp_path)) == 0 and weights(tmp_path, 16)
 
@@ -449,17 +361,12 @@ def test_what_is_a_spike():
     losses = [2.0, 2.1, 1.9, 2.05, 1.95] * 4
     assert all(guard.accept(loss, 1.0) for loss in losses)
     assert guard.accept(2.2, 1.0) and guard.verdict == "take"
-    assert (
-        not guard.accept(3.0, 1.0)
-        and guard.verdict == "skip"
-        and "deviations above" in guard.reason
-    )
+    assert not guard.accept(3.0, 1.0) and guard.verdict == "skip"
+    assert "deviations above" in guard.reason
     assert guard.losses[-1] == 2.2, "a skipped loss is no part of the window"
     assert guard.accept(0.5, 1.0), "a fall is none"
     equal = Guard(spike_threshold=3.0, spike_action="skip")
-    assert all(equal.accept(2.0, 1.0) for _ in range(20)) and equal.accept(2.001, 1.0), (
-        "equal losses don't say what is much"
-    )
+    assert all(equal.accept(loss, 1.0) for loss in (*[2.0] * 20, 2.001)), "equal ones don't tell"
     few = Guard(spike_threshold=3.0)
     assert all(few.accept(loss, 1.0) for loss in (2.0, 2.0, 50.0)), "too few losses to tell"
 
@@ -485,6 +392,17 @@ def test_only_finite_steps_are_taken_and_the_state_survives_json():
     assert again.accept(1.0, 1.0) and not again.gives_up()
 
 
+def tensors_alive():
+    import gc
+
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+
+
+def bytes_of(tensors):
+    storages = [one.untyped_storage() for one in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def train_and_count(argv, faults):
     """[(models, optimizers, bytes of tensors alive)] of a run with spikes, whenever a rewind begins
     to load and has loaded."""
@@ -495,13 +413,8 @@ def train_and_count(argv, faults):
     from fabric_llm.run import build
     from fabric_llm.run.log import Log
 
-    fill, make_optimizer, rewound, made, seen = (
-        weights.fill,
-        build.make_optimizer,
-        Log.rewound,
-        [],
-        [],
-    )
+    fill, make_optimizer, rewound = weights.fill, build.make_optimizer, Log.rewound
+    made, seen = [], []
 
     def counting(model, *given):
         if made:
@@ -510,17 +423,11 @@ def train_and_count(argv, faults):
 
     def remembering(run, *given):
         make_optimizer(run, *given)
-        parameters = tuple(map(id, run.model.parameters()))
-        made.append(
-            (weakref.ref(run.model.module), weakref.ref(run.optimizer.optimizer), parameters)
-        )
+        model, optimizer = weakref.ref(run.model.module), weakref.ref(run.optimizer.optimizer)
+        made.append((model, optimizer, tuple(map(id, run.model.parameters()))))
 
     def alive():
-        return [
-            one
-            for one in gc.get_objects()
-            if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")
-        ]
+        return [one for one in tensors_alive() if not hasattr(one, "to_local")]
 
     # what this process was forked with; held, so that nothing else gets their addresses
     of_other_tests = alive()
@@ -528,12 +435,9 @@ def train_and_count(argv, faults):
 
     def count():
         tensors = [one for one in alive() if id(one) not in others]
-        storages = {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
-        }
         models = {id(model()) for model, _, _ in made if model() is not None}
         optimizers = [optimizer for _, optimizer, _ in made if optimizer() is not None]
-        seen.append((len(models), len(optimizers), sum(storages.values())))
+        seen.append((len(models), len(optimizers), bytes_of(tensors)))
 
     def counting_afterwards(*given):
         gc.collect()
@@ -542,9 +446,7 @@ def train_and_count(argv, faults):
 
     weights.fill, build.make_optimizer, Log.rewound = counting, remembering, counting_afterwards
     assert train_with_faults(argv, faults, 100.0) == 0
-    assert len({parameters for *_, parameters in made}) == 1, (
-        "the parameters are those that were there"
-    )
+    assert len({parameters for *_, parameters in made}) == 1, "those that were there"
     return seen
 
 
@@ -555,16 +457,13 @@ def train_and_count(argv, faults):
 def test_a_rewind_loads_into_the_model_that_is_there(toys, tmp_path, strategy, ranks):
     of_step = 4 // ranks
     faults = {0: [*range(of_step * 13, of_step * 14), *range(of_step * 15, of_step * 16)]}
-    more = (
-        "--spike_action", "rewind", "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2,
-    )
-    argv = argv_of(toys, tmp_path, ranks, *SPIKE, *more, strategy=strategy)
+    more = "--async_save true --ema_decay 0.9 --eval_iters 2".split()
+    argv = argv_of(toys, tmp_path, ranks, *REWIND, *more, strategy=strategy)
     for rank, seen in enumerate(run_ranks(ranks, train_and_count, argv, faults)):
         assert [counts[:2] for counts in seen] == [(1, 0), (1, 1)] * 2, f"rank {rank}"
         sizes = [size for *_, size in seen]
-        assert sizes[2] <= sizes[0] * 1.1 and sizes[3] <= sizes[1] * 1.1, (
-            "nothing else of them stays"
-        )
+        # Nothing else of them stays.
+        assert sizes[2] <= sizes[0] * 1.1 and sizes[3] <= sizes[1] * 1.1
         assert sizes[0] < sizes[1], "no optimizer while the weights are loaded"
 
 
@@ -580,11 +479,8 @@ def resume_and_count(argv, changes):
 
     def counting(model, *given):
         gc.collect()
-        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-        storages = {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
-        }
-        seen.append((sum(parameter() is not None for parameter in older), sum(storages.values())))
+        left = sum(parameter() is not None for parameter in older)
+        seen.append((left, bytes_of(tensors_alive())))
         fill(model, *given)
         older.extend(map(weakref.ref, model.parameters()))
 
@@ -595,10 +491,8 @@ def resume_and_count(argv, changes):
 
 @pytest.mark.longer
 def test_a_resume_in_the_same_process_leaves_no_second_model(toys, tmp_path):
-    argv = argv_of(
-        toys, tmp_path, 1, "--max_step", 4, "--async_save", "true", "--ema_decay", 0.9,
-        "--eval_iters", 2,
-    )
+    more = "--max_step 4 --async_save true --ema_decay 0.9 --eval_iters 2".split()
+    argv = argv_of(toys, tmp_path, 1, *more)
     changes = ["--resume", "true", "--max_step", "8", "--resume_override", "max_step"]
     [[(_, before), (alive, again)]] = run_ranks(1, resume_and_count, argv, changes)
     assert alive == 0, "parameters of the first run"

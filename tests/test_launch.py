@@ -17,113 +17,67 @@ from fabric_llm.base import program
 from fabric_llm.processes import launch
 
 TRAIN = Path(__file__).parent.parent / "train.py"
-JOB = {
-    "SLURM_JOB_ID": str(os.getpid()),
-    "SLURM_JOB_NAME": "train",
-    "SLURM_NTASKS": "2",
-    "SLURM_NODELIST": "localhost",
-}
-
-
+JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2"}
+JOB |= {"SLURM_NODELIST": "localhost", "OMP_NUM_THREADS": "1"}
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
 # What no run needs, and takes seconds to import: Fabric asks for torchmetrics, and that for
 # matplotlib, where they are there.
 NEEDLESS = ("torchmetrics", "matplotlib", "lightning", "pytorch_lightning", "wandb", "tensorboard")
 
 
 def start(toys, output, *more, **slurm):
-    words = [*toy_run(toys, output), "--run_name", "run"]
-    words += [
-        "--global_batch_size", 4, "--max_step", 3, "--log_step_interval", 1, "--eval_iters", 0,
-        *more,
-    ]
-    return subprocess.Popen(
-        [sys.executable, str(TRAIN), *map(str, words)],
-        env={
-            **os.environ,
-            **JOB,
-            "PYTHONPATH": refuse_imports(output, NEEDLESS),
-            "OMP_NUM_THREADS": "1",
-            **slurm,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = [sys.executable, TRAIN, *toy_run(toys, output), "--run_name", "run"]
+    words += "--global_batch_size 4 --max_step 3 --log_step_interval 1 --eval_iters 0".split()
+    given = {**os.environ, **JOB, "PYTHONPATH": refuse_imports(output, NEEDLESS), **slurm}
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([str(word) for word in [*words, *more]], env=given, **out)
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("more", [(), ("--resume", "auto")], ids=["start", "resume auto"])
 def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
-    step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-    }
-    tasks = [
-        start(
-            toys,
-            tmp_path,
-            "--devices",
-            "auto",
-            *more,
-            **step,
-            SLURM_PROCID=str(k),
-            SLURM_LOCALID=str(k),
-        )
-        for k in range(2)
-    ]
+    step, tasks = {**STEP, "SLURM_STEP_NODELIST": "localhost"}, []
+    for k in "01":
+        own = {**step, "SLURM_PROCID": k, "SLURM_LOCALID": k}
+        tasks.append(start(toys, tmp_path, "--devices", "auto", *more, **own))
     said = [task.communicate(timeout=120)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
     assert "fsdp on 2 cpu devices" in said[0] and "Loss" not in said[1]
     assert metrics(tmp_path / "run", "step") == [1, 2, 3]
 
 
-@pytest.mark.longer
-def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
-    """The job's variables are there, one of them says that this is task 0 of 2."""
-    task = start(
-        toys, tmp_path, "--devices", "2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0"
-    )
-    said = task.communicate(timeout=120)[0]
-    assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
-
-
 @pytest.mark.quick_cases(r"hand")
 @pytest.mark.parametrize("by", ["hand", "srun"])
 def test_a_port_that_is_in_use_is_named_and_no_lost_peer(toys, tmp_path, by):
     """Which a loop would start again for ever. By hand it is told before a rank is started."""
-    given = {"MASTER_ADDR": "127.0.0.1"}
+    given = {"MASTER_ADDR": "127.0.0.1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     if by == "srun":
-        given |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
-        words = ("--devices", "auto")
+        given, words = {**given, **STEP}, ("--devices", "auto")
     else:
         given |= {"NODE_RANK": "0", "PYTHONPATH": refuse_imports(tmp_path, ("torch",))}
         words = ("--num_nodes", "2")
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        task = start(
-            toys, tmp_path, *words, **given, MASTER_PORT=port, SLURM_PROCID="0", SLURM_LOCALID="0"
-        )
+        task = start(toys, tmp_path, *words, **given, MASTER_PORT=port)
         said = task.communicate(timeout=120)[0]
-    sentence = (
-        f"port {port}, where the ranks meet, is in use, or not allowed, on rank 0's "
-        "machine: start all"
-    )
-    assert (
-        task.returncode == 2 and f"train.py: error: {sentence}" in said and "Traceback" not in said
-    ), said
+    assert task.returncode == 2 and "Traceback" not in said, said
+    sentence = f"train.py: error: port {port}, where the ranks meet, is in use, or not allowed, on "
+    assert f"{sentence}rank 0's machine: start all" in said, said
 
 
 @pytest.mark.longer
-def test_ranks_of_one_machine_meet_at_a_port_of_their_own(toys, tmp_path):
-    """Whatever the environment says of others, and nobody takes it from them while they import
-    torch."""
+def test_a_batch_script_without_srun_starts_its_own_ranks_that_meet_at_a_port_of_their_own(
+    toys, tmp_path
+):
+    """The job's variables are there, one of them says that this is task 0 of 2. Whatever others say
+    of a port, nobody takes it from them while they import torch."""
     with socket.create_server(("", 0)) as other:
         given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(other.getsockname()[1])}
-        task = start(toys, tmp_path, "--devices", "2", **given, SLURM_PROCID="0")
+        given |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+        task = start(toys, tmp_path, "--devices", "2", **given)
         said = task.communicate(timeout=120)[0]
-    assert task.returncode == 0 and metrics(tmp_path / "run", "step") == [1, 2, 3], said
+    assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
+    assert metrics(tmp_path / "run", "step") == [1, 2, 3], said
     # A machine says once that it waits for the others, without Lightning's banner.
     assert said.count("Initializing distributed") == 1 and "distributed_backend" not in said
 
@@ -141,13 +95,9 @@ def test_two_steps_of_a_job_meet_in_two_places(monkeypatch):
     """Side by side on one machine, as a sweep is packed."""
     ports = set()
     for job, step in ((1234, 0), (1234, 1), (1235, 0)):
-        given = {
-            "SLURM_JOB_ID": str(job),
-            "SLURM_STEP_ID": str(step),
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_LOCALID": "0",
-        }
-        monkeypatch.setattr(os, "environ", {**given})
+        given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+        given |= {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        monkeypatch.setattr(os, "environ", given)
         launch.adopt_launcher()
         ports.add(os.environ["MASTER_PORT"])
     assert len(ports) == 3 and all(15_000 <= int(port) < 25_000 for port in ports)
@@ -156,15 +106,11 @@ def test_two_steps_of_a_job_meet_in_two_places(monkeypatch):
 def test_a_torchrun_that_could_not_start_ranks_again_is_warned_of(toys, tmp_path):
     """These variables are what torchrun tells its ranks, and no warning comes with the other one:
     tests/test_hosts.py."""
-    task = start(
-        toys, tmp_path, "--lr", -1, TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_MAX_RESTARTS="3",
-    )
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    task = start(toys, tmp_path, "--lr", -1, **told)
     said = task.communicate(timeout=120)[0]
-    warned = (
-        "Warning: torchrun can't start lost ranks again reliably: export "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    )
+    warned = "Warning: torchrun can't start lost ranks again reliably: export "
+    warned += "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     assert said.count(warned) == 1 and task.returncode == 2, said
 
 
@@ -179,95 +125,51 @@ def test_the_other_ranks_start_before_torch_is_imported(toys, tmp_path):
 # ----------------------------------------------------------------------------- what the machine has
 
 
-LIMITS = {  # files of the kernel; cores, of those that there are; free bytes
-    "none": ({}, None, 8 * 2**30),
-    "version 2": (
-        {
-            "proc/self/cgroup": "0::/pod/me\n",
-            "sys/fs/cgroup/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/pod/cpu.max": "50000 100000\n",
-            "sys/fs/cgroup/pod/me/memory.max": "max\n",
-            "sys/fs/cgroup/pod/me/memory.current": "400\n",
-            "sys/fs/cgroup/pod/memory.max": "1000\n",
-            "sys/fs/cgroup/pod/memory.current": "600\n",
-            "sys/fs/cgroup/pod/memory.stat": (
-                "anon 300\nfile 300\ninactive_file 100\nactive_file 150\n"
-            ),
-        },
-        1,
-        650,
-    ),
+MACHINE = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n"}
+VERSION_2 = {  # of control groups
+    "proc/self/cgroup": "0::/pod/me\n",
+    "sys/fs/cgroup/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/pod/cpu.max": "50000 100000\n",
+    "sys/fs/cgroup/pod/me/memory.max": "max\n",
+    "sys/fs/cgroup/pod/me/memory.current": "400\n",
+    "sys/fs/cgroup/pod/memory.max": "1000\n",
+    "sys/fs/cgroup/pod/memory.current": "600\n",
+    "sys/fs/cgroup/pod/memory.stat": "anon 300\nfile 300\ninactive_file 100\nactive_file 150\n",
 }
 
 
-@pytest.mark.parametrize("case", LIMITS)
-def test_control_groups_limit_cores_and_memory(tmp_path, case):
-    files, limit, free = LIMITS[case]
-    for name, text in {
-        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n",
-        **files,
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert program.cores(tmp_path) == (limit or len(os.sched_getaffinity(0)))
-    assert program.free_memory_bytes(tmp_path) == free
+def test_control_groups_limit_cores_and_memory(tmp_path):
+    all_cores, limits = len(os.sched_getaffinity(0)), {**MACHINE, **VERSION_2}
+    for root, files, cores, free in (("a", MACHINE, all_cores, 2**33), ("b", limits, 1, 650)):
+        for name, text in files.items():
+            (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / name).write_text(text)
+        assert program.cores(tmp_path / root) == cores
+        assert program.free_memory_bytes(tmp_path / root) == free
     assert program.free_memory_bytes(tmp_path / "elsewhere") is None
 
 
 @pytest.mark.parametrize(
-    ("words", "given", "sentence"),
+    ("words", "name", "value", "sentence"),
     [
-        (
-            (),
-            {"MASTER_PORT": ""},
-            "MASTER_PORT in the environment must be a number from 0 to 65535, not '': start",
-        ),
-        (
-            (),
-            {"LOCAL_RANK": "2"},
-            "LOCAL_RANK in the environment must be a number from 0 to 1, not '2': start",
-        ),
-        (
-            ("--num_nodes", "2"),
-            {"NODE_RANK": "2"},
-            "NODE_RANK in the environment must be a number from 0 to 1, not '2'.",
-        ),
-        (
-            ("--num_nodes", "2"),
-            {"MASTER_PORT": "x"},
-            "MASTER_PORT in the environment must be a number from 1 to 65535",
-        ),
-        (
-            ("--devices", "1"),
-            {"SLURM_STEP_NUM_TASKS": "abc"},
-            "SLURM_STEP_NUM_TASKS in the environment must be a number",
-        ),
-        (
-            ("--devices", "1"),
-            {"TORCHELASTIC_RESTART_COUNT": "x"},
-            "TORCHELASTIC_RESTART_COUNT in the environment must be",
-        ),
+        ("", "MASTER_PORT", "", "a number from 0 to 65535, not '': start"),
+        ("", "LOCAL_RANK", "2", "a number from 0 to 1, not '2': start"),
+        ("--num_nodes 2", "NODE_RANK", "2", "a number from 0 to 1, not '2'."),
+        ("--num_nodes 2", "MASTER_PORT", "x", "a number from 1 to 65535"),
+        ("--devices 1", "SLURM_STEP_NUM_TASKS", "abc", "a number"),
+        ("--devices 1", "TORCHELASTIC_RESTART_COUNT", "x", ""),
     ],
 )
 def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(
-    toys, tmp_path, words, given, sentence
+    toys, tmp_path, words, name, value, sentence
 ):
-    by_hand = (
-        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        if not words
-        else {}
-    )
-    there = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "NODE_RANK": "0",
-        **by_hand,
-        **given,
-    }
-    task = start(toys, tmp_path, *words, PYTHONPATH=refuse_imports(tmp_path, ("torch",)), **there)
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    if not words:  # by hand
+        there |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    there |= {name: value, "PYTHONPATH": refuse_imports(tmp_path, ("torch",))}
+    task = start(toys, tmp_path, *words.split(), **there)
     said = task.communicate(timeout=60)[0]
-    assert (
-        task.returncode == 2
-        and said.startswith(f"train.py: error: {sentence}")
-        and said.count("\n") == 1
-    ), said
+    assert task.returncode == 2, said
+    begins = f"train.py: error: {name} in the environment must be {sentence}"
+    assert said.startswith(begins), said
+    assert said.count("\n") == 1, said

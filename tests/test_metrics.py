@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONTEXT
-from ranks import toy_run, train_ranks
+from ranks import lines, toy_run, train_ranks
+from ranks import metrics as values
+from servers import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_llm.checkpoint.keep import Progress
@@ -28,39 +30,19 @@ from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, flat
 from fabric_llm.run.speed import Speed, peak_memory_gib
 
-TRAINING = {
-    "step": int,
-    "position": int,
-    "loss": float,
-    "lr": float,
-    "grad_norm": float,
-    "tokens": int,
-    "tokens_per_second": float,
-    "tokens_per_second_per_device": float,
-    "model_tflops_per_device": float,  # and mfu, where the device's peak is known
-    "data_seconds": float,
-    "wait_seconds": float,
-    "peak_memory_gib": float,
-    "updated_fraction": float,
-    "update_ratio": float,
-}
+COUNTS = ("step", "position", "tokens")
+NUMBERS = """loss lr grad_norm tokens_per_second tokens_per_second_per_device
+    model_tflops_per_device data_seconds wait_seconds peak_memory_gib updated_fraction
+    update_ratio""".split()  # and mfu, where the device's peak is known
+TRAINING = {**dict.fromkeys(COUNTS, int), **dict.fromkeys(NUMBERS, float)}
 EVALUATION = {"step": int, "position": int, "eval_loss": float, "eval": dict}
 GLOBAL_BATCH = 8
+TRAIN = Path(__file__).parent.parent / "train.py"
 
 
 def flags(toys, output, *more):
-    return (
-        *(
-            *toy_run(toys, output),
-            "--run_name",
-            "run",
-            "--global_batch_size",
-            GLOBAL_BATCH,
-            "--micro_batch_size",
-            4,
-        ),
-        *("--eval_iters", 2, "--eval_batch_size", 2, *more),
-    )
+    small = "--run_name run --micro_batch_size 4 --eval_iters 2 --eval_batch_size 2".split()
+    return (*toy_run(toys, output), *small, "--global_batch_size", GLOBAL_BATCH, *more)
 
 
 @pytest.fixture(scope="module")
@@ -68,61 +50,48 @@ def run(toys, tmp_path_factory):
     """Directory of a run of six steps with two trackers, of which 5 and 6 were done twice: once
     before resuming from step 4."""
     output = tmp_path_factory.mktemp("trackers")
-    base = flags(toys, output, "--save_step_interval", 4, "--eval_step_interval", 3)
-    train_ranks(1, *base, "--max_step", 6, "--logger", "csv,tensorboard")
-    train_ranks(
-        1,
-        *(*base, "--max_step", 6, "--resume_override", "max_step", "--logger", "tensorboard, csv"),
-        *("--resume", "true", "--checkpoint", output / "run" / "step-00000004"),
-    )
+    more = "--save_step_interval 4 --eval_step_interval 3 --max_step 6".split()
+    base = flags(toys, output, *more)
+    train_ranks(1, *base, "--logger", "csv,tensorboard")
+    again = ("--resume", "true", "--checkpoint", output / "run" / "step-00000004")
+    train_ranks(1, *base, *again, "--logger", "tensorboard, csv")
     return output / "run"
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------- metrics.jsonl
 
 
 def test_every_line_has_its_keys_and_types(run):
-    training = [line for line in lines(run) if "loss" in line]
-    evaluation = [line for line in lines(run) if "loss" not in line]
-    for expected, found in ((TRAINING, training), (EVALUATION, evaluation)):
-        assert found
-        for line in found:
-            assert {key: type(value) for key, value in line.items()} == expected
-    assert all(
-        line["tokens_per_second"] > 0 and 0.05 < line["peak_memory_gib"] < 64 for line in training
-    )
+    for line in lines(run):
+        expected = TRAINING if "loss" in line else EVALUATION
+        assert {key: type(value) for key, value in line.items()} == expected
+    assert min(values(run, "tokens_per_second")) > 0
+    assert all(0.05 < gib < 64 for gib in values(run, "peak_memory_gib"))
 
 
 def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
-    assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    evaluations = [line["step"] for line in lines(run) if "eval_loss" in line]
-    assert evaluations == [0, 3, 6], "before the run, in the middle of the epoch, at the end"
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    # Before the run, in the middle of the epoch, at the end.
+    assert [line["step"] for line in lines(run, "eval_loss")] == [0, 3, 6]
+    assert values(run, "tokens") == [k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)]
 
 
-def test_tokens_are_those_of_all_sequences_so_far(run):
-    assert [line["tokens"] for line in lines(run) if "loss" in line] == [
-        k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)
-    ]
+def steps_of(run):
+    return [line["step"] for line in lines(run, "loss")]
 
 
 def test_tokens_of_all_ranks_and_of_a_smaller_last_step(toys, tmp_path):
     train_ranks(2, *flags(toys, tmp_path, "--strategy", "ddp", "--number_epochs", 1))
-    found = [line["tokens"] for line in lines(tmp_path / "run") if "loss" in line]
+    found = values(tmp_path / "run", "tokens")
     assert found == [CONTEXT * n for n in (8, 16, 24, 32, 40, 44)], "44 rows: the last step has 4"
 
 
 def test_log_step_interval(toys, tmp_path):
-    base = [*flags(toys, tmp_path, "--max_step", 5), "--devices", 1, "--log_step_interval", 3]
     import train
 
+    base = flags(toys, tmp_path, *"--max_step 5 --devices 1 --log_step_interval 3".split())
     train.main([str(flag) for flag in base])
-    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], (
-        "and the first and the last"
-    )
+    assert steps_of(tmp_path / "run") == [1, 3, 5], "and the first and the last"
 
 
 def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
@@ -132,29 +101,20 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
         path.write_text(whole + torn)
         file = MetricsFile(path, last=Progress(1, 8))
         file.write(Progress(2, 16), {"loss": 1.0})
-        assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [
-            (0, None),
-            (1, 1.5),
-            (2, 1.0),
-        ]
+        found = [(line["step"], line.get("loss")) for line in lines(tmp_path)]
+        assert found == [(0, None), (1, 1.5), (2, 1.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
     """Killed before its first checkpoint: nothing of the first try stays, the evaluation at step 0
     neither."""
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n'
-    )
+    of_before = '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n'
+    (tmp_path / "metrics.jsonl").write_text(of_before)
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(Progress(), {"eval_loss": 2.5})
+    # As soon as it is written.
     assert lines(tmp_path) == [{"step": 0, "position": 0, "eval_loss": 2.5}]
-
-
-def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write(Progress(1, 8), {"loss": 0.5})
-    assert lines(tmp_path) == [{"step": 1, "position": 8, "loss": 0.5}]
 
 
 # ------------------------------------------------------------------------------- trackers
@@ -172,22 +132,15 @@ def test_each_of_two_trackers_has_what_metrics_jsonl_has(run, logger):
 def read_csv(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {
-        (int(row["step"]), key): float(row[key])
-        for row in rows
-        for key in row
-        if row[key] and key != "step"
-    }
+    cells = [(int(row.pop("step")), row.items()) for row in rows]
+    return {(step, key): float(value) for step, row in cells for key, value in row if value}
 
 
 def read_tensorboard(folder):
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {
-        (event.step, key): event.value
-        for key in events.Tags()["scalars"]
-        for event in events.Scalars(key)
-    }
+    keys = events.Tags()["scalars"]
+    return {(event.step, key): event.value for key in keys for event in events.Scalars(key)}
 
 
 def test_tensorboard_hides_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
@@ -214,19 +167,16 @@ def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
     log(2, {"loss": 1.25, "yours": 7})
     log(3, {"loss": 1.0, "eval/a,b/loss": 1.75})
     found = {(0, "eval_loss"): 2.0, (1, "loss"): 1.5, (2, "loss"): 1.25, (2, "yours"): 7}
-    assert read_csv(tmp_path) == {**found, (3, "loss"): 1.0, (3, "eval/a,b/loss"): 1.75}, (
-        "before it is closed"
-    )
+    found |= {(3, "loss"): 1.0, (3, "eval/a,b/loss"): 1.75}
+    assert read_csv(tmp_path) == found, "before it is closed"
     close()
 
 
 def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
     """A rewind from step 3 to step 1: its lines are gone, and those of an earlier rewind to there
     stay."""
-    log, trackers = (
-        MetricsFile(tmp_path / "metrics.jsonl"),
-        Trackers("csv,tensorboard", tmp_path, {}, None, None),
-    )
+    log = MetricsFile(tmp_path / "metrics.jsonl")
+    trackers = Trackers("csv,tensorboard", tmp_path, {}, None, None)
 
     def write(step, position, **record):
         log.write(Progress(step, position), record)
@@ -242,12 +192,8 @@ def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
     write(1, 32, verdict="rewind")
     write(2, 40, loss=4.0)
     trackers.close(30)
-    assert [(line["step"], line["position"]) for line in lines(tmp_path)] == [
-        (1, 8),
-        (1, 16),
-        (1, 32),
-        (2, 40),
-    ]
+    there = [(line["step"], line["position"]) for line in lines(tmp_path)]
+    assert there == [(1, 8), (1, 16), (1, 32), (2, 40)]
     left = {(1, "position"): 8, (1, "loss"): 1.0, (2, "position"): 40, (2, "loss"): 4.0}
     assert read_csv(tmp_path) == left and read_tensorboard(tmp_path) == left
     log.cut(Progress(1, 16))  # resumed from a checkpoint of before the second rewind
@@ -257,9 +203,8 @@ def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
 def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
     trackers = Trackers("csv,tensorboard", tmp_path, {}, None, None)
     trackers.opened["csv"][1]()  # its file is closed, as if the disk had gone
-    with pytest.warns(
-        UserWarning, match="--logger csv failed, the run .* go on.*closed file"
-    ) as caught:
+    failed = "--logger csv failed, the run .* go on.*closed file"
+    with pytest.warns(UserWarning, match=failed) as caught:
         trackers.log(1, {"loss": 1.0})
         trackers.log(2, {"loss": 2.0})
         trackers.close(30)
@@ -268,15 +213,20 @@ def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
     assert read_tensorboard(tmp_path) == {(1, "loss"): 1.0, (2, "loss"): 2.0}, "another one goes on"
 
 
+def logged(kind, folder):
+    """A number goes to a tracker, which warns once; then it ends."""
+    with pytest.warns(UserWarning) as caught:
+        trackers = Trackers(kind, folder, {}, None, None)
+        trackers.log(1, {"loss": 1.0})
+        trackers.close(60)
+    assert len(caught) == 1
+    return str(caught[0].message), trackers
+
+
 def test_a_tracker_that_fails_at_once_is_a_warning(tmp_path):
     (tmp_path / "metrics.csv").mkdir()
-    with pytest.warns(
-        UserWarning, match="--logger csv failed, the run .* go on: IsADirectoryError"
-    ) as caught:
-        trackers = Trackers("csv", tmp_path, {}, None, None)
-        trackers.log(1, {"loss": 1.0})
-        trackers.close(30)
-    assert len(caught) == 1
+    said, _ = logged("csv", tmp_path)
+    assert re.search("--logger csv failed, the run .* go on: IsADirectoryError", said)
 
 
 def tracking(monkeypatch, folder, log):
@@ -312,9 +262,8 @@ def test_an_upload_that_fails_is_one_warning_and_the_numbers_go_on(monkeypatch, 
     pytest.importorskip("wandb")
     had = []
     tracker = tracking(monkeypatch, tmp_path, lambda step, record: had.append(step))
-    with pytest.warns(
-        UserWarning, match="--log_model failed, the run .* go on: .*step-1'"
-    ) as caught:
+    failed = "--log_model failed, the run .* go on: .*step-1'"
+    with pytest.warns(UserWarning, match=failed) as caught:
         for step in (1, 2, 3):
             tracker.log(step, {"loss": 1.0})
             tracker.upload(tmp_path / f"step-{step}")  # which isn't there
@@ -367,11 +316,7 @@ def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
     def missing():
         return [loss for loss in losses if loss.encode() not in written.read_bytes()]
 
-    deadline = time.monotonic() + 60
-    # another process writes, which a busy machine delays
-    while missing() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert missing() == []
+    wait_for(lambda: not missing(), 60)  # another process writes, which a busy machine delays
 
 
 @pytest.mark.longer
@@ -393,41 +338,25 @@ def test_an_offline_run_says_how_it_is_sent(tmp_path, capsys):
 def wandb_runs(toys, tmp_path_factory):
     """{case: (finished process, run directory)} of `train.py --logger wandb` in a bare
     environment."""
+    away = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"}
+    all_of_it = "--logger csv,wandb --log_model all --save_step_interval 1".split()
     cases = {
-        "no key": {},
-        "no server": {
-            "WANDB_API_KEY": "a" * 40,
-            "WANDB_BASE_URL": "http://127.0.0.1:9",
-            "WANDB_INIT_TIMEOUT": "2",
-        },
-    }
-    more = {"no key": ("--logger", "csv,wandb", "--log_model", "all", "--save_step_interval", 1)}
+        "no key": ({}, all_of_it, {"preexec_fn": lambda: os.close(0)}),
+        "no server": (
+            {"WANDB_API_KEY": "a" * 40, **away}, ["--logger", "wandb"],
+            {"stdin": subprocess.DEVNULL},
+        ),
+    }  # fmt: skip
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     started = {}
-    for case, variables in cases.items():
+    for case, (variables, more, stdin) in cases.items():
         output = tmp_path_factory.mktemp("wandb")
         (output / "home").mkdir()
-        base = flags(toys, output, "--max_step", 2, "--log_step_interval", 1, "--devices", 1)
-        base += more.get(case, ("--logger", "wandb"))
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("WANDB")
-        }
-        stdin = (
-            {"stdin": subprocess.DEVNULL}
-            if case == "no server"
-            else {"preexec_fn": lambda: os.close(0)}
-        )
-        started[case] = (
-            output / "run",
-            subprocess.Popen(
-                [sys.executable, Path(__file__).parent.parent / "train.py", *map(str, base)],
-                env={**environment, **variables, "HOME": str(output / "home")},
-                cwd=output,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                **stdin,
-            ),
-        )
+        more = (*"--max_step 2 --log_step_interval 1 --devices 1".split(), *more)
+        words = [sys.executable, str(TRAIN), *map(str, flags(toys, output, *more))]
+        given = {"env": {**bare, **variables, "HOME": str(output / "home")}, "cwd": output}
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[case] = output / "run", subprocess.Popen(words, **given, **out, **stdin)
     finished = {}
     for case, (folder, process) in started.items():
         process.out, process.err = process.communicate(timeout=300)
@@ -449,11 +378,10 @@ def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, c
     warnings = [line for line in process.err.splitlines() if "Warning" in line or "WARNING" in line]
     assert len(warnings) == 1 and all(word in warnings[0] for word in words), process.err
     assert f"logs offline into {folder / 'wandb'}" in warnings[0]
-    assert [line["step"] for line in lines(folder) if "loss" in line] == [1, 2]
+    assert steps_of(folder) == [1, 2]
     [written] = (folder / "wandb").glob("offline-run-*/*.wandb")
-    assert any(f"wandb sync {written.parent}" in line for line in process.out.splitlines()[-5:]), (
-        process.out
-    )
+    end = "\n".join(process.out.splitlines()[-5:])
+    assert f"wandb sync {written.parent}" in end, process.out
     assert (folder / "step-00000002" / "MANIFEST.json").is_file()
 
 
@@ -472,11 +400,9 @@ def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
 @mock.patch.dict(os.environ)
 def test_without_mlflow_one_warning_says_how_it_is_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match=r"--logger mlflow failed, .*'\.\[mlflow\]'") as caught:
-        tracker = Trackers("mlflow", tmp_path, {}, None, None)
-        tracker.log(1, {"loss": 1.0})
-        tracker.close(30)
-    assert len(caught) == 1 and list(tmp_path.iterdir()) == []
+    said, _ = logged("mlflow", tmp_path)
+    assert re.search(r"--logger mlflow failed, .*'\.\[mlflow\]'", said)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.longer
@@ -485,23 +411,20 @@ def test_without_mlflow_one_warning_says_how_it_is_installed(monkeypatch, tmp_pa
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MLflow imports
 def test_a_server_of_mlflow_that_is_away_is_one_warning(tmp_path):
     pytest.importorskip("mlflow", exc_type=ImportError)
-    with pytest.warns(UserWarning, match="--logger mlflow failed, the run .* go on") as caught:
-        tracker = Trackers("mlflow", tmp_path, {}, None, None)
-        tracker.log(1, {"loss": 1.0})
-        tracker.close(60)
-    assert len(caught) == 1 and not tracker.thread.is_alive()
+    said, trackers = logged("mlflow", tmp_path)
+    assert re.search("--logger mlflow failed, the run .* go on", said)
+    assert not trackers.thread.is_alive()
 
 
 @pytest.mark.longer
 def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(toys, tmp_path):
     pytest.importorskip("mlflow", exc_type=ImportError)
-    base = flags(toys, tmp_path, "--save_step_interval", 2, "--log_step_interval", 1)
-    base += ("--logger", "mlflow,csv", "--devices", 1, "--resume_override", "max_step")
-    for more in (("--max_step", 2), ("--max_step", 4, "--resume", "true")):
-        words = [sys.executable, Path(__file__).parent.parent / "train.py", *base, *more]
-        done = subprocess.run(
-            [str(word) for word in words], cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
+    more = "--save_step_interval 2 --log_step_interval 1 --logger mlflow,csv --devices 1".split()
+    base = [*map(str, flags(toys, tmp_path, *more)), "--resume_override", "max_step"]
+    for more in ("--max_step 2", "--max_step 4 --resume true"):
+        words = [sys.executable, str(TRAIN), *base, *more.split()]
+        out = {"capture_output": True, "text": True, "timeout": 300}
+        done = subprocess.run(words, cwd=tmp_path, **out)
         assert done.returncode == 0, done.stderr
         assert "arning" not in done.stderr and "mlflow" not in done.stderr
     folder = tmp_path / "run"
@@ -518,15 +441,11 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(toys, tmp_path):
 # --------------------------------------------------------------------------- clock, memory, console
 
 
-def speed_of():
-    return Speed(Flops(1.0, {}), torch.device("cpu"), 1, BATCHES)
-
-
 BATCHES = SimpleNamespace(seconds_waited=0.0, tokens_at=np.zeros(1))
 
 
 def test_speed_leaves_out_what_is_no_training():
-    speed = speed_of()
+    speed = Speed(Flops(1.0, {}), torch.device("cpu"), 1, BATCHES)
     time.sleep(0.05)
     with speed.other:
         time.sleep(0.3)
@@ -544,12 +463,8 @@ def log_from(start, folder):
     """The log of a run that goes on from `start`."""
     placement, schedule = SimpleNamespace(world_size=1), SimpleNamespace(max_step=9)
     parts = {"placement": placement, "schedule": schedule, "data": SimpleNamespace(mixture=None)}
-    return Log(
-        SimpleNamespace(start=start, run_directory=folder, **parts),
-        torch.device("cpu"),
-        Flops(1.0, {}),
-        BATCHES,
-    )
+    plan = SimpleNamespace(start=start, run_directory=folder, **parts)
+    return Log(plan, torch.device("cpu"), Flops(1.0, {}), BATCHES)
 
 
 def test_speed_begins_with_the_first_step(tmp_path):
@@ -606,7 +521,7 @@ model.save_pretrained(sys.argv[2])
 
 @pytest.mark.longer
 def test_a_log_file_gets_no_bars_of_libraries_and_plain_warnings(toys, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(TRAIN.parent)}
     words = [sys.executable, "-c", LIBRARIES, toys / "llama", tmp_path / "model"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "Warning: a library's sentence\n")

@@ -1,10 +1,8 @@
 """Asked to stop, by a signal to any rank or by a file, all ranks finish the step, save and end with
 75."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,9 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from ranks import Job, metrics, run_ranks, toy_run, train_ranks
-from safetensors.torch import load_file
+from ranks import (
+    assert_same_tensors,
+    ended_with,
+    metrics,
+    run_ranks,
+    saved,
+    status,
+    toy_run,
+    train_ranks,
+    weights,
+)
+from servers import free_port
 
 from fabric_llm.checkpoint import keep
 from fabric_llm.processes import stop
@@ -47,20 +54,14 @@ def train_and_do(argv, rank, step, action):
 
 
 def flags(toys, output, strategy, *more):
-    words = [*toy_run(toys, output, model="gpt2"), "--lr", 1e-2]
-    words += [
-        "--strategy", strategy, "--global_batch_size", 4, "--micro_batch_size", 2,
-        "--max_step", STEPS,
-    ]
-    return [str(word) for word in [*words, "--eval_iters", 0, "--log_step_interval", 1, *more]]
+    words = [*toy_run(toys, output, model="gpt2"), "--strategy", strategy, "--max_step", STEPS]
+    words += "--lr 1e-2 --global_batch_size 4 --micro_batch_size 2".split()
+    words += "--eval_iters 0 --log_step_interval 1".split()
+    return [str(word) for word in [*words, *more]]
 
 
 def send(number):
     return lambda: os.kill(os.getpid(), number)
-
-
-def final_weights(folder):
-    return load_file(folder / f"step-{STEPS:08d}" / "model.safetensors")
 
 
 @pytest.mark.quick_cases(r"fsdp2-2-15")
@@ -74,29 +75,22 @@ def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(
     train_ranks(ranks, *flags(toys, tmp_path, strategy), "--run_name", "whole")
     codes = run_ranks(ranks, train_and_do, [*argv, "--run_name", "cut"], ranks - 1, 3, send(number))
     assert codes == [75] * ranks
-    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"], (
-        "the step of the signal"
-    )
+    assert saved(tmp_path / "cut") == [3], "the step of the signal"
     train_ranks(ranks, *argv, "--run_name", "cut", "--resume", "auto")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    whole, cut = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert_same_tensors(weights(tmp_path / "cut", STEPS), weights(tmp_path / "whole", STEPS))
 
 
-def test_a_stop_file_stops_and_goes(toys, tmp_path):
-    argv = [*flags(toys, tmp_path, "fsdp", "--devices", 2), "--run_name", "run"]
-    codes = run_ranks(2, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "stop").touch())
-    assert codes == [75, 75]
-    assert not (tmp_path / "run" / "stop").exists()
-    assert (tmp_path / "run" / "step-00000003").is_dir()
-
-
-def test_a_stop_file_that_comes_too_late_is_not_for_the_next_run(toys, tmp_path):
-    argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
-    assert run_ranks(
-        1, train_and_do, argv, 0, STEPS, lambda: (tmp_path / "run" / "stop").touch()
-    ) == [0]
-    assert not (tmp_path / "run" / "stop").exists()
+@pytest.mark.parametrize(
+    ("ranks", "file", "step", "code", "steps"),
+    [(2, "stop", 3, 75, [3]), (1, "stop", STEPS, 0, [STEPS]), (1, "save_now", 3, 0, [3, STEPS])],
+    ids=["stop", "too late, and not for the next run", "save"],
+)
+def test_a_file_asks_for_a_stop_or_a_save_and_goes(toys, tmp_path, ranks, file, step, code, steps):
+    strategy, there = "fsdp" if ranks == 2 else "auto", tmp_path / "run" / file
+    argv = flags(toys, tmp_path, strategy, "--devices", ranks, "--run_name", "run")
+    assert run_ranks(ranks, train_and_do, argv, 0, step, there.touch) == [code] * ranks
+    assert saved(tmp_path / "run") == steps and not there.exists()
 
 
 @pytest.mark.longer
@@ -108,23 +102,14 @@ def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, t
     train_ranks(1, *cut, "--resume", "auto")
     assert metrics(tmp_path / "cut", "eval_loss") == metrics(tmp_path / "whole", "eval_loss")
     assert metrics(tmp_path / "cut", "loss") == metrics(tmp_path / "whole", "loss")
-    losses = [
+    cut_off, whole = (
         keep.read_progress(tmp_path / name / f"step-{STEPS:08d}") for name in ("cut", "whole")
-    ]
+    )
     for key in ("eval_loss", "eval_losses"):
-        assert losses[0][key] == losses[1][key] is not None
+        assert cut_off[key] == whole[key] is not None
     log = (tmp_path / "cut" / "metrics.jsonl").read_text()
     train_ranks(1, *cut, "--resume", "auto")  # nothing is left to do
     assert (tmp_path / "cut" / "metrics.jsonl").read_text() == log
-
-
-def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
-    argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
-    assert run_ranks(
-        1, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "save_now").touch()
-    ) == [0]
-    saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
-    assert saved == ["step-00000003", "step-00000008"]
 
 
 @pytest.mark.longer
@@ -144,15 +129,11 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
 
         fabric_llm.training.step.seed_step = acting
 
-    job = Job(
-        ranks,
-        *flags(toys, tmp_path, strategy, "--run_name", "run"),
-        before=signal_the_last_rank_twice,
-    )
-    assert job.wait() == [75] * ranks, job.output
+    words = flags(toys, tmp_path, strategy, "--run_name", "run")
+    ended_with([75] * ranks, *words, before=signal_the_last_rank_twice)
     assert not list((tmp_path / "run").glob("step-*"))
-    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
-    assert status["code"] == 75 and "second signal" in status["reason"]
+    said = status(tmp_path / "run")
+    assert said["code"] == 75 and "second signal" in said["reason"]
 
 
 @pytest.mark.longer
@@ -162,9 +143,8 @@ def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
     def twice():
         import fabric_llm.processes.stop
 
-        fabric_llm.processes.stop.SECONDS_OF_ONE_REQUEST = (
-            4.0  # on a busy machine 0.3 seconds may be two
-        )
+        # On a busy machine 0.3 seconds may be two.
+        fabric_llm.processes.stop.SECONDS_OF_ONE_REQUEST = 4.0
         send = f"kill -TERM {os.getpid()}; sleep 0.3; kill -TERM {os.getpid()}"
         other = subprocess.Popen(["sh", "-c", send])
         while other.poll() is None:
@@ -216,13 +196,15 @@ sys.meta_path.insert(0, Hang())
 """
 
 
+def started(words, folder, stderr=subprocess.PIPE, **variables):
+    words, given = [sys.executable, *words], {"env": {**os.environ, **variables}, "cwd": folder}
+    out = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True, "start_new_session": True}
+    return subprocess.Popen(words, **given, **out)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_is_heard_while_flags_are_parsed(tmp_path, number):
-    env = {**os.environ, "PYTHONPATH": str(TRAIN.parent)}
-    words = [sys.executable, "-c", PARSES_SLOWLY]
-    run = subprocess.Popen(
-        words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
-    )
+    run = started(["-c", PARSES_SLOWLY], tmp_path, subprocess.STDOUT, PYTHONPATH=str(TRAIN.parent))
     try:
         assert run.stdout.readline() == "parsing\n"
         run.send_signal(number)
@@ -238,23 +220,12 @@ def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
     """They hang where they import torch, which takes minutes where many ranks share few cores."""
     (tmp_path / "site").mkdir()
     (tmp_path / "pids").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        HANGS_AT_TORCH.format(folder=str(tmp_path / "pids"))
-    )
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]),
-    }
-    words = flags(
-        toys, tmp_path, "fsdp", "--devices", 4, "--accelerator", "cpu", "--micro_batch_size", 1
-    )
-    run = subprocess.Popen(
-        [sys.executable, str(TRAIN), *words, "--run_name", "run"],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    hangs = HANGS_AT_TORCH.format(folder=str(tmp_path / "pids"))
+    (tmp_path / "site" / "sitecustomize.py").write_text(hangs)
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    more = "--devices 4 --accelerator cpu --micro_batch_size 1 --run_name run".split()
+    words = flags(toys, tmp_path, "fsdp", *more)
+    run = started([str(TRAIN), *words], tmp_path, PYTHONPATH=path)
     try:
         until = time.monotonic() + 60
         while len(pids := os.listdir(tmp_path / "pids")) < 4 and time.monotonic() < until:
@@ -268,29 +239,18 @@ def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
-    assert status["code"] == 75 and status["retryable"] and status["reason"] == AT_START
+    status_ = status(tmp_path / "run")
+    assert status_["code"] == 75 and status_["retryable"] and status_["reason"] == AT_START
 
 
 @pytest.mark.longer
 def test_a_stop_is_heard_while_a_rank_waits_for_the_others(toys, tmp_path):
     """In C++, where Python's handlers aren't called: the other rank never comes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    run = subprocess.Popen(
-        [sys.executable, str(TRAIN), *flags(toys, tmp_path, "fsdp"), "--run_name", "run"],
-        env={**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    port = free_port()
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    words = flags(toys, tmp_path, "fsdp", "--run_name", "run")
+    run = started([str(TRAIN), *words], tmp_path, **world)
     try:
         assert any("Initializing distributed" in line for line in run.stderr)
         time.sleep(2)
@@ -299,7 +259,7 @@ def test_a_stop_is_heard_while_a_rank_waits_for_the_others(toys, tmp_path):
     finally:
         run.kill()
     assert run.returncode == 75 and said.endswith(f"train.py: error: {AT_START}\n"), said
-    assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["code"] == 75
+    assert status(tmp_path / "run")["code"] == 75
 
 
 def save_comes_first(argv, run_directory):
@@ -332,9 +292,7 @@ def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(to
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run", "--resume", "auto"]
     train_ranks(1, *argv, "--max_step", 2)
     train_ranks(1, *argv, "--max_step", 4, "--resume_override", "max_step")
-    progress = json.loads(
-        (tmp_path / "run" / "step-00000004" / "trainer" / "progress.json").read_text()
-    )["progress"]
+    progress = keep.read_progress(tmp_path / "run" / "step-00000004")["progress"]
     assert progress["step"] == 4 and metrics(tmp_path / "run", "step") == [1, 2, 3, 4]
 
 
@@ -346,27 +304,13 @@ def test_a_run_stops_by_itself_after_max_hours_and_goes_on_for_as_long(toys, tmp
     train_ranks(2, *argv, "--run_name", "whole")
     cut = [*argv, "--run_name", "cut", "--max_hours", "1"]
     assert run_ranks(2, train_and_do, cut, 0, 3, an_hour_later) == [75, 75]
-    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"]
-    status = json.loads((tmp_path / "cut" / "STATUS.json").read_text())
-    assert status["code"] == 75 and status["retryable"] and status["step"] == 3
-    again = [
-        "--devices",
-        "2",
-        "--output_dir",
-        str(tmp_path),
-        "--run_name",
-        "cut",
-        "--resume",
-        "auto",
-    ]
+    said = status(tmp_path / "cut")
+    assert said["code"] == 75 and said["retryable"] and said["step"] == 3
+    again = ["--output_dir", str(tmp_path), *"--devices 2 --run_name cut --resume auto".split()]
     assert run_ranks(2, train_and_do, again, 0, 6, an_hour_later) == [75, 75]
-    assert sorted(path.name for path in (tmp_path / "cut").glob("step-*")) == [
-        "step-00000003",
-        "step-00000006",
-    ]
-    assert run_ranks(2, train_and_do, again, 1, 7, an_hour_later) == [0, 0], (
-        "rank 1's clock is its own affair"
-    )
+    assert saved(tmp_path / "cut") == [3, 6]
+    # Rank 1's clock is its own affair.
+    assert run_ranks(2, train_and_do, again, 1, 7, an_hour_later) == [0, 0]
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
 
 
@@ -388,18 +332,10 @@ def test_max_hours_is_positive(toys, tmp_path, hours, capfd):
 @pytest.mark.longer
 def test_a_run_of_a_few_seconds_stops_by_itself(toys, tmp_path):
     """A real process and the real clock: it has to make a step first, however late it is."""
-    words = flags(
-        toys, tmp_path, "auto", "--max_step", 1_000_000, "--run_name", "run", "--max_hours", 1e-6
-    )
-    done = subprocess.run(
-        [sys.executable, str(TRAIN), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 75, done.stderr
-    assert (
-        "Stopped after --max_hours 1e-06." in done.stdout
-        and "--resume true --run_name run" in done.stdout
-    )
+    more = "--max_step 1000000 --run_name run --max_hours 1e-6".split()
+    words = [str(TRAIN), *flags(toys, tmp_path, "auto", *more)]
+    with started(words, tmp_path, OMP_NUM_THREADS="1") as run:
+        out, errors = run.communicate()
+    assert run.returncode == 75, errors
+    assert "Stopped after --max_hours 1e-06." in out and "--resume true --run_name run" in out
     assert (tmp_path / "run" / "step-00000001").is_dir()
