@@ -2,13 +2,15 @@
 test_mirror_kills.py."""
 
 import errno
+import hashlib
 import json
 import os
 import random
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -17,12 +19,12 @@ pytest.importorskip("obstore")
 from servers import (
     BUCKET,
     Bucket,
-    keys,
     moto_url,  # noqa: F401
     proxied,
     rclone_url,  # noqa: F401
     running,
     seaweed_url,  # noqa: F401
+    use,
     wait_for,
 )
 from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, save
@@ -53,11 +55,29 @@ def place(tmp_path):
 
 @pytest.fixture
 def on_moto(moto_url, monkeypatch, request):  # noqa: F811
-    """(address, bucket): a prefix of this test's own."""
-    for name, value in keys(moto_url).items():
-        monkeypatch.setenv(name, value)
+    """An address: a prefix of this test's own."""
+    use(moto_url, monkeypatch)
     prefix = re.sub(r"\W", "-", request.node.name)
-    return f"s3://{BUCKET}/{prefix}", Bucket(moto_url).make()
+    Bucket(moto_url).make()
+    return f"s3://{BUCKET}/{prefix}"
+
+
+@pytest.fixture
+def proxy(on_moto, monkeypatch):
+    """Between who asks and the server."""
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+@contextmanager
+def at_work(place, run, *flags, upload=None, **options):
+    """The mirror's process once it is ready. upload: the step that it is told to upload first."""
+    with Mirror(place, run, *flags, **options) as mirror:
+        mirror.wait("ready")
+        if upload is not None:
+            mirror.say(upload=f"step-{upload:08d}")
+        yield mirror
 
 
 def probe(there):
@@ -81,28 +101,20 @@ def test_an_address_is_told_from_a_folder():
     assert not any(map(address.is_address, ("checkpoints/RUN", "/x", "C:\\x", "step-1", "a:b")))
 
 
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("ftp://host/x", "must begin with one of s3://"),
-        ("s3:///prefix", "must name a bucket"),
-        ("s3://", "must name a bucket"),
-        ("s3://key:secret@bucket/x", "no password"),
-        ("s3://bucket/x?token=secret", "no password"),
-        ("s3://bucket/x#secret", "no password"),
-        ("s3://bucket/../x", "must be plain"),
-        ("s3://bucket/a//b", "must be plain"),
-        ("s3://bucket/./b", "must be plain"),
-        ("s3://bucket/a\x07", "must be plain"),
-        ("file://host/x", "must name a folder"),
-        ("file:///", "must name a folder"),
-        ("memory://x", "must begin with one of s3://"),
-        ("/mnt/my disk", "Did you mean file:///mnt/my%20disk?"),
-        ("file:///mnt/%2e%2e/x", "must be plain"),
-        ("file:///mnt/a%2Fb", "must be plain"),
-        ("file:///mnt/a%07", "must be plain"),
+BAD = {
+    "must begin with one of s3://": ["ftp://host/x"],
+    "must name a bucket": ["s3:///prefix"],
+    "no password": ["s3://key:secret@b/x", "s3://b/x?token=secret", "s3://b/x#secret"],
+    "must be plain": [
+        *"s3://bucket/../x s3://bucket/a//b s3://bucket/./b s3://bucket/a\x07".split(),
+        *"file:///mnt/%2e%2e/x file:///mnt/a%2Fb file:///mnt/a%07".split(),
     ],
-)
+    "must name a folder": ["file://host/x", "file:///"],
+    "Did you mean file:///mnt/my%20disk?": ["/mnt/my disk"],
+}
+
+
+@pytest.mark.parametrize("text, says", [(text, says) for says in BAD for text in BAD[says]])
 def test_a_bad_address_is_refused_in_a_sentence(text, says):
     sentence = refused(lambda: address.require(text, "--mirror"), 2)
     assert says in sentence and sentence.startswith("--mirror") and "secret" not in sentence
@@ -148,14 +160,14 @@ def test_what_a_folder_keeps_refusing_is_a_mistake_unless_the_run_has_used_it(
     monkeypatch.setattr(store, "open_store", open_store)
     place = f"file://{tmp_path}/x"
 
-    def use(in_run):
+    def used(in_run):
         there = Store(place, in_run)
         return fetch.patiently(there, lambda: there.below(""), sleep=clock.sleep)
 
-    sentence = refused(lambda: use(False), 2 if name in LASTING else 74)
+    sentence = refused(lambda: used(False), 2 if name in LASTING else 74)
     assert sentence.startswith(place) and (clock.now == began) == (name in LASTING)
     began = clock.now
-    refused(lambda: use(True), 74)
+    refused(lambda: used(True), 74)
     assert clock.now > began + 60
 
 
@@ -166,8 +178,7 @@ def test_a_folder_that_goes_in_the_middle_is_tried_again(place, run, tmp_path):
         first = mirror.wait("refused")
         assert first["code"] == 2 and "exists" in first["refused"] and place in first["refused"]
     (tmp_path / "mirror").unlink()
-    with Mirror(place, run) as mirror:
-        mirror.wait("ready")
+    with at_work(place, run) as mirror:
         (tmp_path / "mirror").rename(tmp_path / "aside")
         (tmp_path / "mirror").write_text("")
         mirror.say(upload="step-00000001")
@@ -181,31 +192,29 @@ def test_a_folder_that_goes_in_the_middle_is_tried_again(place, run, tmp_path):
 def test_a_parent_that_had_to_be_made_is_said(run, tmp_path):
     place = f"file://{tmp_path}/disk/mirror"
     for said in ([f"The folder '{tmp_path}/disk' wasn't there and was made."], []):
-        with Mirror(place, run) as mirror:
-            mirror.wait("ready")
+        with at_work(place, run) as mirror:
             assert mirror.all("warning") == said and mirror.end() == []
 
 
 def test_help_needs_no_obstore():
     program = "import sys; sys.modules['obstore'] = sys.modules['torch'] = None; "
     program += "from fabric_llm.mirror.process import main; main(['--help'])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python(program)
     assert done.returncode == 0 and "--timeout" in done.stdout, done.stderr
     program = "import sys; sys.modules['obstore'] = None; from fabric_llm.mirror.store import Store"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}; Store('s3://x')"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "pip install obstore" in done.stderr
+    assert "pip install obstore" in python(f"{program}; Store('s3://x')").stderr
+
+
+def python(program, *words, **variables):
+    words, given = [sys.executable, "-c", program, *map(str, words)], {**os.environ, **variables}
+    return subprocess.run(words, cwd=ROOT, env=given, capture_output=True, text=True)
 
 
 def test_nothing_of_it_imports_torch(place, run):
     save(run, 1, random.Random(0))
-    program = PROGRAM.replace(
-        "os._exit(code)", "assert 'torch' not in sys.modules and code == 0; os._exit(7)"
-    )
-    with Mirror(place, run, program=program) as mirror:
-        mirror.wait("ready")
+    seven = "assert 'torch' not in sys.modules and code == 0; os._exit(7)"
+    program = PROGRAM.replace("os._exit(code)", seven)
+    with at_work(place, run, program=program) as mirror:
         mirror.say(end=10)
         assert mirror.exit() == 7
 
@@ -221,26 +230,17 @@ def test_a_checkpoint_goes_there_and_comes_back(place, run, tmp_path):
     assert checkpoints(store, RUN) == ["step-00000001", "step-00000002"]
     there = restore(store, RUN, tmp_path / "new" / RUN)
     assert there.name == "step-00000002" and read(there) == second
-    assert sorted(path.name for path in there.parent.iterdir()) == sorted(
-        [*fetch.LOGS, "step-00000002"]
-    )
+    assert {path.name for path in there.parent.iterdir()} == {*fetch.LOGS, "step-00000002"}
     for name in fetch.LOGS:
         assert (there.parent / name).read_bytes() == (run / name).read_bytes()
     assert read(run / "step-00000001") == first
-
-
-def test_the_trainer_is_told_of_nothing_new_twice(place, run):
-    save(run, 1, random.Random(0))
-    mirrored(place, run, "step-00000001")
-    assert mirrored(place, run, "step-00000001")["bytes"] == 0
+    assert mirrored(place, run, "step-00000001")["bytes"] == 0, "nothing new"
 
 
 def test_older_ones_that_wait_are_given_up(place, run):
     for step in range(1, 6):
         save(run, step, random.Random(step))
-    with Mirror(place, run, failpoint="mirror.file:do=hang", program=PROGRAM) as mirror:
-        mirror.wait("ready")
-        mirror.say(upload="step-00000001")
+    with at_work(place, run, failpoint="mirror.file:do=hang", program=PROGRAM, upload=1) as mirror:
         wait_for(lambda: Store(place).below(RUN))
         for step in range(2, 6):
             mirror.say(upload=f"step-{step:08d}")
@@ -255,8 +255,7 @@ def test_the_newest_one_is_never_removed_unless_a_run_goes_back(place, run):
     for step in (1, 2, 3):
         save(run, step, random.Random(step))
     store = Store(place)
-    with Mirror(place, run) as mirror:
-        mirror.wait("ready")
+    with at_work(place, run) as mirror:
         for step in (1, 2, 3):
             mirror.say(upload=f"step-{step:08d}")
             mirror.wait("mirrored")
@@ -275,9 +274,7 @@ def test_a_checkpoint_that_disappears_is_given_up(place, run):
     save(run, 1, random.Random(0))
     save(run, 2, random.Random(0))
     (run / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
-    with Mirror(place, run) as mirror:
-        mirror.wait("ready")
-        mirror.say(upload="step-00000009")
+    with at_work(place, run, upload=9) as mirror:
         mirror.wait("given_up", "step-00000009")
         assert mirror.all("warning") == []
         mirror.say(upload="step-00000002")
@@ -299,10 +296,8 @@ def test_a_name_that_was_used_before_is_replaced(place, run, tmp_path):
 def test_what_is_foreign_stays(place, run):
     save(run, 1, random.Random(0))
     store = Store(place)
-    foreign = [
-        *("OTHER/step-00000001/x", f"{RUN}/notes.txt", f"{RUN}/step-1/x"),
-        f"{RUN}/step-00000001.pinned",
-    ]  # fmt: skip
+    foreign = ["OTHER/step-00000001/x", f"{RUN}/notes.txt", f"{RUN}/step-1/x"]
+    foreign.append(f"{RUN}/step-00000001.pinned")
     for name in foreign:
         store.put(name, b"mine")
     store.put(f"{RUN}/step-00000007/left", b"by a kill")
@@ -324,11 +319,8 @@ open_mirror(Flags(save=save, checkpoint=resume), Path(sys.argv[2])).close()
 
 
 def opened(place, run, failpoint=""):
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, place, str(run)], cwd=ROOT, text=True,
-        env={**os.environ, "FABRIC_LLM_FAILPOINT": failpoint}, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert done.returncode == (-9 if failpoint else 0)
+    done = python(OPEN, place, run, FABRIC_LLM_FAILPOINT=failpoint)
+    assert done.returncode == (-9 if failpoint else 0), done.stderr
     return done.stdout
 
 
@@ -378,7 +370,6 @@ DAMAGES = {
     "flipped": lambda content: bytes([content[0] ^ 1]) + content[1:],
     "longer": lambda content: content + b"x",
     "gone": lambda content: None,
-    "empty": lambda content: b"",
 }
 
 
@@ -408,16 +399,17 @@ def test_a_damaged_object_is_named_and_the_one_before_is_taken(place, run, tmp_p
         assert restore(store, RUN, tmp_path / "newer" / RUN, say=said.append) is None
 
 
-@pytest.mark.parametrize(
-    "name, code",
-    [("../outside", 77), ("/etc/x", 77), ("a/../../b", 77), ("x.pkl", 77), ("evil.py", 77)],
-)
-def test_hostile_names_lead_nowhere(place, tmp_path, name, code):
+def with_manifest(place, entries, **more):
     store = Store(place)
-    entry = {"bytes": 1, "sha256": "0" * 64}
-    document = {"files": {name: entry}, "step": 1}
-    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", files.encode(document))
-    refused(lambda: restore(store, RUN, tmp_path / "a" / RUN), code)
+    manifest = files.encode({"files": entries, **more})
+    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", manifest)
+    return store
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/x", "x.pkl"])
+def test_hostile_names_lead_nowhere(place, tmp_path, name):
+    store = with_manifest(place, {name: {"bytes": 1, "sha256": "0" * 64}}, step=1)
+    refused(lambda: restore(store, RUN, tmp_path / "a" / RUN), 77)
     assert not list((tmp_path / "a" / RUN).glob("*")) and not (tmp_path / "outside").exists()
 
 
@@ -434,19 +426,14 @@ def test_hostile_names_lead_nowhere(place, tmp_path, name, code):
     ],
 )
 def test_senseless_manifests_are_damaged_ones(place, tmp_path, entries):
-    store, said = Store(place), []
+    store, said = with_manifest(place, entries), []
     store.put(f"{RUN}/step-00000001/a", b"1")
-    content = files.encode({"files": entries})
-    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", content)
     assert restore(store, RUN, tmp_path / RUN, say=said.append) is None
     assert "is damaged" in said[0]
 
 
 def test_no_room_is_said_before_anything_is_fetched(place, tmp_path):
-    store = Store(place)
-    entries = {"a": {"bytes": 10**18, "sha256": "x"}}
-    content = files.encode({"files": entries})
-    store.put(f"{RUN}/step-00000001/{files.MANIFEST}", content)
+    store = with_manifest(place, {"a": {"bytes": 10**18, "sha256": "x"}})
     assert "GiB" in refused(lambda: restore(store, RUN, tmp_path / RUN), 74)
     assert not list((tmp_path / RUN).glob(".tmp*"))
 
@@ -455,20 +442,18 @@ def test_some_files_only_the_logs_and_folders_of_addresses(place, run, tmp_path)
     content = save(run, 1, random.Random(1))
     mirrored(place, run, "step-00000001")
     store = Store(place)
-    part = folder_of(
-        f"{place}/{RUN}/step-00000001",
-        tmp_path / "part",
-        wanted=lambda name: not name.startswith("trainer/optimizer"),
-    )
+    first = f"{place}/{RUN}/step-00000001"
+    without = lambda name: not name.startswith("trainer/optimizer")
+    part = folder_of(first, tmp_path / "part", wanted=without)
     assert set(content) - set(read(part)) == {"trainer/optimizer/part-0.safetensors"}
     assert restore(store, RUN, tmp_path / "logs", only_logs=True) is None
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(fetch.LOGS)
     cache = tmp_path / "cache"
-    folder = folder_of(f"{place}/{RUN}/step-00000001", cache)
+    folder = folder_of(first, cache)
     assert folder.name == "step-00000001" and read(folder) == content
     stamp = (folder / "config.json").stat().st_mtime_ns
-    again = folder_of(f"{place}/{RUN}/step-00000001", cache)
-    assert again == folder and (folder / "config.json").stat().st_mtime_ns == stamp
+    assert folder_of(first, cache) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == stamp
     whole = folder_of(f"{place}/{RUN}", cache)
     assert whole.name == RUN and read(whole / "step-00000001") == content
     logs = folder_of(f"{place}/{RUN}", tmp_path / "other", only_logs=True)
@@ -479,7 +464,7 @@ def test_some_files_only_the_logs_and_folders_of_addresses(place, run, tmp_path)
 def test_a_dataset_is_a_folder_with_a_manifest(place, tmp_path, monkeypatch):
     store = Store(place)
     store.put("data/mine/train/a.arrow", b"rows")
-    entries = {"train/a.arrow": {"bytes": 4, "sha256": __import__("hashlib").sha256(b"rows").hexdigest()}}  # fmt: skip
+    entries = {"train/a.arrow": {"bytes": 4, "sha256": hashlib.sha256(b"rows").hexdigest()}}
     store.put("data/mine/manifest.json", files.encode({"written": entries}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = fetch.dataset(f"{place}/data/mine")
@@ -598,9 +583,7 @@ def test_the_process_says_that_it_finishes(place, run):
         return json.loads(Store(place).content(".leases/lease-000001.json"))["finishes"]
 
     point = "mirror.before_manifest:do=hang"
-    with Mirror(place, run, failpoint=point, lease_seconds=2) as mirror:
-        mirror.wait("ready")
-        mirror.say(upload="step-00000001")
+    with at_work(place, run, failpoint=point, lease_seconds=2, upload=1) as mirror:
         assert not says()
         mirror.process.stdin.close()
         wait_for(says)
@@ -610,10 +593,9 @@ def test_the_same_run_goes_on_at_once_and_clocks_of_machines_do_not_matter(place
     one = Lease(Store(place), "a")
     one.acquire(clock.sleep)
     # its times are of another century
-    said = json.loads(Store(place).content(".leases/lease-000001.json"))
-    Store(place).put(
-        ".leases/lease-000001.json", json.dumps({**said, "time": "2999-01-01"}).encode()
-    )
+    name = ".leases/lease-000001.json"
+    said = {**json.loads(Store(place).content(name)), "time": "2999-01-01"}
+    Store(place).put(name, json.dumps(said).encode())
     began = clock.now
     Lease(Store(place), "a").acquire(clock.sleep)
     assert clock.now == began
@@ -630,22 +612,16 @@ def test_only_one_of_many_takes_over(place):
         except Fault as fault:
             errors.append(fault.code)
 
-    threads = [threading.Thread(target=acquire, args=(owner,)) for owner in owners]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    newest = max(owner.number for owner in owners)
-    numbers = [owner.number for owner in owners if owner.number]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(acquire, owners))
+    numbers = {owner.number for owner in owners if owner.number}
     holding = []
     for owner in owners:
-        try:
+        with suppress(Lost):
             owner.check()
-            holding.append(owner)
-        except Lost:
-            pass
-    assert [owner.number for owner in holding if owner.number == newest] and set(errors) <= {73}
-    assert len({*numbers}) == newest
+            holding.append(owner.number)
+    assert max(numbers) in holding and set(errors) <= {73}
+    assert len(numbers) == max(numbers)
 
 
 def test_an_owner_that_begins_while_another_process_probes(place, monkeypatch):
@@ -664,7 +640,7 @@ def test_an_owner_that_begins_while_another_process_probes(place, monkeypatch):
     assert owners and Store(place).below(".leases") == [".leases/lease-000001.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"ended": 1}', b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"ended": 1}', b"\xff"])
 def test_a_foreign_lease_is_waited_for(place, clock, content):
     Store(place).put(".leases/lease-000004.json", content)
     Store(place).put(".leases/notes.txt", b"x")
@@ -678,15 +654,13 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(place, run, tmp_
     other = tmp_path / "elsewhere" / RUN
     other.mkdir(parents=True)
     save(other, 2, random.Random(2))
-    with Mirror(place, run, lease_seconds=2) as first:
-        first.wait("ready")
+    with at_work(place, run, lease_seconds=2) as first:
         with Mirror(place, other, lease_seconds=2) as second:
             report = second.wait("refused")
             assert report["code"] == 73 and "in use" in report["refused"]
             assert second.exit() == 73
         first.process.send_signal(19)  # SIGSTOP: silent, but not gone
-        with Mirror(place, other, lease_seconds=2) as second:
-            second.wait("ready")
+        with at_work(place, other, lease_seconds=2) as second:
             first.process.send_signal(18)
             first.say(upload="step-00000001")
             assert "taken over" in first.wait("warning")["warning"]
@@ -700,12 +674,15 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(place, run, tmp_
 # ------------------------------------------------------------------------------- servers
 
 
-@pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
-def test_parts_that_a_kill_left_are_removed(server, request, monkeypatch):
-    """seaweedfs checks signatures."""
-    url = request.getfixturevalue(server)
-    for name, value in keys(url).items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(params=["moto_url", "seaweed_url"])
+def url(request, monkeypatch):
+    """Of servers, which are asked from here on. seaweedfs checks signatures."""
+    found = request.getfixturevalue(request.param)
+    use(found, monkeypatch)
+    return found
+
+
+def test_parts_that_a_kill_left_are_removed(url, monkeypatch):
     bucket = Bucket(url, "parts").make()
     for name in (f"p/{RUN}/step-00000001/a ä+b~(c)", f"p/{RUN}/b", "p/OTHER/x"):
         bucket.client.create_multipart_upload(Bucket="parts", Key=name)
@@ -716,7 +693,7 @@ def test_parts_that_a_kill_left_are_removed(server, request, monkeypatch):
     assert leftovers.remove("s3://parts/p", "OTHER") == 0
 
 
-def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_path):
+def test_credentials_that_expire_are_read_again(on_moto, run, proxy, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     path = tmp_path / "credentials"
@@ -724,27 +701,19 @@ def test_credentials_that_expire_are_read_again(on_moto, run, monkeypatch, tmp_p
     path.write_text(text)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
     save(run, 1, random.Random(1))
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        with Mirror(on_moto[0], run) as mirror:
-            mirror.wait("ready")
-            expired = (400, DENIED.replace("AccessDenied", "ExpiredToken"))
-            proxy.answer = lambda *_: expired if "OLD" in proxy.authorization else None
-            mirror.say(upload="step-00000001")
-            warning = mirror.wait("warning")["warning"]
-            assert "ExpiredToken" in warning and "OLD" not in warning
-            path.write_text(text.replace("OLD", "NEW"))
-            mirror.wait("recovered")
-            mirror.wait("mirrored")
-            assert mirror.end() == []
-        assert checkpoints(Store(on_moto[0]), RUN) == ["step-00000001"]
+    with at_work(on_moto, run) as mirror:
+        proxy.answer = lambda *_: EXPIRED if "OLD" in proxy.authorization else None
+        mirror.say(upload="step-00000001")
+        warning = mirror.wait("warning")["warning"]
+        assert "ExpiredToken" in warning and "OLD" not in warning
+        path.write_text(text.replace("OLD", "NEW"))
+        mirror.wait("recovered")
+        mirror.wait("mirrored")
+        assert mirror.end() == []
+    assert checkpoints(Store(on_moto), RUN) == ["step-00000001"]
 
 
-@pytest.mark.parametrize("server", ["moto_url", "seaweed_url"])
-def test_a_run_on_a_server(server, request, run, tmp_path, monkeypatch):
-    url = request.getfixturevalue(server)
-    for name, value in keys(url).items():
-        monkeypatch.setenv(name, value)
+def test_a_run_on_a_server(url, run, tmp_path):
     bucket = Bucket(url, "runs").make()
     place = "s3://runs/deep/prefix"
     content = save(run, 1, random.Random(1), large=20 * 2**20)
@@ -763,8 +732,7 @@ def test_a_run_on_a_server(server, request, run, tmp_path, monkeypatch):
 
 
 def test_a_server_that_replaces_objects_is_refused(rclone_url, run, monkeypatch):  # noqa: F811
-    for name, value in keys(rclone_url).items():
-        monkeypatch.setenv(name, value)
+    use(rclone_url, monkeypatch)
     place = f"s3://{BUCKET}/x"
     assert "If-None-Match" in refused(lambda: probe(Store(place)), 2)
     with Mirror(place, run) as mirror:
@@ -777,23 +745,22 @@ REGION = """<?xml version="1.0" encoding="UTF-8"?><Error><Code>AuthorizationHead
 <Message>The authorization header is malformed; the region 'us-east-1' is wrong; expecting
 'eu-west-3'</Message><Region>eu-west-3</Region></Error>"""
 DENIED = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+EXPIRED = (400, DENIED.replace("AccessDenied", "ExpiredToken"))
+SLOW = (503, DENIED.replace("AccessDenied", "SlowDown"))
 ANSWERS = {
     "region": ((400, REGION), 2, "AWS_REGION to eu-west-3"),
     "redirect": ((301, REGION.replace("AuthorizationHeaderMalformed", "PermanentRedirect")), 2, "region"),
-    "denied": ((403, DENIED), 2, "no right to"),
     "key": ((403, DENIED.replace("AccessDenied", "InvalidAccessKeyId")), 2, "aren't accepted"),
-    "expired": ((400, DENIED.replace("AccessDenied", "ExpiredToken")), 2, "aren't accepted"),
-    "slow": ((503, DENIED.replace("AccessDenied", "SlowDown")), 74, "503"),
+    "expired": (EXPIRED, 2, "aren't accepted"),
+    "slow": (SLOW, 74, "503"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_a_server_refuses_is_one_sentence(on_moto, monkeypatch, name):
+def test_what_a_server_refuses_is_one_sentence(on_moto, proxy, name):
     answer, code, says = ANSWERS[name]
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        proxy.answer = lambda *_: answer
-        sentence = refused(lambda: probe(Store(on_moto[0])), code)
+    proxy.answer = lambda *_: answer
+    sentence = refused(lambda: probe(Store(on_moto)), code)
     assert says in sentence and "127.0.0.1" not in sentence and "secret" not in sentence
 
 
@@ -803,62 +770,50 @@ def test_no_bucket_no_server_no_key(on_moto, monkeypatch):
     assert "can't be reached" in refused(lambda: probe(Store("s3://bucket/x")), 74)
 
 
-def test_a_server_that_is_away_at_the_start_is_waited_for(on_moto, run, monkeypatch):
-    place, _ = on_moto
+def test_a_server_that_is_away_at_the_start_is_waited_for(on_moto, run, proxy):
     save(run, 1, random.Random(1))
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        proxy.answer = lambda *_: (503, DENIED.replace("AccessDenied", "SlowDown"))
-        with Mirror(place, run, "--timeout", "0") as mirror:
-            assert mirror.wait("refused")["code"] == 74
-            assert mirror.all("warning") == []
-        with Mirror(place, run, "--timeout", "60") as mirror:
-            assert (
-                "503 Service Unavailable (SlowDown). It is tried"
-                in mirror.wait("warning")["warning"]
-            )
-            began = len(proxy.requests)
-            wait_for(lambda: len(proxy.requests) > began)
-            proxy.answer = lambda *_: None
-            mirror.wait("ready")
-            assert len(mirror.all("warning")) == 1
-            mirror.say(upload="step-00000001")
-            mirror.wait("mirrored")
-        # Nothing is left to be done for a trainer that is gone by then.
-        proxy.answer = lambda *_: (503, DENIED.replace("AccessDenied", "SlowDown"))
-        with Mirror(place, run, "--timeout", "60") as mirror:
-            mirror.wait("warning")
-            mirror.process.stdin.close()
-            assert mirror.exit(20) == 0
+    proxy.answer = lambda *_: SLOW
+    with Mirror(on_moto, run, "--timeout", "0") as mirror:
+        assert mirror.wait("refused")["code"] == 74
+        assert mirror.all("warning") == []
+    with Mirror(on_moto, run, "--timeout", "60") as mirror:
+        said = mirror.wait("warning")["warning"]
+        assert "503 Service Unavailable (SlowDown). It is tried" in said
+        began = len(proxy.requests)
+        wait_for(lambda: len(proxy.requests) > began)
+        proxy.answer = lambda *_: None
+        mirror.wait("ready")
+        assert len(mirror.all("warning")) == 1
+        mirror.say(upload="step-00000001")
+        mirror.wait("mirrored")
+    # Nothing is left to be done for a trainer that is gone by then.
+    proxy.answer = lambda *_: SLOW
+    with Mirror(on_moto, run, "--timeout", "60") as mirror:
+        mirror.wait("warning")
+        mirror.process.stdin.close()
+        assert mirror.exit(20) == 0
 
 
 @pytest.mark.parametrize("words", ["/lease-", f"{RUN}%2F"])  # of a request for the lease, a list
-def test_what_is_refused_after_the_probe_ends_the_start(on_moto, run, monkeypatch, words):
+def test_what_is_refused_after_the_probe_ends_the_start(on_moto, run, proxy, words):
     """Where the server goes away then, or a key has rights to a part of the prefix alone."""
-    place, _ = on_moto
-    slow = (503, DENIED.replace("AccessDenied", "SlowDown"))
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        for answer, code in ((slow, 74), ((403, DENIED), 2)):
+    for answer, code in ((SLOW, 74), ((403, DENIED), 2)):
 
-            def refuses(method, path, count, answer=answer):
-                return answer if words in path else None
+        def refuses(method, path, count, answer=answer):
+            return answer if words in path else None
 
-            proxy.answer = refuses
-            with Mirror(place, run, "--timeout", "1") as mirror:
-                assert mirror.wait("refused")["code"] == code
-                assert mirror.exit() == code
+        proxy.answer = refuses
+        with Mirror(on_moto, run, "--timeout", "1") as mirror:
+            assert mirror.wait("refused")["code"] == code
+            assert mirror.exit() == code
 
 
-def test_rights_that_miss_one_of_four(on_moto, monkeypatch):
-    place, _ = on_moto
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        for kind in ("PUT", "GET", "POST"):  # which removes several
-            proxy.answer = lambda method, *_, kind=kind: (403, DENIED) if method == kind else None
-            assert "no right to" in refused(lambda: probe(Store(place)), 2), kind
-        proxy.answer = lambda method, path, _: (403, DENIED) if "list-type" in path else None
-        assert "no right to" in refused(lambda: probe(Store(place)), 2)
+def test_rights_that_miss_one_of_four(on_moto, proxy):
+    for kind in ("PUT", "GET", "POST"):  # which removes several
+        proxy.answer = lambda method, *_, kind=kind: (403, DENIED) if method == kind else None
+        assert "no right to" in refused(lambda: probe(Store(on_moto)), 2), kind
+    proxy.answer = lambda method, path, _: (403, DENIED) if "list-type" in path else None
+    assert "no right to" in refused(lambda: probe(Store(on_moto)), 2)
 
 
 def test_keys_of_a_profile(on_moto, monkeypatch, tmp_path):
@@ -870,32 +825,27 @@ def test_keys_of_a_profile(on_moto, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     (tmp_path / "config").write_text("[profile mine]\nregion = us-east-1\n")
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    probe(Store(on_moto[0]))
-    assert leftovers.remove(on_moto[0], RUN) == 0
+    probe(Store(on_moto))
+    assert leftovers.remove(on_moto, RUN) == 0
 
 
-def test_a_throttled_server_gets_one_warning(on_moto, run, monkeypatch):
-    place, bucket = on_moto
+def test_a_throttled_server_gets_one_warning(on_moto, run, proxy, moto_url):  # noqa: F811
     content = save(run, 1, random.Random(1))
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        with Mirror(place, run) as mirror:
-            mirror.wait("ready")
-            refusing = (503, DENIED.replace("AccessDenied", "SlowDown"))
-            proxy.answer = lambda *_: refusing
-            mirror.say(upload="step-00000001")
-            warning = mirror.wait("warning")["warning"]
-            assert "503" in warning and "SlowDown" in warning and len(warning) < 200
-            began = len(proxy.requests)
-            wait_for(lambda: len(proxy.requests) > began + 6)  # it is tried again
-            proxy.answer = lambda method, path, count: refusing if count % 3 == 0 else None
-            mirror.wait("recovered")
-            mirror.wait("mirrored")
-            assert len(mirror.all("warning")) == len(mirror.all("recovered"))
-            proxy.answer = lambda *_: None
-            assert mirror.end() == []
-    prefix = place.removeprefix(f"s3://{BUCKET}/") + f"/{RUN}/step-00000001/"
-    assert bucket.names(prefix) == {prefix + name for name in content}
+    with at_work(on_moto, run) as mirror:
+        proxy.answer = lambda *_: SLOW
+        mirror.say(upload="step-00000001")
+        warning = mirror.wait("warning")["warning"]
+        assert "503" in warning and "SlowDown" in warning and len(warning) < 200
+        began = len(proxy.requests)
+        wait_for(lambda: len(proxy.requests) > began + 6)  # it is tried again
+        proxy.answer = lambda method, path, count: SLOW if count % 3 == 0 else None
+        mirror.wait("recovered")
+        mirror.wait("mirrored")
+        assert len(mirror.all("warning")) == len(mirror.all("recovered"))
+        proxy.answer = lambda *_: None
+        assert mirror.end() == []
+    prefix = on_moto.removeprefix(f"s3://{BUCKET}/") + f"/{RUN}/step-00000001/"
+    assert Bucket(moto_url).names(prefix) == {prefix + name for name in content}
 
 
 @pytest.mark.slow
@@ -905,12 +855,10 @@ def test_a_server_that_goes_away_and_comes_back(run, tmp_path, monkeypatch):
 
     (tmp_path / "server").mkdir()
     with running(seaweed(tmp_path / "server")) as server:
-        for name, value in keys(server.url).items():
-            monkeypatch.setenv(name, value)
+        use(server.url, monkeypatch)
         bucket = Bucket(server.url).make()
         content = save(run, 1, random.Random(1), large=30 * 2**20)
-        with Mirror(f"s3://{BUCKET}", run) as mirror:
-            mirror.wait("ready")
+        with at_work(f"s3://{BUCKET}", run) as mirror:
             server.kill()
             mirror.say(upload="step-00000001")
             assert "can't be reached" in mirror.wait("warning")["warning"]
@@ -923,30 +871,25 @@ def test_a_server_that_goes_away_and_comes_back(run, tmp_path, monkeypatch):
         assert bucket.names(prefix) == {prefix + name for name in content}
 
 
-def test_the_end_comes_in_time_whatever_the_server_does(on_moto, run, monkeypatch):
-    place, _ = on_moto
+def test_the_end_comes_in_time_whatever_the_server_does(on_moto, run, proxy):
     save(run, 1, random.Random(1))
-    with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        with Mirror(place, run) as mirror:
-            mirror.wait("ready")
-            proxy.gate.clear()  # it takes requests and answers none
-            mirror.say(upload="step-00000001")
-            mirror.say(end=1)
-            assert mirror.wait("ended", seconds=20)["behind"] == ["step-00000001"]
-            assert mirror.exit(20) == 0
+    with at_work(on_moto, run) as mirror:
+        proxy.gate.clear()  # it takes requests and answers none
+        mirror.say(upload="step-00000001")
+        mirror.say(end=1)
+        assert mirror.wait("ended", seconds=20)["behind"] == ["step-00000001"]
+        assert mirror.exit(20) == 0
 
 
 def test_a_hundred_thousand_other_objects(on_moto, run, tmp_path):
     """Beside the run and in it: neither are they listed one by one, nor do they matter. moto takes
     a while for as many, so 1,500 are there, and requests are counted."""
-    place, _ = on_moto
     save(run, 1, random.Random(1))
-    mirrored(place, run, "step-00000001")
-    store = Store(place)
+    mirrored(on_moto, run, "step-00000001")
+    store = Store(on_moto)
     for count in range(1500):
         store.put(f"{('others', f'{RUN}/others', RUN)[count % 3]}/{count}", b"")
-    store = Store(place)
+    store = Store(on_moto)
     assert checkpoints(store, RUN) == ["step-00000001"] and store.requests == 2
 
 
@@ -964,9 +907,7 @@ def test_what_is_pinned_stays_so_on_another_disk(place, run, tmp_path):
 
 def test_a_new_uploader_waits_for_the_old_one(place, run):
     save(run, 1, random.Random(1))
-    with Mirror(place, run, failpoint="mirror.before_manifest:do=hang") as old:
-        old.wait("ready")
-        old.say(upload="step-00000001")
+    with at_work(place, run, failpoint="mirror.before_manifest:do=hang", upload=1) as old:
         with Mirror(place, run) as new:
             assert "still at work" in new.wait("warning")["warning"]
             new.say(upload="step-00000001")
@@ -978,9 +919,7 @@ def test_a_new_uploader_waits_for_the_old_one(place, run):
 
 def test_the_end_of_stdin_is_the_end_of_the_trainer(place, run):
     save(run, 1, random.Random(1))
-    with Mirror(place, run, "--timeout", "60") as mirror:
-        mirror.wait("ready")
-        mirror.say(upload="step-00000001")
+    with at_work(place, run, "--timeout", "60", upload=1) as mirror:
         mirror.process.stdin.close()
         mirror.process.send_signal(15)  # a signal to all of a job isn't its own
         mirror.wait("mirrored")
@@ -990,7 +929,6 @@ def test_the_end_of_stdin_is_the_end_of_the_trainer(place, run):
 @pytest.mark.size
 def test_memory_is_bounded(on_moto, run, tmp_path):
     """Half a GiB there and back, through a server of another process."""
-    place, _ = on_moto
     size = 512 * 2**20
     (run / "step-00000001").mkdir()
     with (run / "step-00000001" / "model.safetensors").open("wb") as file:
@@ -999,9 +937,7 @@ def test_memory_is_bounded(on_moto, run, tmp_path):
             file.write(count.to_bytes(8, "big") + block[8:])
     entries = files.describe(run / "step-00000001", ["model.safetensors"])
     (run / "step-00000001" / files.MANIFEST).write_bytes(files.encode({"files": entries}))
-    with Mirror(place, run, program=MEASURED) as mirror:
-        mirror.wait("ready")
-        mirror.say(upload="step-00000001")
+    with at_work(on_moto, run, program=MEASURED, upload=1) as mirror:
         report = mirror.wait("mirrored", seconds=300)
         mirror.say(end=10)
         mirror.exit()
@@ -1010,11 +946,7 @@ def test_memory_is_bounded(on_moto, run, tmp_path):
     program += "from fabric_llm.mirror.fetch import restore; "
     program += "from fabric_llm.mirror.store import Store; "
     program += "restore(Store(sys.argv[1]), 'RUN', Path(sys.argv[2])); "
-    program += PEAK
-    done = subprocess.run(
-        [sys.executable, "-c", program, place, str(tmp_path / "new")],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = python(program + PEAK, on_moto, tmp_path / "new")
     down = int(done.stderr.split()[-1])
     print(f"up {up} MiB, down {down} MiB, {report}")
     assert (tmp_path / "new" / "step-00000001" / "model.safetensors").stat().st_size == size
