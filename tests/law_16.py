@@ -45,97 +45,43 @@ ROWS = 44  # not a multiple of the global batch
 
 # ------------------------------------------------------------------------------- what is trained
 
-_SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-_SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-_TEXT = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": END,
-    "eos_token_id": END,
-    "pad_token_id": None,
-    "initializer_range": 0.1,
-}
-_WINDOWS = {
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "query_pre_attn_scalar": 8,
-}
-_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 16,
-    "factor": 4.0,
-}
-_LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-_VISION |= {"image_size": 8, "patch_size": 4}
+_SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+_SHAPE |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+_TEXT = dict(vocab_size=VOCABULARY, bos_token_id=END, eos_token_id=END, pad_token_id=None)
+_TEXT |= dict(initializer_range=0.1)
+_LLAMA = {"model_type": "llama", **_SHAPE, **_TEXT}
+_GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
+# What is drawn depends on the ranks.
+_GPT2 |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+_WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+_GEMMA = {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS, "query_pre_attn_scalar": 8}
+_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+_EXPERTS |= dict(output_router_logits=True, router_aux_loss_coef=0.1)
+_LONG = dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=16)
+_LONG |= dict(factor=4.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+_VISION |= dict(model_type="siglip_vision_model", image_size=8, patch_size=4)
+_PICTURES = dict(boi_token_index=128, eoi_token_index=129, image_token_index=130)
+_PICTURES |= dict(mm_tokens_per_image=4, vision_config=_VISION)
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_SHAPE, **_TEXT},
-    "gpt2": {
-        **{
-            "model_type": "gpt2",
-            **_TEXT,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-        },
-        **{
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },  # what is drawn depends on the ranks
-    },
-    "gemma3_text": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS},
-    "qwen3": {"model_type": "qwen3", **_SHAPE, **_TEXT},
-    "mixtral": {
-        **{
-            "model_type": "mixtral",
-            **_SHAPE,
-            **_TEXT,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-        **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
-    },
+    "llama": _LLAMA,
+    "gpt2": {"model_type": "gpt2", **_TEXT, **_GPT2},
+    "gemma3_text": _GEMMA,
+    "qwen3": {**_LLAMA, "model_type": "qwen3"},
+    "mixtral": {**_LLAMA, "model_type": "mixtral", **_EXPERTS},
     "phi3": {
-        "model_type": "phi3",
-        **_SHAPE,
-        **_TEXT,
-        "original_max_position_embeddings": 16,
+        **_LLAMA, "model_type": "phi3", "original_max_position_embeddings": 16,
         "rope_parameters": _LONG,
     },
-    "forgetful": {"model_type": "llama", **_SHAPE, **_TEXT, "initializer_range": 0.02},
-    "dynamic": {  # the frequencies depend on the longest row so far
-        **{"model_type": "llama", **_SHAPE, **_TEXT, "max_position_embeddings": 16},
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "forgetful": {**_LLAMA, "initializer_range": 0.02},
+    # The frequencies depend on the longest row so far.
+    "dynamic": {**_LLAMA, "max_position_embeddings": 16, "rope_parameters": _DYNAMIC},
+    # With a tower for pictures, which text gives no gradient.
+    "gemma3": {
+        "model_type": "gemma3", "text_config": _GEMMA, "initializer_range": 0.1, **_PICTURES,
     },
-    "gemma3": {  # with a tower for pictures, which text gives no gradient
-        **{
-            "model_type": "gemma3",
-            "text_config": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS},
-        },
-        **{
-            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
-            "mm_tokens_per_image": 4,
-        },
-        **{
-            "boi_token_index": 128,
-            "eoi_token_index": 129,
-            "image_token_index": 130,
-            "initializer_range": 0.1,
-        },
-    },
-}
+}  # fmt: skip
 
 # Name of a toy or of a flag that says how -> value, without flags that have no effect beside these.
 Row = dict[str, Any]
@@ -151,69 +97,32 @@ class Data(NamedTuple):
     pinned: Row = {}  # what a row has with it; the run is compared with one of these flags alone
 
 
-PACKED = {"document_masking": "true"}
-TWO = {"a": "best_fit", "b": "second"}
+BEST_FIT = {"train_data_dir": "{folder}/best_fit", "document_masking": "true"}
+REPLAY = {**BEST_FIT, "replay": "{folder}/second", "replay_fraction": "0.25"}
+MIX = {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", "document_masking": "true"}
+LOW = {"train_data_dir": "{folder}/low", "replay": "{folder}/high", "replay_fraction": "0.0625"}
+LOW |= dict(lr="3e-3", max_step="12", lr_schedule="constant", grad_clip="1", weight_decay="0.1")
+LOW |= dict(warmup_steps="0", beta2="0.95", seed="1234")
+LOW |= {"forgetting_budget": "replay:0.1", "forgetting_action": "rewind"}
+OFTEN = dict(model="forgetful", eval_step_interval=1, save_step_interval=1, eval_iters=64)
 DATA = {
     "rows": Data({"train_data_dir": "{folder}/rows"}, {"validation": "rows"}),
     "labels": Data({"train_data_dir": "{folder}/labels"}, {"validation": "labels"}),
-    "best_fit": Data({"train_data_dir": "{folder}/best_fit", **PACKED}, {"validation": "best_fit"}),
-    "concat": Data({"train_data_dir": "{folder}/concat", **PACKED}, {"validation": "concat"}),
-    "unmasked": Data(
-        {"train_data_dir": "{folder}/best_fit", "document_masking": "false"},
-        {"validation": "best_fit"},
-    ),
-    "mixture": Data(
-        {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", **PACKED},
-        TWO,
-        {"0": {"a": "0.7", "b": "0.3"}},
-    ),
+    "best_fit": Data(BEST_FIT, {"validation": "best_fit"}),
+    "concat": Data({**BEST_FIT, "train_data_dir": "{folder}/concat"}, {"validation": "concat"}),
+    "unmasked": Data({**BEST_FIT, "document_masking": "false"}, {"validation": "best_fit"}),
+    "mixture": Data(MIX, {"a": "best_fit", "b": "second"}, {"0": {"a": "0.7", "b": "0.3"}}),
     "stages": Data(
         {"data_mix": "{folder}/stages.yaml"},
         {"a": "rows", "b": "more"},
         {"0": {"a": "0.6", "b": "0.4"}, "0.5": {"a": "0.25", "b": "0.75"}},
     ),
     "replay": Data(
-        {
-            "train_data_dir": "{folder}/best_fit",
-            "replay": "{folder}/second",
-            "replay_fraction": "0.25",
-            **PACKED,
-        },
-        {"new": "best_fit", "replay": "second"},
-        {"0": {"new": "0.75", "replay": "0.25"}},
+        REPLAY, {"new": "best_fit", "replay": "second"}, {"0": {"new": "0.75", "replay": "0.25"}}
     ),
     # Goes back to the last checkpoint with room, and on with more replay. When that is depends on
     # what is evaluated and saved when, which therefore says what. The plain trainer can't go back.
-    "forgetting": Data(
-        {
-            **{
-                "train_data_dir": "{folder}/low",
-                "replay": "{folder}/high",
-                "replay_fraction": "0.0625",
-                "lr": "3e-3",
-            },
-            **{
-                "max_step": "12",
-                "lr_schedule": "constant",
-                "grad_clip": "1",
-                "weight_decay": "0.1",
-                "warmup_steps": "0",
-            },
-            **{
-                "forgetting_budget": "replay:0.1",
-                "forgetting_action": "rewind",
-                "beta2": "0.95",
-                "seed": "1234",
-            },
-        },
-        {"new": "low", "replay": "high"},
-        pinned={
-            "model": "forgetful",
-            "eval_step_interval": 1,
-            "save_step_interval": 1,
-            "eval_iters": 64,
-        },
-    ),
+    "forgetting": Data(LOW, {"new": "low", "replay": "high"}, pinned=OFTEN),
 }
 STAGES = """sources:
   a: {path: FOLDER/rows, weight: 0.6}
@@ -248,37 +157,26 @@ def write_toys(folder: Path) -> Path:
         config = AutoConfig.for_model(**said)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         fast.save_pretrained(folder / name)
-    for number, name in enumerate(
-        ("rows", "more", "labels", "best_fit", "second", "concat", "low", "high")
-    ):
-        generator = np.random.default_rng(number)
-        if name in ("low", "high"):
-            splits = {split: _halves(name, split, generator) for split in ("train", "validation")}
-        else:
-            splits = {
-                "train": _columns(name, ROWS, generator),
-                "validation": _columns(name, 9, generator),
-            }
-        splits = {split: datasets.Dataset.from_dict(columns) for split, columns in splits.items()}
+    names = "rows more labels best_fit second concat low high".split()
+    for number, name in enumerate(names):
+        generator, splits = np.random.default_rng(number), {}
+        columns = _halves if name in ("low", "high") else _columns
+        for split in ("train", "validation"):
+            splits[split] = datasets.Dataset.from_dict(columns(name, split, generator))
         datasets.DatasetDict(splits).save_to_disk(str(folder / name))
         fast.save_pretrained(folder / name / "tokenizer")
         if name in ("best_fit", "second", "concat"):
-            manifest = {
-                "packed": True,
-                "context_length": CONTEXT,
-                "max_token_id": VOCABULARY - 1,
-                "eos_token_id": END,
-            }
-            manifest["packing"] = "concat" if name == "concat" else "best_fit"
+            manifest = dict(packed=True, context_length=CONTEXT, max_token_id=VOCABULARY - 1)
+            manifest |= dict(packing="concat" if name == "concat" else "best_fit", eos_token_id=END)
             (folder / name / "manifest.json").write_text(json.dumps(manifest))
     (folder / "stages.yaml").write_text(STAGES.replace("FOLDER", str(folder)))
     (folder / "prompts.txt").write_text("w1 w2 w3\nw7\n")
     return folder
 
 
-def _columns(name: str, rows: int, generator: np.random.Generator) -> dict[str, list[list[int]]]:
+def _columns(name: str, split: str, generator: np.random.Generator) -> dict[str, list[list[int]]]:
     """The rows of a dataset; in all the second of two tokens follows from the first."""
-    tokens = generator.integers(1, VOCABULARY, (rows, CONTEXT))
+    tokens = generator.integers(1, VOCABULARY, (ROWS if split == "train" else 9, CONTEXT))
     tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % (VOCABULARY - 1) + 1
     if name in ("best_fit", "second", "concat"):
         for row in tokens:
@@ -286,12 +184,11 @@ def _columns(name: str, rows: int, generator: np.random.Generator) -> dict[str, 
             row[ends[ends < CONTEXT]] = END
             if name != "concat":  # what is left of a row is padding
                 row[ends[ends < CONTEXT][-1] :] = END
-    if name != "labels":
-        return {"input_ids": tokens.tolist()}
-    return {
-        "input_ids": tokens.tolist(),
-        "labels": np.where(generator.random(tokens.shape) < 0.3, -100, tokens).tolist(),
-    }
+    columns = {"input_ids": tokens.tolist()}
+    if name == "labels":
+        labels = np.where(generator.random(tokens.shape) < 0.3, -100, tokens)
+        columns["labels"] = labels.tolist()
+    return columns
 
 
 def _halves(name: str, split: str, generator: np.random.Generator) -> dict[str, list[list[int]]]:
@@ -314,9 +211,8 @@ def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
     if flags["freeze"] == "embeddings":
         flags["freeze"] = "transformer.wte*" if model == "gpt2" else "*embed_tokens*"
     elif flags["freeze"] is not None and model in ("gpt2", "gemma3"):
-        flags["freeze"] = (
-            "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
-        )
+        layers = {"gpt2": "transformer.h", "gemma3": "model.language_model.layers"}
+        flags["freeze"] = f"{layers[model]}.0.*"
     flags |= {"model_name": str(folder / model), "global_batch_size": 8, "precision": "32-true"}
     return flags | {name: value.format(folder=folder) for name, value in DATA[data].flags.items()}
 
@@ -389,10 +285,11 @@ def values_of(name: str, one: Flag) -> list[Any]:
 
 def factors() -> dict[str, list[Any]]:
     """What a row draws: name -> values; toys first."""
-    drawn = {
-        name: values_of(name, one) for name, one in flags_of_how().items() if name not in NOT_DRAWN
-    }
-    return {"model": list(MODELS), "data": list(DATA), **drawn}
+    drawn = {"model": list(MODELS), "data": list(DATA)}
+    for name, one in flags_of_how().items():
+        if name not in NOT_DRAWN:
+            drawn[name] = values_of(name, one)
+    return drawn
 
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -437,9 +334,7 @@ class Refusal:
 
 
 # on which it may depend without naming it
-BESIDE_REFUSAL = (
-    "model", "data", "devices", "strategy",
-)
+BESIDE_REFUSAL = ("model", "data", "devices", "strategy")
 ENOUGH_REFUSALS = 3  # and none accepted: whatever is beside
 
 
@@ -516,14 +411,11 @@ class Array:
 
     def _never(self, together: Collection[tuple[str, Any]]) -> bool:
         """Whether some of these values were refused often, and never accepted together."""
-        found = (
-            values
-            for values, one in self.refused.items()
-            if values.issubset(together) and len(one.beside) >= ENOUGH_REFUSALS
-        )
-        return any(
-            not any(values <= accepted.items() for accepted in self.accepted) for values in found
-        )
+        for values, one in self.refused.items():
+            if values.issubset(together) and len(one.beside) >= ENOUGH_REFUSALS:
+                if not any(values <= accepted.items() for accepted in self.accepted):
+                    return True
+        return False
 
     def _beside(self, row: Row) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in BESIDE_REFUSAL)
@@ -542,26 +434,11 @@ class Array:
 # --------------------------------------------------------------------- a run and its interruptions
 
 # Places of base/failpoints.py, and how often a short run reaches them at most.
-PLACES = {
-    "between_steps": 6,
-    "optimizer_step": 12,
-    "forward": 12,
-    "between_micro_batches": 12,
-    "read_data": 6,
-}
-PLACES |= {
-    "evaluate": 20,
-    "save.begin": 3,
-    "save.parts": 3,
-    "save.hash": 3,
-    "publish.before_rename": 3,
-    "publish.done": 3,
-}
-PLACES |= {"prune.begin": 2, "prune.renamed": 2, "metrics.replace": 2, "set_up": 1}
-# a file in the run directory, or a signal to rank 0
-OUTSIDE = (
-    "stop", "save_now", "SIGTERM", "SIGKILL",
-)
+PLACES = {"between_steps": 6, "optimizer_step": 12, "forward": 12, "between_micro_batches": 12}
+PLACES |= {"read_data": 6, "evaluate": 20, "save.begin": 3, "save.parts": 3, "save.hash": 3}
+PLACES |= {"publish.before_rename": 3, "publish.done": 3, "prune.begin": 2, "prune.renamed": 2}
+PLACES |= {"metrics.replace": 2, "set_up": 1}
+OUTSIDE = ("stop", "save_now", "SIGTERM", "SIGKILL")  # a file in the run directory, or a signal
 
 
 @dataclass
@@ -569,19 +446,18 @@ class Piece:
     """One start of a run."""
 
     row: Row
-    interruption: (
-        str  # a failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none
-    )
+    # A failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none.
+    interruption: str
     command: list[str] = field(default_factory=list)
     code: Optional[int] = None
     said: str = ""
 
     def __str__(self) -> str:
-        is_outside = " " in self.interruption
-        before = f"FABRIC_LLM_FAILPOINT={self.interruption} " * bool(
-            self.interruption and not is_outside
-        )
-        after = f"   # {self.interruption}" * is_outside
+        before = after = ""
+        if " " in self.interruption:
+            after = f"   # {self.interruption}"
+        elif self.interruption:
+            before = f"FABRIC_LLM_FAILPOINT={self.interruption} "
         return f"{before}python {shlex.join(self.command)}{after}   # code {self.code}"
 
 
@@ -610,42 +486,26 @@ def _layer_class(model: str) -> str:
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(config).modules()
-    return next(
-        type(one).__name__
-        for one in modules
-        if type(one).__name__.endswith(("DecoderLayer", "Block"))
-    )
+    names = (type(one).__name__ for one in modules)
+    return next(name for name in names if name.endswith(("DecoderLayer", "Block")))
 
 
 def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 900) -> None:
     """Run the piece to its end or its interruption. Sets its code and what it said."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "offline",
-    }
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # and see conftest.py
     word, _, delay = piece.interruption.partition(" after ")
     if word and not delay:
         environment["FABRIC_LLM_FAILPOINT"] = word
-    output = run.parent / f"{run.name}.out"
+    output, log = run.parent / f"{run.name}.out", run / "metrics.jsonl"
+    words, given = [sys.executable, *piece.command], {"cwd": root, "env": environment}
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *piece.command],
-            cwd=root,
-            env=environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        size = log.stat().st_size if log.exists() else 0
+        out = {"stdout": file, "stderr": file, "start_new_session": True}
+        process = subprocess.Popen(words, **given, **out)
         deadline = time.monotonic() + seconds
         if delay:
-            size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
             while process.poll() is None and time.monotonic() < deadline:
-                if (run / "metrics.jsonl").exists() and (
-                    run / "metrics.jsonl"
-                ).stat().st_size > size:
+                if log.exists() and log.stat().st_size > size:
                     break
                 time.sleep(0.02)
             time.sleep(float(delay))
@@ -689,14 +549,9 @@ class Outcome:
 
 
 def run_row(
-    array: Array,
-    row: Row,
-    folder: Path,
-    run: Path,
-    seed: int,
-    interruptions: int,
+    array: Array, row: Row, folder: Path, run: Path, seed: int, interruptions: int,
     root: Path = ROOT,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Run a row with so many interruptions at most, and compare. What is refused is left out.
 
     seed: of what is trained.
@@ -710,12 +565,8 @@ def run_row(
         trained = steps_logged(run)
         start(piece, run, root)
         if piece.code == BAD_INPUT and "Traceback" not in piece.said:
-            outcome.refused.append(
-                next(
-                    (one for one in piece.said.splitlines() if "error:" in one),
-                    last_words(piece.said),
-                )
-            )
+            errors = [one for one in piece.said.splitlines() if "error:" in one]
+            outcome.refused.append(errors[0] if errors else last_words(piece.said))
             toys, row = what_is_trained(row), array.refuse(row, outcome.refused[-1])
             if what_is_trained(row) != toys:
                 if outcome.pieces:
@@ -727,9 +578,8 @@ def run_row(
             continue
         outcome.pieces.append(piece)
         array.accept(row)
-        may_end_with = (
-            {DONE} if not cut else {DONE, STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
-        )
+        killed = {STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
+        may_end_with = {DONE} | killed if cut else {DONE}
         if piece.code not in may_end_with or "Traceback" in piece.said:
             outcome.differences.append(f"code {piece.code}: {last_words(piece.said)}")
             return outcome
@@ -773,20 +623,13 @@ def reference(
     data = DATA[row["data"]]
     if data.pinned:
         return _undisturbed(what, {"data": row["data"], **data.pinned}, folder, root)
-    kept = {
-        name: what[name]
-        for name in [*WHAT, "model_name", "global_batch_size"]
-        if what[name] is not None
-    }
-    kept |= {
-        "max_step": what["max_step"],
-        "document_masking": what.get("document_masking") == "true",
-    }
+    names = [*WHAT, "model_name", "global_batch_size"]
+    kept = {name: what[name] for name in names if what[name] is not None}
+    kept |= {"max_step": what["max_step"]}
+    kept |= {"document_masking": what.get("document_masking") == "true"}
     kept |= {name: row[name] for name in ("ema_decay", "ema_every") if row.get(name) is not None}
-    sources, beside = (
-        {name: str(folder / one) for name, one in each.items()}
-        for each in (data.sources, {"beside": BESIDE})
-    )
+    sources = {name: str(folder / one) for name, one in data.sources.items()}
+    beside = {"beside": str(folder / BESIDE)}
     name = json.dumps([kept, sources], sort_keys=True)
     if name not in _references:
         _references[name] = plain_trainer.train(kept, sources, data.stages, beside)
@@ -807,9 +650,8 @@ def _undisturbed(what: dict[str, Any], row: Row, folder: Path, root: Path) -> pl
         if "loss" in line:
             steps[line["step"]] = {name: line[name] for name in ("loss", "lr", "grad_norm")}
         if "eval" in line:
-            evaluations[line["step"]] = {
-                name: one["loss"] for name, one in line["eval"].items()
-            } | {"": line["eval_loss"]}
+            losses = {name: one["loss"] for name, one in line["eval"].items()}
+            evaluations[line["step"]] = {**losses, "": line["eval_loss"]}
     weights = weights_of(run / f"step-{max(steps):08d}")
     moved = {name: torch.full((), 1e-4) for name in weights if name != "lm_head.weight"}
     return plain_trainer.Found(steps, evaluations, weights, moved)
@@ -850,23 +692,18 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
         step = line.get("step")
         if "loss" in line:
             seen[step] += 1
+            plainly = plain.steps.get(step, {})
             for name, most in (("loss", LOSS), ("lr", 1e-12), ("grad_norm", NORM)):
-                found += _apart(
-                    f"step {step}: {name}", line[name], plain.steps.get(step, {}).get(name), most
-                )
+                found += _apart(f"step {step}: {name}", line[name], plainly.get(name), most)
         if "eval_loss" in line:
             seen["evaluation", step] += 1
             of_sets = plain.evaluations.get(step, {})
-            for name, one in line["eval"].items():
-                if name in of_sets:
-                    found += _apart(
-                        f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS
-                    )
+            losses = {f"loss of {name}": (name, one["loss"]) for name, one in line["eval"].items()}
+            losses["loss of the average"] = "ema", line.get("eval_loss_ema")
+            for what, (name, loss) in losses.items():
+                if name in of_sets and loss is not None:
+                    found += _apart(f"step {step}: {what}", loss, of_sets[name], LOSS)
             found += _apart(f"step {step}: eval_loss", line["eval_loss"], of_sets.get(""), LOSS)
-            if "eval_loss_ema" in line and "ema" in of_sets:
-                found += _apart(
-                    f"step {step}: loss of the average", line["eval_loss_ema"], of_sets["ema"], LOSS
-                )
     found += [f"{place} is logged {count} times" for place, count in seen.items() if count > 1]
     if last not in seen or max(step for step in seen if isinstance(step, int)) != last:
         found.append(f"the last step, {last}, isn't logged")
@@ -890,10 +727,8 @@ def weights_apart(weights: dict[str, torch.Tensor], plain: plain_trainer.Found) 
             uncertain = plain.uncertain.get(plain.tied.get(name, name), 0.0)
             most = WEIGHT * tensor.abs().max() + uncertain
             if bool((apart > most).any()):
-                found.append(
-                    f"weights {name}: {float(apart.max()):.2e} apart, of "
-                    f"{float(tensor.abs().max()):.2e}"
-                )
+                distance, largest = float(apart.max()), float(tensor.abs().max())
+                found.append(f"weights {name}: {distance:.2e} apart, of {largest:.2e}")
     return found
 
 
@@ -930,14 +765,10 @@ def unlike(run: Path, twin: Path) -> list[str]:
             for each in (run, twin)
         )
         own = one.keys() if key.startswith("eval") else set()
-        if differing := sorted(
-            step for step in other.keys() | own if one.get(step) != other.get(step)
-        ):
-            step = differing[0]
-            found.append(
-                f"{key} of {len(differing)} steps, of step {step} {one.get(step)}, not "
-                f"{other.get(step)}"
-            )
+        steps = sorted(step for step in other.keys() | own if one.get(step) != other.get(step))
+        if steps:
+            here, there = one.get(steps[0]), other.get(steps[0])
+            found.append(f"{key} of {len(steps)} steps, of step {steps[0]} {here}, not {there}")
     one, other = (weights_of(max(each.glob("step-*[0-9]"))) for each in (run, twin))
     names = [name for name in one if not torch.equal(one[name], other[name])]
     return found + ([f"weights: {len(names)} tensors, first {names[0]}"] if names else [])

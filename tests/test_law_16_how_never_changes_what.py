@@ -23,30 +23,15 @@ from fabric_llm.base.command_line import Flag
 ROWS = 10  # of the longer suite
 # Rows on forked ranks, as in other tests: their number, and flags that say how.
 QUICK = {
-    "packed": (
-        1,
-        {"model": "llama", "data": "best_fit", "micro_batch_size": 4, "eval_step_interval": 3},
-    ),
+    "packed": (1, dict(model="llama", data="best_fit", micro_batch_size=4, eval_step_interval=3)),
     "mixed": (
-        2,
-        {
-            "model": "mixtral",
-            "data": "replay",
-            "strategy": "fsdp2",
-            "activation_checkpointing": "full",
-        },
+        2, dict(model="mixtral", data="replay", strategy="fsdp2", activation_checkpointing="full"),
     ),
     "windows": (
         2,
-        {
-            "model": "gemma3_text",
-            "data": "stages",
-            "strategy": "ddp",
-            "loss": "chunked",
-            "num_workers": 0,
-        },
+        dict(model="gemma3_text", data="stages", strategy="ddp", loss="chunked", num_workers=0),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +41,16 @@ def folder(tmp_path_factory):
 
 def test_every_flag_of_train_says_whether_it_says_what_or_how():
     undecided = [name for name, one in Arguments.declared().items() if one.how is None]
-    assert not undecided, (
-        f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True"
-    )
+    said = f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True"
+    assert not undecided, said
 
 
 def test_every_flag_that_says_how_is_drawn_or_left_out_by_name():
     drawn = law_16.factors()
     how = set(law_16.flags_of_how())
     assert drawn.keys() - {"model", "data"} == how - law_16.NOT_DRAWN.keys()
-    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how, (
-        "flags that are gone, or that say what"
-    )
+    # Others are gone, or say what.
+    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how
     assert not law_16.VALUES.keys() & law_16.NOT_DRAWN.keys()
 
 
@@ -111,18 +94,9 @@ def test_rows_cover_pairs_and_hold_what_has_an_effect():
 
 def test_a_refused_row_goes_on_without_what_the_sentence_names():
     array = law_16.Array(random.Random(0))
-    row = {
-        "model": "gpt2",
-        "data": "rows",
-        "devices": 1,
-        "cpu_offload": "true",
-        "strategy": "ddp",
-        "num_workers": 3,
-    }
-    without = {name: value for name, value in row.items() if name != "cpu_offload"}
-    sentence = (
-        "train.py: error: --cpu_offload true needs --strategy fsdp or fsdp2; here it is single."
-    )
+    without = dict(model="gpt2", data="rows", devices=1, strategy="ddp", num_workers=3)
+    row = {**without, "cpu_offload": "true"}
+    sentence = "train.py: error: --cpu_offload true needs --strategy fsdp; here it is single."
     for model in ("gpt2", "llama", "qwen3"):
         assert not array.is_refused({**row, "model": model})
         assert array.refuse({**row, "model": model}, sentence) == {**without, "model": model}
@@ -212,7 +186,5 @@ def test_rows_of_any_flags_agree_with_a_plain_trainer(folder, tmp_path, number):
     """Each row is interrupted up to twice, and goes on with its flags or those of another one."""
     *before, row = drawn(number + 1)
     array = law_16.Array(random.Random(number), accepted=before)
-    outcome = law_16.run_row(
-        array, row, folder, tmp_path / "run", seed=16, interruptions=number % 3
-    )
+    outcome = law_16.run_row(array, row, folder, tmp_path / "run", 16, number % 3)
     assert not outcome.differences, "\n".join([*outcome.differences[:8], outcome.commands])

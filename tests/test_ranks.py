@@ -24,10 +24,8 @@ def told(function, *args):
 
 
 def faults_of(ranks):
-    return told(
-        first_fault,
-        Fault(f"rank {rank()}", SAVE_FAILED, retryable=False) if rank() in ranks else None,
-    )
+    fault = Fault(f"rank {rank()}", SAVE_FAILED, retryable=False)
+    return told(first_fault, fault if rank() in ranks else None)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -35,9 +33,7 @@ def test_first_fault(world_size):
     assert run_ranks(world_size, faults_of, []) == [None] * world_size
     first = world_size // 2
     expected = (f"rank {first}", SAVE_FAILED, False, "None")
-    assert (
-        run_ranks(world_size, faults_of, list(range(first, world_size))) == [expected] * world_size
-    )
+    assert run_ranks(world_size, faults_of, range(first, world_size)) == [expected] * world_size
 
 
 def act(error):
@@ -66,11 +62,10 @@ def test_from_rank_zero(world_size, error, sentence, code):
     if error is None:
         assert found == [{"value": [1]}] * world_size
         return
-    retryable = code == SAVE_FAILED
-    cause = "None" if isinstance(error, Fault) else repr(error)
-    assert found == [
-        (sentence, code, retryable, cause if i == 0 else "None") for i in range(world_size)
-    ]
+    causes = ["None"] * world_size
+    if not isinstance(error, Fault):
+        causes[0] = repr(error)
+    assert found == [(sentence, code, code == SAVE_FAILED, cause) for cause in causes]
 
 
 def waits(slow, error):

@@ -20,12 +20,8 @@ FLIPS, TRUNCATIONS, DELETIONS = 500, 100, 25  # for each kind of checkpoint
 @pytest.fixture(scope="module", params=["full", "sharded"])
 def whole(request, toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
-    flags = (*toy_run(toys, folder), "--max_step", 1)
-    flags += (
-        "--strategy", "fsdp", "--state_dict_type", request.param, "--eval_iters", 0,
-        "--run_name", "run",
-    )
-    train_ranks(2, *flags)
+    flags = "--max_step 1 --strategy fsdp --eval_iters 0 --run_name run".split()
+    train_ranks(2, *toy_run(toys, folder), *flags, "--state_dict_type", request.param)
     return folder / "run" / "step-00000001"
 
 
@@ -83,10 +79,9 @@ def test_every_missing_file_is_found(damaged):
 
 
 def test_a_file_that_nobody_wrote_is_found(damaged):
-    (
-        damaged / "trainer" / "optimizer" / "shard-00009-model-00001-of-00001.safetensors"
-    ).write_bytes(b"more")
-    assert_named(damaged, "shard-00009-model-00001-of-00001.safetensors")
+    name = "shard-00009-model-00001-of-00001.safetensors"
+    (damaged / "trainer" / "optimizer" / name).write_bytes(b"more")
+    assert_named(damaged, name)
 
 
 # ------------------------------------------------------------------------------- datasets
@@ -98,13 +93,8 @@ def prepared(tmp_path_factory):
     text = "".join(f"{index} is a number and so is {index * index}\n" for index in range(3000))
     for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
         (folder / name).write_text(name + text)
-    prepare(
-        inputs=[folder],
-        output=folder / "data",
-        train_tokenizer=300,
-        context_length=32,
-        validation_fraction=0.3,
-    )
+    words = {"train_tokenizer": 300, "context_length": 32, "validation_fraction": 0.3}
+    prepare(inputs=[folder], output=folder / "data", **words)
     return folder / "data"
 
 

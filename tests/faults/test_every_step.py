@@ -8,9 +8,8 @@ read-ahead of 0 and 2.
 import json
 
 import pytest
-import torch
-from ranks import Job, toy_run
-from safetensors.torch import load_file
+from ranks import Job, assert_same_tensors, tensors, toy_run
+from ranks import lines as lines_of
 
 pytestmark = pytest.mark.faults
 
@@ -20,16 +19,11 @@ CASES = [("fsdp", 2, "sharded"), ("fsdp2", 2, "full"), ("ddp", 2, "full"), ("aut
 
 def flags(toys, output, strategy, kind, *more):
     return (
-        *(*toy_run(toys, output, model="gpt2", data="ragged"), "--lr", 1e-2),
-        *(
-            "--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true",
-            "--warmup_steps", 5,
-        ),
-        *(
-            "--micro_batch_size", 1, "--global_batch_size", 5 if strategy == "auto" else 6,
-            "--max_step", STEPS,
-        ),
-        *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 7, *more),
+        *toy_run(toys, output, model="gpt2", data="ragged"),
+        *"--lr 1e-2 --precision bf16-true --warmup_steps 5 --micro_batch_size 1".split(),
+        *"--eval_iters 2 --eval_batch_size 2 --eval_step_interval 7".split(),
+        *("--strategy", strategy, "--state_dict_type", kind, "--max_step", STEPS),
+        *("--global_batch_size", 5 if strategy == "auto" else 6, *more),
     )
 
 
@@ -59,79 +53,43 @@ def samples(folder):
 
 def lines(run):
     """Every number of the log but times, floats in hexadecimal."""
-    keys = (
-        "step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "updated_fraction",
-        "update_ratio",
-    )
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = "step loss grad_norm lr tokens eval_loss updated_fraction update_ratio".split()
     return [
         {k: v.hex() if isinstance(v, float) else v for k, v in line.items() if k in keys}
-        for line in found
+        for line in lines_of(run)
     ]
-
-
-def tensors(run):
-    last = run / f"step-{STEPS:08d}"
-    files = sorted(last.rglob("*.safetensors"))
-    return {
-        (str(f.relative_to(last)), name): value
-        for f in files
-        for name, value in load_file(f).items()
-    }
 
 
 def prove(toys, tmp_path, strategy, ranks, kind, cases):
     """cases: (step to resume after, --num_workers)."""
-    whole = Job(
-        ranks,
-        *flags(toys, tmp_path, strategy, kind, "--run_name", "whole", "--save_step_interval", 1),
-        before=log_samples(tmp_path / "whole-samples"),
-    )
-    assert whole.wait(120) == [0] * ranks, whole.output
-    expected, weights = lines(tmp_path / "whole"), tensors(tmp_path / "whole")
-    read = samples(tmp_path / "whole-samples")
+
+    def run(name, *more):
+        words = flags(toys, tmp_path, strategy, kind, "--run_name", name, *more)
+        job = Job(ranks, *words, before=log_samples(tmp_path / f"samples-{name}"))
+        assert job.wait(120) == [0] * ranks, job.output
+        last = tmp_path / name / f"step-{STEPS:08d}"
+        return lines(tmp_path / name), tensors(last), samples(tmp_path / f"samples-{name}")
+
+    expected, weights, read = run("whole", "--save_step_interval", 1)
     for k, workers in cases:
-        name = f"from-{k}-{workers}"
-        more = (
-            "--resume",
-            "true",
-            "--checkpoint",
-            tmp_path / "whole" / f"step-{k:08d}",
-            "--run_name",
-            name,
-        )
-        more += ("--num_workers", workers)
-        job = Job(
-            ranks,
-            *flags(toys, tmp_path, strategy, kind, *more),
-            before=log_samples(tmp_path / f"samples-{name}"),
-        )
-        assert job.wait() == [0] * ranks, job.output
-        assert lines(tmp_path / name) == expected, name
-        ours = tensors(tmp_path / name)
-        assert ours.keys() == weights.keys() and all(
-            torch.equal(ours[key], weights[key]) for key in weights
-        ), name
-        for rank, seen in samples(tmp_path / f"samples-{name}").items():
+        name, at = f"from-{k}-{workers}", tmp_path / "whole" / f"step-{k:08d}"
+        again = ("--resume", "true", "--checkpoint", at, "--num_workers", workers)
+        found, ours, of_ranks = run(name, *again)
+        assert found == expected, name
+        assert_same_tensors(ours, weights)
+        for rank, seen in of_ranks.items():
             assert seen == read[rank][-len(seen) :] and len(seen) == STEPS - k, (name, rank)
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), CASES)
 def test_resume_after_steps_here_and_there(toys, tmp_path, strategy, ranks, kind):
     first = CASES.index((strategy, ranks, kind)) + 1
-    prove(
-        toys, tmp_path, strategy, ranks, kind, [(k, 2 * (k % 2)) for k in range(first, STEPS, 13)]
-    )
+    cases = [(k, 2 * (k % 2)) for k in range(first, STEPS, 13)]
+    prove(toys, tmp_path, strategy, ranks, kind, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), CASES)
 def test_resume_after_every_step(toys, tmp_path, strategy, ranks, kind):
-    prove(
-        toys,
-        tmp_path,
-        strategy,
-        ranks,
-        kind,
-        [(k, workers) for k in range(1, STEPS) for workers in (0, 2)],
-    )
+    cases = [(k, workers) for k in range(1, STEPS) for workers in (0, 2)]
+    prove(toys, tmp_path, strategy, ranks, kind, cases)

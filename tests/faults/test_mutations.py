@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from ranks import Job, metrics, toy_run
-from safetensors.torch import load_file
+from ranks import Job, ended_with, metrics, toy_run, weights
 
 pytestmark = pytest.mark.faults
 
@@ -16,15 +15,10 @@ NAN_STEPS = (11, 12, 13)  # of which the first two are before the checkpoint
 
 def flags(toys, output, *more):
     return (
-        *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
-        *(
-            "--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4,
-            "--max_step", STEPS,
-        ),
-        *(
-            "--save_step_interval", HALF, "--eval_iters", 0, "--warmup_steps", 4,
-            "--spike_window", 20, *more,
-        ),
+        *toy_run(toys, output, model="gpt2"),
+        *"--lr 1e-2 --strategy fsdp --micro_batch_size 1 --global_batch_size 4".split(),
+        *"--eval_iters 0 --warmup_steps 4 --spike_window 20".split(),
+        *("--max_step", STEPS, "--save_step_interval", HALF, *more),
     )
 
 
@@ -45,11 +39,8 @@ def inject(factors):
 
         def faulty(self, *args, **kwargs):
             loss = forward(self, *args, **kwargs)
-            return (
-                loss * factors.get(now[0], 1.0)
-                if self.training and torch.is_grad_enabled()
-                else loss
-            )
+            trains = self.training and torch.is_grad_enabled()
+            return loss * factors.get(now[0], 1.0) if trains else loss
 
         fabric_llm.training.step.seed_step, LanguageModel.forward = seeded, faulty
 
@@ -60,9 +51,7 @@ def drop_parameters():
     from fabric_llm.run import reference
 
     load = reference.load
-    reference.load = lambda plan, source, seed, model_flags: load(
-        plan, model_flags.model_name, seed, model_flags
-    )
+    reference.load = lambda plan, _, seed, flags: load(plan, flags.model_name, seed, flags)
 
 
 def drop_optimizer():
@@ -143,8 +132,7 @@ def nothing():
 @pytest.fixture(scope="module")
 def whole(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    job = Job(2, *flags(toys, folder, "--run_name", "whole"))
-    assert job.wait() == [0, 0], job.output
+    ended_with([0, 0], *flags(toys, folder, "--run_name", "whole"))
     return folder / "whole"
 
 
@@ -155,38 +143,30 @@ def is_same(toys, whole, tmp_path, drop):
     job = Job(2, *flags(toys, tmp_path, *more), before=drop)
     if job.wait() != [0, 0]:
         return False
-    ours, theirs = (
-        load_file(run / f"step-{STEPS:08d}" / "model.safetensors")
-        for run in (tmp_path / "branch", whole)
-    )
+    run = tmp_path / "branch"
+    ours, theirs = weights(run, STEPS), weights(whole, STEPS)
     same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    return same and all(
-        metrics(tmp_path / "branch", k) == metrics(whole, k)
-        for k in ("step", "loss", "lr", "tokens")
-    )
+    keys = ("step", "loss", "lr", "tokens")
+    return same and all(metrics(run, key) == metrics(whole, key) for key in keys)
 
 
 def test_with_everything_restored_it_is_the_same_run(toys, whole, tmp_path):
     assert is_same(toys, whole, tmp_path, nothing)
 
 
-@pytest.mark.parametrize(
-    "drop",
-    [
-        pytest.param(drop_parameters, id="parameters"),
-        pytest.param(drop_optimizer, id="optimizer"),
-        pytest.param(drop_optimizer_item("exp_avg"), id="exp_avg"),
-        pytest.param(drop_optimizer_item("exp_avg_sq"), id="exp_avg_sq"),
-        pytest.param(drop_optimizer_item("step"), id="optimizer step"),
-        pytest.param(drop_from_progress("position"), id="position"),
-        pytest.param(drop_from_progress("step"), id="step"),
-        pytest.param(drop_from_progress("tokens"), id="tokens"),
-        pytest.param(drop_randomness, id="randomness"),
-        pytest.param(drop_schedule, id="schedule"),
-    ],
-)
-def test_without_it_the_resumed_run_is_another(toys, whole, tmp_path, drop):
-    assert not is_same(toys, whole, tmp_path, drop)
+DROPS = {
+    "parameters": drop_parameters,
+    "optimizer": drop_optimizer,
+    **{item: drop_optimizer_item(item) for item in ("exp_avg", "exp_avg_sq", "step")},
+    **{f"run's {item}": drop_from_progress(item) for item in ("position", "step", "tokens")},
+    "randomness": drop_randomness,
+    "schedule": drop_schedule,
+}
+
+
+@pytest.mark.parametrize("item", DROPS)
+def test_without_it_the_resumed_run_is_another(toys, whole, tmp_path, item):
+    assert not is_same(toys, whole, tmp_path, DROPS[item])
 
 
 @pytest.mark.parametrize(
@@ -195,13 +175,8 @@ def test_without_it_the_resumed_run_is_another(toys, whole, tmp_path, drop):
 def test_skips_before_the_checkpoint_count_after_it(toys, tmp_path, drop):
     """Two NaN steps before the checkpoint and one after it are three in a row: 76."""
     first = flags(toys, tmp_path, "--run_name", "run", "--max_skipped_steps", 2)
-    job = Job(
-        2,
-        *first,
-        failpoint=f"between_steps:count={HALF + 1}",
-        before=inject(dict.fromkeys(NAN_STEPS[:2], math.nan)),
-    )
-    assert job.wait() == [-9, -9], job.output
+    two, killed = inject(dict.fromkeys(NAN_STEPS[:2], math.nan)), f"between_steps:count={HALF + 1}"
+    ended_with([-9, -9], *first, failpoint=killed, before=two)
 
     def before():
         drop()
@@ -215,16 +190,12 @@ def test_skips_before_the_checkpoint_count_after_it(toys, tmp_path, drop):
     "drop", [nothing, drop_guard_item("losses", [])], ids=["restored", "losses"]
 )
 def test_a_spike_after_the_checkpoint_is_measured_by_losses_before_it(toys, tmp_path, drop):
-    first = flags(
-        toys, tmp_path, "--run_name", "run", "--spike_threshold", 6, "--spike_action", "skip"
-    )
-    job = Job(2, *first, failpoint=f"between_steps:count={HALF + 1}")
-    assert job.wait() == [-9, -9], job.output
+    first = flags(toys, tmp_path, *"--run_name run --spike_threshold 6 --spike_action skip".split())
+    ended_with([-9, -9], *first, failpoint=f"between_steps:count={HALF + 1}")
 
     def before():
         drop()
         inject({HALF + 2: 100.0})()
 
-    job = Job(2, *first, "--resume", "auto", before=before)
-    assert job.wait() == [0, 0], job.output
+    ended_with([0, 0], *first, "--resume", "auto", before=before)
     assert metrics(tmp_path / "run", "verdict") == (["skip"] if drop is nothing else [])

@@ -1,14 +1,15 @@
 """200 NaN and infinities in losses and gradients, on random ranks and micro-batches: none gets into
 a parameter."""
 
-import json
 import math
 import random
 
 import pytest
 import torch
-from ranks import Job, metrics, toy_run
+from ranks import Job, ended_with, metrics, status, toy_run
 from safetensors.torch import load_file
+
+from fabric_llm.checkpoint.keep import read_progress
 
 pytestmark = pytest.mark.faults
 
@@ -24,9 +25,8 @@ def inject(plan):
         from fabric_llm.training import step as steps
         from fabric_llm.training.guard import Guard
 
-        forward, seed_step, accumulate, accept = (
-            LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept,
-        )
+        forward, accept = LanguageModel.forward, Guard.accept
+        seed_step, accumulate = steps.seed_step, steps.accumulate
         now = {"step": -1, "rank": 0, "micro_batch": 0, "taken": True, "weights": []}
 
         def seeded(seed, step, rank):
@@ -61,9 +61,8 @@ def inject(plan):
             assert now["taken"] != any(step == now["step"] for step, _, _ in plan)
             return now["taken"]
 
-        LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept = (
-            faulty, seeded, watched, accepted,
-        )
+        LanguageModel.forward, Guard.accept = faulty, accepted
+        steps.seed_step, steps.accumulate = seeded, watched
 
     return install
 
@@ -79,28 +78,19 @@ def test_none_of_them_gets_into_a_parameter_or_a_checkpoint(toys, tmp_path, stra
     plan = {}
     for step in sorted(generator.sample(range(STEPS), INJECTED)):
         value = generator.choice([math.nan, math.inf, -math.inf])
-        plan[step, generator.randrange(2), generator.randrange(2)] = (
-            generator.choice(["loss", "gradient"]),
-            value,
-        )
+        where = (step, generator.randrange(2), generator.randrange(2))
+        plan[where] = generator.choice(["loss", "gradient"]), value
     flags = toy_run(toys, tmp_path, model="gpt2")
-    flags += (
-        "--strategy", strategy, "--precision", precision, "--micro_batch_size", 1,
-        "--global_batch_size", 4,
-    )
-    flags += (
-        "--max_step", STEPS, "--eval_iters", 0, "--save_step_interval", 20,
-        "--max_skipped_steps", STEPS,
-    )
-    job = Job(2, *flags, "--run_name", "run", before=inject(plan))
+    flags += ("--strategy", strategy, "--precision", precision)
+    flags += ("--max_step", STEPS, "--max_skipped_steps", STEPS)
+    more = "--micro_batch_size 1 --global_batch_size 4 --eval_iters 0 --save_step_interval 20"
+    job = Job(2, *flags, *more.split(), "--run_name", "run", before=inject(plan))
     assert job.wait(120) == [0, 0], job.output
     assert metrics(tmp_path / "run", "verdict") == ["skip"] * INJECTED
     for folder in (tmp_path / "run").glob("step-*"):
         for file in folder.rglob("*.safetensors"):
             assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values()), file
-        assert (
-            json.loads((folder / "trainer" / "progress.json").read_text())["progress"]["step"] > 0
-        )
+        assert read_progress(folder)["progress"]["step"] > 0
 
 
 def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
@@ -121,16 +111,10 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
         saves.save = spoiled
 
     flags = toy_run(toys, tmp_path, model="gpt2")
-    flags += (
-        "--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1,
-        "--max_step", 6,
-    )
-    job = Job(2, *flags, "--eval_iters", 0, "--run_name", "run", before=spoil)
-    assert job.wait() == [76, 76], job.output
+    more = "--strategy fsdp --state_dict_type sharded --save_step_interval 1 --max_step 6".split()
+    job = ended_with([76, 76], *flags, *more, "--eval_iters", 0, "--run_name", "run", before=spoil)
     assert "NaN" in job.output[0]
-    assert sorted(path.name for path in (tmp_path / "run").glob("*step-*")) == [
-        "step-00000001",
-        "step-00000002",
-    ]
-    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
-    assert status["code"] == 76 and status["last_durable_step"] == 2 and not status["retryable"]
+    left = sorted(path.name for path in (tmp_path / "run").glob("*step-*"))
+    assert left == ["step-00000001", "step-00000002"]
+    said = status(tmp_path / "run")
+    assert said["code"] == 76 and said["last_durable_step"] == 2 and not said["retryable"]
