@@ -20,21 +20,29 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("obstore")
 
-from ranks import Job, metrics, refuse_imports, toy_run, train_ranks
-from safetensors.torch import load_file
+from ranks import (
+    Job,
+    assert_same_tensors,
+    ended_with,
+    metrics,
+    refuse_imports,
+    status,
+    tensors,
+    toy_run,
+    train_ranks,
+)
 from servers import (
     BUCKET,
     Bucket,
     free_port,
-    keys,
     moto_url,  # noqa: F401
     proxied,
     running,
     seaweed,
+    use,
     wait_for,
 )
 from test_rewinds_undisturbed import spiked
@@ -82,18 +90,17 @@ def place(tmp_path):
 
 @pytest.fixture
 def moto_bucket(moto_url, monkeypatch):  # noqa: F811
-    for name, value in keys(moto_url).items():
-        monkeypatch.setenv(name, value)
+    use(moto_url, monkeypatch)
     return Bucket(moto_url).make()
 
 
 def flags(toys, output, *more, strategy="auto", kind="full", model="gpt2"):
     return (
         *toy_run(toys, output, model=model),
-        *("--strategy", strategy, "--state_dict_type", kind, "--lr", 1e-2, "--hang_timeout", 60),
-        *("--global_batch_size", 4, "--max_step", STEPS, "--save_step_interval", INTERVAL),
-        *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 4),
-        *("--run_name", RUN, *more),
+        *("--strategy", strategy, "--state_dict_type", kind, "--run_name", RUN),
+        *"--lr 1e-2 --hang_timeout 60 --global_batch_size 4 --eval_iters 2".split(),
+        *"--eval_batch_size 2 --eval_step_interval 4".split(),
+        *("--max_step", STEPS, "--save_step_interval", INTERVAL, *more),
     )
 
 
@@ -123,10 +130,8 @@ def uploader(rank_0):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if (
-                parent == rank_0
-                and b"fabric_llm.mirror.process" in (folder / "cmdline").read_bytes()
-            ):
+            words = (folder / "cmdline").read_bytes()
+            if parent == rank_0 and b"fabric_llm.mirror.process" in words:
                 return int(folder.name)
     raise AssertionError("no process of --mirror")
 
@@ -149,35 +154,18 @@ def manifest(mirror, step):
     return mirror / RUN / checkpoint(step) / files.MANIFEST
 
 
-def tensors(folder, parts=True):
-    """Every tensor of a checkpoint, by file and name. parts: also the optimizer's, whose files
-    depend on the number of ranks."""
-    found = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        name = str(path.relative_to(folder))
-        if parts or not name.startswith("trainer/"):
-            found |= {(name, key): value for key, value in load_file(path).items()}
-    return found
-
-
 def assert_same_end(run, other):
     """To the last bit: weights, optimizer, and the log from the first step to the last."""
     for key in KEYS:
         assert metrics(run, key) == metrics(other, key), key
     ours, theirs = tensors(run / checkpoint(STEPS)), tensors(other / checkpoint(STEPS))
-    assert ours.keys() == theirs.keys()
     assert any(name.startswith("trainer/optimizer") for name, _ in ours)
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+    assert_same_tensors(ours, theirs)
 
 
 def events(run, kind):
     lines = (run / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def status(run):
-    return json.loads((run / "STATUS.json").read_text())
 
 
 def same_files(mirror, run, only_there=()):
@@ -269,16 +257,11 @@ def test_it_goes_on_with_another_number_of_ranks(toys, tmp_path, before, after):
     options = {"kind": "sharded", "model": "gpt2-no-dropout"}
     more = ("--precision", "32-true", "--micro_batch_size", 1)
 
-    def strategy(ranks):
-        return ("--strategy", "fsdp2" if ranks > 1 else "auto")
-
-    def at(ranks, words):
-        place = words.index("--strategy")
-        return (*words[:place], *strategy(ranks), *words[place + 2 :])
-
-    train_ranks(before, *at(before, flags(toys, tmp_path / "whole", *more, **options)))
-    again = lost(toys, tmp_path, before, *more, **options, strategy=strategy(before)[1])
-    ended(Job(after, *at(after, again)))
+    strategy, other = ("fsdp2" if ranks > 1 else "auto" for ranks in (before, after))
+    options["strategy"] = strategy
+    train_ranks(before, *flags(toys, tmp_path / "whole", *more, **options))
+    again = lost(toys, tmp_path, before, *more, **options)
+    ended(Job(after, *again, "--strategy", other))
     run, whole = tmp_path / "new" / RUN, tmp_path / "whole" / RUN
     assert metrics(run, "step") == metrics(whole, "step")
     for key in ("loss", "grad_norm", "eval_loss"):
@@ -310,8 +293,7 @@ def test_a_run_that_lost_its_process_alone_goes_on_where_its_disk_is(toys, tmp_p
 def test_killed_alone_its_uploader_finishes_what_waits(toys, tmp_path, place):
     """The process beside it uploads what was published, then lets the next run begin at once."""
     again = flags(toys, tmp_path / "out", "--mirror", place, "--resume", "auto")
-    job = Job(1, *again, failpoint="publish.done:count=2")
-    assert job.wait() == [-9], job.output
+    ended_with([-9], *again, failpoint="publish.done:count=2")
     lease = next((tmp_path / "mirror" / ".leases").glob("lease-*.json"))
     wait_for(lambda: json.loads(lease.read_text())["ended"])
     assert manifest(tmp_path / "mirror", INTERVAL).is_file()
@@ -334,19 +316,13 @@ def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
-@pytest.mark.every_eighth(7)
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
     again = lost(toys, tmp_path, 1)
     newest = manifest(tmp_path / "mirror", 2 * INTERVAL).parent
-    path = newest / (files.MANIFEST if damage == "manifest" else "model.safetensors")
-    content = bytearray(path.read_bytes())
+    content = bytearray((newest / "model.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-1] if damage == "truncated" else content)
+    (newest / "model.safetensors").write_bytes(content)
     said = ended(Job(1, *again))
     warning = re.search(r"Warning: .*The checkpoint before it is taken\.", said)
     assert warning and newest.name in warning[0], said
@@ -367,49 +343,22 @@ def test_where_all_are_damaged_it_is_said(toys, tmp_path):
     assert manifest(tmp_path / "mirror", INTERVAL).is_file()
 
 
-def test_a_disk_of_before_does_not_undo_what_the_mirror_has(toys, tmp_path):
-    """The run was on this machine, was lost on another one, and comes back."""
-    train_ranks(1, *flags(toys, tmp_path / "whole"))
-    again = lost(toys, tmp_path, 1)
-    before = (*again, "--mirror", f"file://{tmp_path}/of-before")
-    job = Job(1, *before, failpoint="between_steps:count=5")
-    assert job.wait() == [-9], job.output
-    shutil.copytree(tmp_path / "new", tmp_path / "disk")
-    shutil.rmtree(tmp_path / "new")
-    (tmp_path / "disk" / RUN / ".mirror-owner").unlink()
-    (tmp_path / "disk").rename(tmp_path / "new")
-    assert files.latest(tmp_path / "new" / RUN).name == checkpoint(INTERVAL)
-    said = ended(Job(1, *again))
-    assert f"Fetched {checkpoint(2 * INTERVAL)} from" in said
-    assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
-
-
-@pytest.mark.every_eighth(7)
-@pytest.mark.parametrize("point", ["mirror.fetching", "mirror.fetched"])
-def test_killed_while_it_fetches_it_fetches_again(toys, tmp_path, point):
-    train_ranks(1, *flags(toys, tmp_path / "whole"))
-    again = lost(toys, tmp_path, 1)
-    job = Job(1, *again, failpoint=point)
-    assert job.wait() == [-9], job.output
-    assert files.step_directories(tmp_path / "new" / RUN) == []
-    ended(Job(1, *again))
-    assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
-    assert not list((tmp_path / "new" / RUN).glob(".tmp-*"))
-
-
 # --------------------------------------------------------------------------------- what is refused
 
 
-def train(*words, without=("torch",), seconds=120):
-    """(code, what it said) of `train.py`, whose import of any of these packages is an error."""
-    path = refuse_imports(Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]), without)
-    with (Path(path.split(os.pathsep)[0]) / "sitecustomize.py").open("a") as site:
-        site.write(QUICK_LEASES)
-    done = subprocess.run(
-        [sys.executable, "train.py", *map(str, words)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, timeout=seconds,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def train(*words):
+    """(code, what it said) of `train.py`, whose import of torch is an error."""
+    path = refuse_imports(Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]), ("torch",))
+    with (Path(path.split(os.pathsep)[0]) / "sitecustomize.py").open("a") as file:
+        file.write(QUICK_LEASES)
+    return run_python("train.py", *words, PYTHONPATH=path)
+
+
+def run_python(*words, **variables):
+    """(code, what it said) of a command."""
+    words, given = [sys.executable, *map(str, words)], {"env": {**os.environ, **variables}}
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
+    done = subprocess.run(words, cwd=ROOT, **given, **out)
     return done.returncode, done.stdout
 
 
@@ -423,31 +372,15 @@ def refused(code, *words):
     return lines[0]
 
 
-@pytest.mark.parametrize(
-    ("address", "says"),
-    [
-        ("s3://user:pw@bucket/prefix", "holds no password"),
-        ("http://x", "must begin with one of"),
-        ("s3://", "must name a bucket"),
-        ("s3://bucket/a/../b", "must be plain"),
-        ("bucket/prefix", "must begin with one of"),
-    ],
-)
-def test_a_bad_address_is_refused(toys, tmp_path, address, says):
+def test_a_bad_address_is_refused(toys, tmp_path):
+    address = "s3://user:pw@bucket/prefix"
     said = refused(BAD_INPUT, *flags(toys, tmp_path / "out", "--mirror", address))
-    assert says in said and "--mirror" in said
-    assert "pw" not in said
+    assert "holds no password" in said and "--mirror" in said and "pw" not in said
     assert not (tmp_path / "out" / RUN / "arguments.yaml").exists()
 
 
-def test_an_unknown_bucket_is_refused(toys, tmp_path, moto_bucket):
-    said = refused(BAD_INPUT, *flags(toys, tmp_path, "--mirror", "s3://nowhere/prefix"))
-    assert "s3://nowhere/prefix" in said and "there is no such bucket" in said
-
-
 def test_a_server_that_cannot_be_reached_is_said_at_the_start(toys, tmp_path, monkeypatch):
-    for name, value in keys(f"http://127.0.0.1:{free_port()}").items():
-        monkeypatch.setenv(name, value)
+    use(f"http://127.0.0.1:{free_port()}", monkeypatch)
     words = ("--mirror", f"s3://{BUCKET}/prefix", "--mirror_timeout", 1)
     said = refused(SAVE_FAILED, *flags(toys, tmp_path, *words))
     assert "the server can't be reached" in said
@@ -464,10 +397,7 @@ def test_a_new_run_takes_no_name_that_the_mirror_has(toys, tmp_path, place):
     assert sorted(files.files_in(tmp_path / "mirror" / RUN)) == before
 
 
-def test_resume_true_needs_a_checkpoint_here_or_there(toys, tmp_path, place):
-    words = flags(toys, tmp_path / "empty", "--mirror", place, "--resume", "true")
-    assert "no complete checkpoint" in refused(NO_CHECKPOINT, *words)
-    assert not (tmp_path / "empty" / RUN).exists()
+def test_resume_true_takes_a_checkpoint_that_is_there(toys, tmp_path):
     again = lost(toys, tmp_path, 1)
     assert "Fetched" in ended(Job(1, *again, "--resume", "true"))
 
@@ -475,7 +405,7 @@ def test_resume_true_needs_a_checkpoint_here_or_there(toys, tmp_path, place):
 def test_a_refused_run_leaves_the_mirror_to_the_next(toys, tmp_path, place):
     """Nothing of it holds the lease: the next one begins at once."""
     words = flags(toys, tmp_path / "out", "--mirror", place)
-    refused(NO_CHECKPOINT, *words, "--resume", "true")
+    assert "no complete checkpoint" in refused(NO_CHECKPOINT, *words, "--resume", "true")
     assert not (tmp_path / "out" / RUN).exists()
     lease = max((tmp_path / "mirror" / ".leases").glob("lease-*.json"))
     wait_for(lambda: json.loads(lease.read_text())["ended"], LEASE_SECONDS)
@@ -519,9 +449,17 @@ def seaweed_server(tmp_path, monkeypatch):
     folder = tmp_path / "seaweed"
     folder.mkdir()
     with running(seaweed(folder)) as server:
-        for name, value in keys(server.url).items():
-            monkeypatch.setenv(name, value)
+        use(server.url, monkeypatch)
         yield server, Bucket(server.url).make()
+
+
+def without_server(toys, tmp_path, server, *more):
+    """A run whose server goes in step 5."""
+    words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs", *more)
+    job = Job(1, *words, failpoint="between_steps:count=5:do=stop")
+    frozen(job)
+    server.kill()
+    return job
 
 
 def manifests(bucket):
@@ -575,11 +513,8 @@ def test_a_server_that_goes_does_not_stop_the_run(toys, tmp_path, seaweed_server
 @pytest.mark.slow
 def test_a_server_that_comes_back_gets_all(toys, tmp_path, seaweed_server):
     server, bucket = seaweed_server
-    words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs", "--mirror_timeout", 90)
     run = tmp_path / "out" / RUN
-    job = Job(1, *words, failpoint="between_steps:count=5:do=stop")
-    frozen(job)
-    server.kill()
+    job = without_server(toys, tmp_path, server, "--mirror_timeout", 90)
     go_on(job)
     wait_for(lambda: (run / checkpoint(STEPS)).is_dir() and events(run, "mirror_fails"), 60)
     server.start()
@@ -592,11 +527,7 @@ def test_a_server_that_comes_back_gets_all(toys, tmp_path, seaweed_server):
 @pytest.mark.slow
 def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seaweed_server):
     """Both at once: the run still goes on."""
-    server, bucket = seaweed_server
-    words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs", "--mirror_timeout", 5)
-    job = Job(1, *words, failpoint="between_steps:count=5:do=stop")
-    frozen(job)
-    server.kill()
+    job = without_server(toys, tmp_path, seaweed_server[0], "--mirror_timeout", 5)
     os.kill(uploader(job.pids[0]), signal.SIGKILL)
     go_on(job)
     ended(job, NOT_MIRRORED)
@@ -607,11 +538,7 @@ def test_an_uploader_that_is_lost_while_the_server_is_gone(toys, tmp_path, seawe
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_for_a_server(toys, tmp_path, seaweed_server, number):
     """The checkpoint is here, and whoever stops the run has to leave the machine."""
-    server, _ = seaweed_server
-    words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/runs")
-    job = Job(1, *words, "--mirror_timeout", 40, failpoint="between_steps:count=5:do=stop")
-    frozen(job)
-    server.kill()
+    job = without_server(toys, tmp_path, seaweed_server[0], "--mirror_timeout", 40)
     go_on(job)
     wait_for(lambda: events(tmp_path / "out" / RUN, "ended"), 60)
     time.sleep(2)
@@ -661,7 +588,7 @@ def test_nothing_goes_here_before_it_is_there(toys, tmp_path, moto_bucket, slow_
                 return True
             # Or it was there, and has been removed, or the log says that it was given up.
             path = f"/{BUCKET}/{object_}"
-            if ("DELETE", path) in proxy.requests and ("PUT", path) in proxy.requests:
+            if {("DELETE", path), ("PUT", path)} <= set(proxy.requests):
                 return True
             return any(e["report"]["given_up"] == name for e in events(run, "not_mirrored"))
 
@@ -686,10 +613,8 @@ def test_no_credentials_are_written(toys, tmp_path, moto_bucket, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", f"token-{SECRET}")
     words = flags(toys, tmp_path / "out", "--mirror", f"s3://{BUCKET}/no-credentials")
     said = ended(Job(1, *words))
-    contents = {"the log": said.encode()}
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            contents[str(path)] = path.read_bytes()
+    contents = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    contents["the log"] = said.encode()
     there = moto_bucket.names("no-credentials/")
     assert f"no-credentials/{RUN}/STATUS.json" in there
     contents |= {name: moto_bucket.content(name) for name in there}
@@ -704,35 +629,28 @@ def test_no_credentials_are_written(toys, tmp_path, moto_bucket, monkeypatch):
 def of_a_run(toys, tmp_path, place, monkeypatch):
     """(address of a run, whose directory is gone, and of its last checkpoint)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    job = Job(1, *flags(toys, tmp_path / "out", "--mirror", place, model="llama"))
-    ended(job)
+    ended(Job(1, *flags(toys, tmp_path / "out", "--mirror", place, model="llama")))
     (tmp_path / "out").rename(tmp_path / "kept")
     return f"{place}/{RUN}", f"{place}/{RUN}/{checkpoint(STEPS)}"
 
 
-def command(*words, seconds=180):
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, text=True, timeout=seconds,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+def command(*words):
+    code, said = run_python(*words)
+    assert code == 0, said
+    return said
 
 
 def test_an_export_takes_the_address(of_a_run, tmp_path):
     for number, address in enumerate(of_a_run):
         command("export_hf.py", address, "--output", tmp_path / f"hf-{number}")
-        found = tensors(tmp_path / f"hf-{number}", parts=False)
-        assert found.keys() == tensors(tmp_path / "kept" / RUN / checkpoint(STEPS), False).keys()
     first, second = (tensors(tmp_path / f"hf-{number}") for number in range(2))
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert_same_tensors(first, second)
+    kept = tensors(tmp_path / "kept" / RUN / checkpoint(STEPS))
+    assert first.keys() == {place for place in kept if not place[0].startswith("trainer/")}
 
 
-def test_verify_takes_the_address(of_a_run, tmp_path):
+def test_verify_and_a_report_take_the_address(of_a_run, tmp_path):
     assert RUN in command("-m", "fabric_llm.verify", of_a_run[0])
-
-
-def test_a_report_takes_the_address(of_a_run, tmp_path):
     command("-m", "fabric_llm.report", of_a_run[0], "--output", tmp_path / "report.html")
     assert RUN in (tmp_path / "report.html").read_text()
 
@@ -743,9 +661,7 @@ def test_an_average_takes_addresses(of_a_run, tmp_path):
     command("-m", "fabric_llm.average", *places, "--output", tmp_path / "average")
     local = [tmp_path / "kept" / RUN / place.rpartition("/")[2] for place in places]
     command("-m", "fabric_llm.average", *local, "--output", tmp_path / "beside")
-    ours, theirs = tensors(tmp_path / "average"), tensors(tmp_path / "beside")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert_same_tensors(tensors(tmp_path / "average"), tensors(tmp_path / "beside"))
 
 
 def test_a_signal_at_the_end_waits_no_longer_for_a_process_that_hangs(tmp_path, monkeypatch):
