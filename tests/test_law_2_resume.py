@@ -2,9 +2,7 @@
 included."""
 
 import pytest
-import torch
-from ranks import metrics, toy_run, train_ranks
-from safetensors.torch import load_file
+from ranks import assert_same_tensors, metrics, tensors, toy_run, train_ranks
 
 STEPS, HALF = 12, 5  # an epoch ends within step 6: 44 sequences, 8 a step
 
@@ -12,26 +10,11 @@ STEPS, HALF = 12, 5  # an epoch ends within step 6: 44 sequences, 8 a step
 def flags(toys, output, model, strategy, kind, precision):
     return (
         *toy_run(toys, output, model=model, data="ragged"),
-        *(
-            "--strategy", strategy, "--state_dict_type", kind, "--precision", precision,
-            "--lr", 1e-2,
-        ),
-        *(
-            "--micro_batch_size", 2, "--global_batch_size", 8, "--max_step", STEPS,
-            "--save_step_interval", HALF,
-        ),
-        *("--eval_iters", 4, "--eval_batch_size", 2),
+        *("--strategy", strategy, "--state_dict_type", kind, "--precision", precision),
+        *"--lr 1e-2 --micro_batch_size 2 --global_batch_size 8".split(),
+        *"--eval_iters 4 --eval_batch_size 2".split(),
+        *("--max_step", STEPS, "--save_step_interval", HALF),
     )
-
-
-def tensors(checkpoint):
-    """Every tensor of a checkpoint, by file and name."""
-    files = sorted(checkpoint.rglob("*.safetensors"))
-    return {
-        (str(f.relative_to(checkpoint)), name): value
-        for f in files
-        for name, value in load_file(f).items()
-    }
 
 
 @pytest.mark.quick_cases(r"auto-1-gpt2-bf16-true-sharded")
@@ -64,9 +47,7 @@ def test_a_resumed_run_is_the_undisturbed_run(
     for key in ("step", "loss", "grad_norm", "eval_loss", "lr", "tokens"):
         assert metrics(tmp_path / "halves", key) == metrics(tmp_path / "whole", key), key
     whole, halves = (tensors(tmp_path / name / f"step-{STEPS:08d}") for name in ("whole", "halves"))
-    assert whole.keys() == halves.keys()
-    for name, value in whole.items():
-        assert torch.equal(value, halves[name]), name
+    assert_same_tensors(halves, whole)
     assert {value.item() for (_, name), value in whole.items() if name.endswith(".step")} == {STEPS}
     aside = list((tmp_path / "halves").glob("aside-step-*"))
     assert len(aside) == 2, "steps 10 and 12 of the first try are kept"
@@ -75,20 +56,7 @@ def test_a_resumed_run_is_the_undisturbed_run(
 @pytest.mark.longer
 def test_dropout_is_on_and_differs_between_steps(toys, tmp_path):
     """So that the test above does test randomness: the same batch at two steps gives two losses."""
-    train_ranks(
-        1,
-        *flags(toys, tmp_path, "gpt2", "auto", "full", "32-true"),
-        "--run_name",
-        "a",
-        "--lr",
-        1e-30,
-    )
-    train_ranks(
-        1,
-        *flags(toys, tmp_path, "gpt2-no-dropout", "auto", "full", "32-true"),
-        "--run_name",
-        "b",
-        "--lr",
-        1e-30,
-    )
-    assert metrics(tmp_path / "a", "loss") != metrics(tmp_path / "b", "loss")
+    for model in ("gpt2", "gpt2-no-dropout"):
+        words = flags(toys, tmp_path, model, "auto", "full", "32-true")
+        train_ranks(1, *words, "--run_name", model, "--lr", 1e-30)
+    assert metrics(tmp_path / "gpt2") != metrics(tmp_path / "gpt2-no-dropout")

@@ -10,11 +10,7 @@ from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.weights.export import export
 
 # mean, as a part of the logits' deviation
-DIFFERENCE = {
-    "32-true": 1e-5,
-    "bf16-true": 2e-2,
-    "bf16-mixed": 2e-2,
-}
+DIFFERENCE = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2}
 
 
 @pytest.mark.quick_cases(r"\[(fsdp-32-true-full-llama-tied|fsdp2-bf16-true-sharded-gpt2)")
@@ -29,15 +25,9 @@ DIFFERENCE = {
 def test_transformers_gives_the_logits_of_the_model_in_training(
     toys, tmp_path, model, kind, strategy, precision
 ):
-    train_ranks(
-        2,
-        *toy_run(toys, tmp_path, model=model),
-        *(
-            "--run_name", "run", "--strategy", strategy, "--state_dict_type", kind,
-            "--precision", precision,
-        ),
-        *("--lr", 1e-2, "--micro_batch_size", 4, "--max_step", 3, "--eval_iters", 0),
-    )
+    flags = "--run_name run --lr 1e-2 --micro_batch_size 4 --max_step 3 --eval_iters 0".split()
+    flags += ["--strategy", strategy, "--state_dict_type", kind, "--precision", precision]
+    train_ranks(2, *toy_run(toys, tmp_path, model=model), *flags)
     checkpoint = find(tmp_path / "run")
     folder = checkpoint
     if kind == "sharded":

@@ -1,14 +1,12 @@
 """1 -> 2 -> 4 -> 2 -> 1 ranks: the state is equal bit for bit after each load, and each step sees
 the same sequences."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROWS
-from ranks import Job, toy_run
+from ranks import Job, assert_same_tensors, toy_run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -17,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from fabric_llm.checkpoint import reading, state_dicts
+from fabric_llm.checkpoint import keep, reading, state_dicts
 from fabric_llm.model.tensor_files import Tensors
 
 pytestmark = pytest.mark.faults
@@ -29,13 +27,10 @@ STEPS_EACH = 7  # a stop in the middle of epochs: 44 sequences, 11 steps
 
 def flags(toys, output, kind, strategy, *more):
     return (
-        *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
-        *(
-            "--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true",
-            "--run_name", "run",
-        ),
-        *("--micro_batch_size", 1, "--global_batch_size", GLOBAL_BATCH, "--number_epochs", EPOCHS),
-        *("--eval_iters", 0, "--resume", "auto", *more),
+        *toy_run(toys, output, model="gpt2"),
+        *"--lr 1e-2 --precision bf16-true --run_name run --micro_batch_size 1".split(),
+        *("--strategy", strategy, "--state_dict_type", kind, "--eval_iters", 0, "--resume", "auto"),
+        *("--global_batch_size", GLOBAL_BATCH, "--number_epochs", EPOCHS, *more),
     )
 
 
@@ -81,9 +76,8 @@ def whole_state(path):
     optimizer = dict(reading.optimizer_state(path))
     if (path / "weights").is_dir():
         return optimizer, dict(Tensors((path / "weights").glob("*.safetensors")))
-    return optimizer, {
-        state_dicts.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()
-    }
+    whole = load_file(path / "model.safetensors")
+    return optimizer, {state_dicts.PREFIX + name: tensor for name, tensor in whole.items()}
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("sharded", "fsdp"), ("full", "fsdp2")])
@@ -94,12 +88,9 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
         last = index == len(WORLDS) - 1
         before_last = STEPS_EACH - 1  # after it: heard of in the next step
         stop = "" if last else f"between_steps:rank={world - 1}:count={before_last}:do=term"
-        job = Job(
-            world,
-            *flags(toys, tmp_path, kind, strategy if world > 1 else "auto", "--num_workers", 0),
-            failpoint=stop,
-            before=watch(tmp_path),
-        )
+        of_world = strategy if world > 1 else "auto"
+        words = flags(toys, tmp_path, kind, of_world, "--num_workers", 0)
+        job = Job(world, *words, failpoint=stop, before=watch(tmp_path))
         assert job.wait(120) == [0 if last else 75] * world, job.output
         if index:
             before = tmp_path / "run" / f"step-{index * STEPS_EACH:08d}"
@@ -109,29 +100,18 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
                 dict(Tensors((loaded / name).glob("*.safetensors")))
                 for name in ("optimizer", "weights")
             )
-            assert saved_optimizer.keys() == optimizer.keys()
-            assert all(torch.equal(saved_optimizer[name], optimizer[name]) for name in optimizer)
-            assert len(weights) > 20 and all(
-                torch.equal(saved_weights[name], weights[name]) for name in weights
-            )
-    progress = json.loads(
-        (tmp_path / "run" / f"step-{steps:08d}" / "trainer" / "progress.json").read_text()
-    )
+            assert_same_tensors(saved_optimizer, optimizer)
+            assert len(weights) > 20
+            assert all(torch.equal(saved_weights[name], weights[name]) for name in weights)
+    progress = keep.read_progress(tmp_path / "run" / f"step-{steps:08d}")
     assert progress["progress"]["position"] == EPOCHS * ROWS
-    seen = [
-        tuple(map(int, line.split()))
-        for p in tmp_path.glob("rows-*")
-        for line in p.read_text().splitlines()
-    ]
-    positions = [position for position, _ in seen]
-    assert sorted(positions) == list(range(EPOCHS * ROWS)), (
-        "every position once, over all ranks and runs"
-    )
-    rows = [row for _, row in sorted(seen)]
+    seen = [line for path in tmp_path.glob("rows-*") for line in path.read_text().splitlines()]
+    seen = sorted(tuple(map(int, line.split())) for line in seen)
+    # Every position once, over all ranks and runs.
+    assert [position for position, _ in seen] == list(range(EPOCHS * ROWS))
+    rows = [row for _, row in seen]
     for epoch in range(EPOCHS):
-        assert (np.bincount(rows[epoch * ROWS : (epoch + 1) * ROWS], minlength=ROWS) == 1).all(), (
-            epoch
-        )
+        assert sorted(rows[epoch * ROWS : (epoch + 1) * ROWS]) == list(range(ROWS)), epoch
     assert rows == expected_rows(toys)
 
 
