@@ -5,14 +5,13 @@ and the state of the optimizer bit for bit, every number of the log but times, a
 that are left.
 """
 
-import json
 import random
 from pathlib import Path
 
 import pytest
-import torch
-from ranks import Job, toy_run
-from safetensors.torch import load_file
+from ranks import Job, assert_same_tensors, status, toy_run
+from ranks import lines as lines_of
+from ranks import tensors as tensors_of
 from test_forgetting import base, replayed  # noqa: F401  base is a fixture
 
 from fabric_llm.checkpoint import keep
@@ -20,42 +19,19 @@ from fabric_llm.verify import __main__ as verify
 
 STEPS, BATCH = 14, 8
 POINTS = [  # where a run is interrupted, with how often it comes there at most
-    *(
-        ("between_steps", STEPS),
-        ("forward", 2 * STEPS),
-        ("evaluate", 40),
-        ("publish.renamed", 5),
-        ("prune.renamed", 4),
-    ),
-    *(("resume.moved_aside", 3), ("metrics.replace", 4), ("read_data", 30)),
+    *(("between_steps", STEPS), ("forward", 2 * STEPS), ("evaluate", 40), ("publish.renamed", 5)),
+    *(("prune.renamed", 4), ("resume.moved_aside", 3), ("metrics.replace", 4), ("read_data", 30)),
 ]
-TIMES = {
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "model_tflops_per_device",
-    "data_seconds",
-    "wait_seconds",
-}
-TIMES |= {"peak_memory_gib", "time"}
+TIMES = {"tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device"}
+TIMES |= {"data_seconds", "wait_seconds", "peak_memory_gib", "time"}
 
 
 def drawn(seed):
     """(flags, positions whose loss is a spike, failpoints) of a run."""
     draw = random.Random(seed)
-    flags = [
-        "--max_step",
-        STEPS,
-        "--save_step_interval",
-        draw.randint(1, 5),
-        "--eval_step_interval",
-        draw.randint(1, 5),
-    ]
-    flags += [
-        "--forgetting_action",
-        "rewind",
-        "--forgetting_budget",
-        f"replay:{draw.choice([0.1, 0.25, 0.4])}",
-    ]
+    flags = ["--max_step", STEPS, "--save_step_interval", draw.randint(1, 5)]
+    flags += ["--eval_step_interval", draw.randint(1, 5), "--forgetting_action", "rewind"]
+    flags += ["--forgetting_budget", f"replay:{draw.choice([0.1, 0.25, 0.4])}"]
     flags += ["--keep_last", draw.choice([1, 1, 2, 3]), "--keep_best", draw.randint(0, 1)] * (
         draw.random() < 0.8
     )
@@ -67,10 +43,9 @@ def drawn(seed):
     cuts = []
     for _ in range(draw.randint(1, 3)):
         name, most = draw.choice(POINTS)
-        is_a_place = name in ("between_steps", "forward", "evaluate")
-        cuts.append(
-            f"{name}:count={draw.randint(1, most)}:do={draw.choice(['kill', 'term']) if is_a_place else 'kill'}"
-        )
+        count, is_a_place = draw.randint(1, most), name in ("between_steps", "forward", "evaluate")
+        do = draw.choice(["kill", "term"]) if is_a_place else "kill"
+        cuts.append(f"{name}:count={count}:do={do}")
     return flags, spikes, cuts
 
 
@@ -98,16 +73,15 @@ def spiked(positions):
 
 def lines(run):
     """The log without times."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
+    return [
+        {key: value for key, value in line.items() if key not in TIMES} for line in lines_of(run)
+    ]
 
 
 def tensors(checkpoint):
-    files = [
-        checkpoint / "model.safetensors",
-        *(checkpoint / "trainer" / "optimizer").glob("*.safetensors"),
-    ]
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    """Those that the next step depends on."""
+    found = tensors_of(checkpoint)
+    return {place: found[place] for place in found if "probe" not in place[0]}
 
 
 def checkpoints(run, interval):
@@ -147,19 +121,16 @@ def prove(base, folder, seed, ranks=1):  # noqa: F811
     ours, theirs = (max(run.glob("step-*")) for run in (cut, whole))
     if ends[0][0] == 0:
         assert ours.name == theirs.name, said
-        mine, others = tensors(ours), tensors(theirs)
-        assert mine.keys() == others.keys() and all(
-            torch.equal(mine[key], others[key]) for key in mine
-        ), said
+        assert_same_tensors(tensors(ours), tensors(theirs))
         assert verify.main([str(cut), "--no_export"]) == 0, said
     check_status(cut)
 
 
 def check_status(run: Path):
     """STATUS.json names a checkpoint that is there, unless a rewind was killed as it moved that."""
-    status = json.loads((run / "STATUS.json").read_text())
-    last = status["last_durable_step"]
-    assert last is None or status["code"] is None or (run / f"step-{last:08d}").is_dir(), status
+    said = status(run)
+    last = said["last_durable_step"]
+    assert last is None or said["code"] is None or (run / f"step-{last:08d}").is_dir(), said
 
 
 @pytest.mark.longer
