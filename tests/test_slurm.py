@@ -1,7 +1,6 @@
 """configs/slurm on a real SLURM of three hosts: jobs that reach their limit or lose a host go on,
 others don't."""
 
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import hosts
 import pytest
-from ranks import metrics, toy_run
+from ranks import metrics, status, toy_run
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +57,8 @@ class Slurm:
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
         for gpu in range(8):
             (folder / f"gpu{gpu}").touch()
-        (folder / "gres.conf").write_text(
-            f"AutoDetect=off\nNodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n"
-        )
+        devices = f"AutoDetect=off\nNodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n"
+        (folder / "gres.conf").write_text(devices)
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -81,13 +79,9 @@ class Slurm:
 
     def run(self, *words, check=True):
         """What the command says on the control host."""
-        done = subprocess.run(
-            [*self.network.on("control"), *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        words = [*self.network.on("control"), *words]
+        out = {"capture_output": True, "text": True, "timeout": 60}
+        done = subprocess.run(words, env=self.environment, **out)
         assert done.returncode == 0 or not check, done.stderr
         return done.stdout
 
@@ -107,12 +101,11 @@ class Slurm:
 
     def said(self):
         """The end of all logs, for whoever reads why a test failed."""
-        logs = sorted(
-            path for path in self.folder.parent.rglob("*") if path.suffix in (".log", ".out")
-        )
-        return self.run("scontrol", "show", "job", check=False) + "".join(
-            f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs
-        )
+        said = self.run("scontrol", "show", "job", check=False)
+        for path in sorted(self.folder.parent.rglob("*")):
+            if path.suffix in (".log", ".out"):
+                said += f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+        return said
 
 
 @pytest.fixture
@@ -126,9 +119,8 @@ def slurm(tmp_path):
         pytest.skip(reason)
     with hosts.Network("control", "n1", "n2", folder=tmp_path) as network:
         slurm = Slurm(network, tmp_path / "slurm")
-        slurm.wait_until(
-            lambda: slurm.run("sinfo", "-h", "-o", "%T %D", check=False).split() == ["idle", "2"]
-        )
+        nodes = ("sinfo", "-h", "-o", "%T %D")
+        slurm.wait_until(lambda: slurm.run(*nodes, check=False).split() == ["idle", "2"])
         yield slurm
     for daemon in slurm.daemons.values():
         daemon.wait()
@@ -138,23 +130,15 @@ def submit(slurm, toys, name, *options, flags=()):
     """`sbatch` configs/slurm/NAME, edited as a user edits it, with two CPUs for the GPUs. Returns
     the job's number."""
     script = (ROOT / "configs" / "slurm" / name).read_text()
-    assert (
-        "python train.py --devices" in script
-        and "--config configs/llama3_8b.yaml --train_data_dir data/mine" in script
-    )
+    assert "python train.py --devices" in script
+    of_the_script = "--config configs/llama3_8b.yaml --train_data_dir data/mine"
+    assert of_the_script in script
     model, _, data = toy_run(toys, "")[1:4]
-    words = [
-        "--model_name", model, "--train_data_dir", data, "--global_batch_size", 4,
-        "--max_step", STEPS,
-    ]
-    words += [
-        "--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1,
-        "--hang_timeout", 60,
-    ]
-    words += ["--precision", "32-true", *flags]
-    script = script.replace(
-        "--config configs/llama3_8b.yaml --train_data_dir data/mine", " ".join(map(str, words))
-    )
+    words = ["--model_name", model, "--train_data_dir", data, "--max_step", STEPS]
+    words += "--save_step_interval 20 --eval_iters 0 --log_step_interval 1".split()
+    words += "--hang_timeout 60 --precision 32-true --global_batch_size 4".split()
+    words += flags
+    script = script.replace(of_the_script, " ".join(map(str, words)))
     script = script.replace("train.py --devices 4", "train.py --devices 2")
     file = slurm.network.folder / name
     file.write_text(script.replace("python train.py", f"python {ROOT / 'train.py'}"))
@@ -163,8 +147,12 @@ def submit(slurm, toys, name, *options, flags=()):
     return slurm.run("sbatch", "--parsable", *options, str(file)).strip()
 
 
+def run_of(slurm):
+    return slurm.network.folder / "checkpoints" / "mine"
+
+
 def wait_until_saved(slurm, step):
-    slurm.wait_until((slurm.network.folder / "checkpoints" / "mine" / f"step-{step:08d}").is_dir)
+    slurm.wait_until((run_of(slurm) / f"step-{step:08d}").is_dir)
 
 
 def log_of(slurm, number):
@@ -175,14 +163,10 @@ def assert_done(slurm, number, restarts):
     job = slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), slurm.said()
     assert int(job["Restarts"]) >= restarts, "it went on as the same job"
-    assert status(slurm)["reason"] == "done"
-    assert metrics(slurm.network.folder / "checkpoints" / "mine", "step") == list(
-        range(1, STEPS + 1)
-    ), "each step once"
-    said = log_of(slurm, number)
-    assert said.count("resumed from") >= restarts and "2 cpu devices" in said, (
-        "one log of all starts"
-    )
+    assert status(run_of(slurm))["reason"] == "done"
+    assert metrics(run_of(slurm), "step") == list(range(1, STEPS + 1)), "each step once"
+    said = log_of(slurm, number)  # one of all starts
+    assert said.count("resumed from") >= restarts and "2 cpu devices" in said
 
 
 @pytest.mark.parametrize("name", ["one_node.sbatch", "several_nodes.sbatch"])
@@ -227,17 +211,15 @@ def test_a_job_that_loses_a_host_goes_on(slurm, toys):
 
 def test_a_job_goes_on_after_its_time_limit_and_ends_when_it_is_cancelled(slurm, toys):
     """SLURM looks at limits twice a minute, so this takes three."""
-    options, endless = (
-        ("--time=3", "--signal=B:USR1@60"),
-        ("--max_step", 1_000_000, "--keep_last", 2),
-    )
+    options = ("--time=3", "--signal=B:USR1@60")
+    endless = ("--max_step", 1_000_000, "--keep_last", 2)
     number = submit(slurm, toys, "several_nodes.sbatch", *options, flags=endless)
     slurm.wait_until(lambda: slurm.job(number)["Restarts"] == "1")
     assert log_of(slurm, number).count("Stopped on request") == 1
     slurm.wait_until(lambda: re.search(r"resumed from(.*\n)*step \d", log_of(slurm, number)))
     slurm.run("scancel", number)
     slurm.wait_for(number, "CANCELLED")
-    slurm.wait_until(lambda: status(slurm)["code"] == 75)
+    slurm.wait_until(lambda: status(run_of(slurm))["code"] == 75)
     slurm.wait_until(lambda: "idle 2" in slurm.run("sinfo", "-h", "-o", "%T %D"))
     time.sleep(10)  # longer than SLURM waits before it starts a job again, see cred_expire
     job = slurm.job(number)
@@ -245,21 +227,18 @@ def test_a_job_goes_on_after_its_time_limit_and_ends_when_it_is_cancelled(slurm,
     assert log_of(slurm, number).count("Stopped on request") == 2, "the save is waited for"
 
 
+def assert_failed(slurm, number, code):
+    job = slurm.wait_for(number, "COMPLETED", "FAILED")
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", code, "0")
+
+
 @pytest.mark.parametrize("name", ["one_node.sbatch", "several_nodes.sbatch"])
 def test_what_would_end_in_the_same_way_is_not_started_again(slurm, toys, name):
     number = submit(slurm, toys, name)
     wait_until_saved(slurm, 20)
-    (slurm.network.folder / "checkpoints" / "mine" / "stop").touch()
-    job = slurm.wait_for(number, "COMPLETED", "FAILED")
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "75:0", "0"), (
-        "somebody wants it stopped"
-    )
+    (run_of(slurm) / "stop").touch()
+    assert_failed(slurm, number, "75:0")  # somebody wants it stopped
     number = submit(slurm, toys, name, flags=("--lr", -1))
-    job = slurm.wait_for(number, "COMPLETED", "FAILED")
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0")
+    assert_failed(slurm, number, "2:0")
     number = submit(slurm, toys, name)
     assert_done(slurm, number, 0)
-
-
-def status(slurm):
-    return json.loads((slurm.network.folder / "checkpoints" / "mine" / "STATUS.json").read_text())
