@@ -244,22 +244,28 @@ def assert_without_a_base(job, name):
 @pytest.mark.parametrize("change", ["data", "rows", "copied"])
 def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
     """The same name isn't the same set: what was forgotten would be the difference of two sets."""
-
-    def sets(general, other):
-        return ("--eval_data", f"general={base / general},other={base / other}")
-
-    run = flags(base, tmp_path, "--train_data_dir", base / "new", "--eval_iters", 2)
+    run = flags(
+        base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4, "--eval_iters", 2
+    )
     budget = ("--forgetting_budget", "general:9,copy:9")
-    train_ranks(1, *run, *budget, *sets("old", "new"), "--max_step", 4)
-    again = (*run, *"--resume true --max_step 8".split())
-    again += ("--resume_override", "max_step,forgetting_budget")
-    changed, name = {
-        "data": ((*budget, *sets("new", "old")), "general"),
-        "rows": ((*budget, *sets("old", "new"), "--eval_iters", 1), "general"),
-        "copied": (("--forgetting_budget", "copy:9,other:9", *sets("old", "new")), "copy"),
-    }[change]
-    assert_without_a_base(Job(1, *again, *changed), name)
-    train_ranks(1, *again, *budget, *sets("old", "new"))
+    train_ranks(1, *run, *budget, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
+    again = (
+        *run, "--resume", "true", "--max_step", 8,
+        "--resume_override", "max_step,forgetting_budget",
+    )
+    sets, budgets, name = ("old", "new"), budget, "general"
+    if change == "data":
+        sets = ("new", "old")
+    elif change == "rows":
+        again += ("--eval_iters", 1)
+    else:
+        budgets, name = ("--forgetting_budget", "copy:9,other:9"), "copy"
+    job = Job(
+        1, *again, *budgets, "--eval_data", f"general={base / sets[0]},other={base / sets[1]}"
+    )
+    assert_without_a_base(job, name)
+    both = ("--eval_data", f"general={base / 'old'},other={base / 'new'}")
+    train_ranks(1, *again, *budget, "--eval_iters", 2, *both)
     assert verify.main([str(tmp_path / "run")]) == 0
 
 
