@@ -4,9 +4,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING, Optional
+
+if __name__ == "__main__":
+    # A request to stop waits for `StopSignal`: here it would show a traceback of the imports.
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    )
 
 from arguments import Arguments
 from fabric_llm.base.command_line import is_rank_zero

@@ -139,6 +139,47 @@ def test_a_stop_during_import(tmp_path, module, words):
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+def test_a_stop_while_a_text_is_executed(tmp_path):
+    """As a dataclass is made, of which torch has hundreds. Python would end `python -m` with 130."""
+    (tmp_path / "stopped.py").write_text(
+        "import sys\nfrom fabric_llm.base.ending import in_one_sentence\n"
+        "with in_one_sentence('stopped'):\n"
+        "    exec('import os, signal; os.kill(os.getpid(), signal.SIGINT); [*range(10)]')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-m", "stopped"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        75,
+        "stopped: error: stopped on request; nothing was written.\n",
+    )
+
+
+@pytest.mark.parametrize(("rank", "module"), [(0, "arguments"), (1, "site"), (1, "jsonargparse")])
+def test_a_stop_of_a_run_that_has_just_begun(tmp_path, toys, rank, module):
+    """Of all its processes, as by Ctrl-C, while one of them is still at its first imports."""
+    at_import = AT_IMPORT.replace("os.kill(os.getpid(),", "os.killpg(0,").replace(
+        "if name", f"if os.environ.get('RANK', '0') == '{rank}' and name"
+    )
+    # The module `site` is imported before any file of ours.
+    here = f"if os.environ.get('RANK') == '{rank}' and os.environ['STOP_AT'] == 'site':\n"
+    at_import += f"{here}    os.killpg(0, signal.SIGINT)\n"
+    (tmp_path / "sitecustomize.py").write_text(at_import)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": module}
+    flags = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--devices", 2]
+    done = subprocess.run(
+        [sys.executable, *map(str, [ROOT / "train.py", *flags])],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+    said = "train.py: error: stopped on request before training began: nothing was lost.\n"
+    assert (done.returncode, done.stderr) == (75, said)
+
+
 # ------------------------------------------------------------------------------- the disk
 
 

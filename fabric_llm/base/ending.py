@@ -25,6 +25,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
+class Asked(KeyboardInterrupt):
+    """A signal has asked to stop.
+
+    Of KeyboardInterrupt itself Python remembers that it has ended an `exec` of a text, such as that
+    by which a dataclass is made, and then ends `python -m` by SIGINT, whatever code it is given.
+    """
+
+
 class Parser(argparse.ArgumentParser):
     """Of flags whose mistakes end the program with one sentence. `error` raises Fault."""
 
@@ -67,7 +75,7 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
     # The exception ends the body wherever it is, so that its own cleaning up is done.
     def stop(number: int, frame: Any) -> NoReturn:
         ending.asked = True
-        raise KeyboardInterrupt
+        raise Asked
 
     with uninterrupted(stop):
         try:

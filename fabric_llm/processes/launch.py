@@ -233,6 +233,8 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
     for local_rank in range(1, devices):
         rank = node * devices + local_rank
         own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
+        # The new process begins with them blocked, and hears Ctrl-C once it has handlers.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             processes[rank] = subprocess.Popen(command, env={**os.environ, **own})
         except OSError as error:
@@ -240,6 +242,8 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
                 f"--devices {devices}: no process for rank {rank} ({error.strerror}); see `ulimit "
                 "-a`."
             ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
     return Children(processes, door)
 
 

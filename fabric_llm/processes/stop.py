@@ -61,6 +61,9 @@ class StopSignal:
             for number in SIGNALS
             if not _under_nohup(number)
         }
+        # They may have been blocked until there were handlers: by train.py, or by the process that
+        # has started this one. What came meanwhile is heard now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
         # The shell of a closed terminal sends it again.
