@@ -1,9 +1,11 @@
 """`python -m fabric_llm.report`: what the page says of runs of every kind, and that it opens in a
 browser without a network."""
 
+import errno
 import html.parser
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -528,6 +530,31 @@ def test_many_runs_stay_small(tmp_path):
 
 
 # ------------------------------------------------------------------------------- mistakes
+
+
+def test_a_comparison_leaves_the_page_of_its_first_run(tmp_path, capsys):
+    one, other = (made(tmp_path / name, [training(1)]) for name in ("one", "other"))
+    (one / "report.html").write_text("mine")
+    assert command.main([str(one), str(other)]) == 0
+    assert f"Written: {one / 'comparison.html'}" in capsys.readouterr().out
+    assert (one / "report.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "code"), [("a.html", errno.ENOSPC, 74), ("/proc/a.html", None, 73)]
+)
+def test_a_page_that_cannot_be_written(tmp_path, capsys, monkeypatch, output, error, code):
+    run = made(tmp_path / "run", [training(1)])
+
+    def fails(*_):
+        raise OSError(error, os.strerror(error))
+
+    if error is not None:
+        monkeypatch.setattr("fabric_llm.report.page.write_atomically", fails)
+    with pytest.raises(SystemExit) as exit:
+        command.main([str(run), "--output", str(tmp_path / output)])
+    said = capsys.readouterr().err
+    assert exit.value.code == code and "written: " in said and len(said.splitlines()) == 1
 
 
 def test_mistakes_are_one_sentence(tmp_path, capsys):

@@ -435,6 +435,16 @@ def test_no_run_no_checkpoint_and_bad_arguments(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code, _, error = verified(capsys, tmp_path / "empty")
     assert code == 66 and "holds no complete checkpoint" in error
+    (tmp_path / "empty" / "arguments.yaml").write_text("lr: 1\n")
+    code, said, error = verified(capsys, tmp_path / "empty")
+    assert code == 66 and "has no checkpoint yet, so there is nothing to verify" in error
+    assert "WRONG" not in said and "damaged" not in said
+    (tmp_path / "empty" / "STATUS.json").write_text('{"last_durable_step": 4}')
+    code, said, error = verified(capsys, tmp_path / "empty")
+    assert code == 66 and "damaged" in said
+    code, _, error = verified(capsys, "--drill", "--steps", 4, "--config", "mine.yaml")
+    meant = "python -m fabric_llm.verify --drill --steps 4 -- --config mine.yaml"
+    assert code == 2 and error.endswith(f"-- comes before the flags of the run: {meant}\n")
     for argv in (
         [],
         [tmp_path / "no"],

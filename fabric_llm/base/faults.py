@@ -134,6 +134,13 @@ def as_fault(error: BaseException) -> Fault:
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
 
 
+def unwritten(path: object, error: OSError) -> Fault:
+    """The fault of a file that a program makes, and that can't be written: 74, or 73 without
+    permission."""
+    code = SAVE_FAILED if error.errno in _DISK_ERRORS else UNWRITABLE
+    return Fault(f"{str(path)!r} can't be written: {error.strerror}.", code)
+
+
 def as_mistake(error: BaseException) -> Fault:
     """`error` as a Fault, for code that reads flags, data or a model, in which a ValueError is a
     mistake of the user."""

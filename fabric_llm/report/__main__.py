@@ -1,7 +1,7 @@
 """`python -m fabric_llm.report checkpoints/RUN [OTHER ...]` writes a page about a run, or about
 several beside each other.
 
-Exit codes: 0 written, 2 bad arguments, 75 stopped on request.
+Exit codes: 0 written, 2 bad arguments, 73 and 74 the page can't be written, 75 stopped on request.
 """
 
 import importlib
@@ -19,7 +19,8 @@ from fabric_llm.mirror.fetch import local
 
 DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples
 and flags. It needs no network, and shows a run that is still going as far as it is."""
-REPORT = "report.html"
+# Of one run, and of several: the page of one that is there isn't to be lost.
+REPORT, COMPARISON = "report.html", "comparison.html"
 OF_THE_EXTRA = ("plotly", "pandas", "matplotlib")
 
 
@@ -36,7 +37,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--output",
         type=at_home,
-        help=f"the file to write (default: {REPORT} in the first run's directory)",
+        help=f"the file to write (default: {REPORT} in the run's directory, or of several runs "
+        f"{COMPARISON} in the first one's)",
     )
     # Whatever goes wrong from here on, also wrong arguments, is reported in one sentence.
     with in_one_sentence("fabric_llm.report"):
@@ -47,7 +49,11 @@ def main(argv: Optional[list[str]] = None) -> int:
         folder = given.runs[0]
         if is_address(folder):
             folder = "."
-        output = Path(given.output or Path(folder) / REPORT)
+        name = COMPARISON if len(given.runs) > 1 else REPORT
+        output = Path(given.output or Path(folder) / name)
+        # A mistyped run is told as one.
+        if output.parent.is_dir():
+            files.writable(output)
         # Imported only now, so that --help and wrong arguments don't need plotly.
         page_module().write([local(run, only_logs=True) for run in given.runs], output)
     return DONE

@@ -17,7 +17,7 @@ import numpy as np
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from fabric_llm.base.faults import Fault
+from fabric_llm.base.faults import unwritten
 from fabric_llm.base.files import write_atomically
 from fabric_llm.report import figures, reading
 from fabric_llm.report.reading import Event, Run, Series
@@ -31,7 +31,7 @@ Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # (head, rows)
 
 
 def write(folders: Sequence[str], output: Path) -> None:
-    """Write the report of the runs in `folders`. Raises Fault (2)."""
+    """Write the report of the runs in `folders`. Raises Fault (2, 73, 74)."""
     # A run that is given twice is shown once.
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     runs = [reading.read_run(path) for path in paths]
@@ -83,7 +83,7 @@ def write_page(
     **inside: Any,
 ) -> None:
     """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs
-    besides. Raises Fault (2)."""
+    besides. Raises Fault (73, 74)."""
     # page.html asks for all of these, and a name that is missing is an error there.
     inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
     # The bar of memory is one more figure for the script of page.html.
@@ -108,7 +108,7 @@ def write_page(
     try:
         write_atomically(output, whole)
     except OSError as error:
-        raise Fault(f"{str(output)!r} can't be written: {error.strerror}.") from error
+        raise unwritten(output, error) from error
     print(f"Written: {output}, {len(whole) / 1e6:.1f} MB", flush=True)
 
 

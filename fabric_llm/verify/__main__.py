@@ -23,11 +23,12 @@ from typing import Any, Optional
 
 from fabric_llm.base import files, register
 from fabric_llm.base.ending import Parser, in_one_sentence
-from fabric_llm.base.faults import DONE, REFUSED, Fault
-from fabric_llm.base.names import at_home, listed, nearest_of
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, Fault, unwritten
+from fabric_llm.base.names import at_home, command, listed, nearest_of
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.mirror.fetch import local
+from fabric_llm.plan.run_directory import read_status
 from fabric_llm.verify.drill import drill
 
 DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with
@@ -74,7 +75,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=at_home,
         help="where to make the folder of the two runs (default: the temporary one)",
     )
-    given = parser.parse_args(argv[:cut])
+    given, unknown = parser.parse_known_args(argv[:cut])
+    if unknown and given.drill and cut == len(argv):
+        at = argv.index(unknown[0])
+        meant = command("python", "-m", "fabric_llm.verify", *argv[:at], "--", *argv[at:])
+        raise Fault(f"-- comes before the flags of the run: {meant}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     # train.py itself checks its flags, and the drill's first run tells what is wrong with them.
     given.train_flags = argv[cut + 1 :]
     if given.train_flags and not given.drill:
@@ -117,7 +124,10 @@ def main(argv: Optional[list[str]] = None) -> int:
                 print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
             # Written before the error is raised: a bad certificate is the one that is looked at.
-            Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
+            try:
+                Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
+            except OSError as error:
+                raise unwritten(given.output, error) from error
         # The exit code is that of the worst finding, and the sentence that of the first.
         if document["code"] != DONE:
             problems = document["differences" if given.drill else "findings"]
@@ -168,6 +178,8 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
             f"{str(run)!r} isn't a run: it has no arguments.yaml and no checkpoint. It holds "
             f"{held}."
         )
+    else:
+        require_saved(run)
     from transformers.utils.logging import set_verbosity_error
 
     # imports torch, for which --help and bad arguments don't wait
@@ -183,6 +195,20 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
         "verdict": {DONE: "whole", REFUSED: "refused"}.get(report.code, "damaged"),
         **asdict(report),
     }
+
+
+def require_saved(run: Path) -> None:
+    """Raises Fault (66) for a run that hasn't saved anything yet, in which nothing is damaged."""
+    saved = read_status(run).get("last_durable_step")
+    # A save that failed, a rewind, or a checkpoint without its manifest is looked into.
+    if saved or files.step_directories(run) or any(run.glob("aside-step-*")):
+        return
+    if (run / "arguments.yaml").is_file():
+        raise Fault(
+            f"{str(run)!r} has no checkpoint yet, so there is nothing to verify: a run saves at "
+            "its end, when it is asked to stop, and every --save_step_interval steps.",
+            NO_CHECKPOINT,
+        )
 
 
 if __name__ == "__main__":
