@@ -9,7 +9,8 @@ from typing import Literal, Optional
 from fabric_llm.base import register
 from fabric_llm.base.command_line import fail, option, parse
 from fabric_llm.base.ending import in_one_sentence
-from fabric_llm.base.faults import one_line
+from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, one_line
+from fabric_llm.base.names import reach_hub
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.mirror.fetch import local
@@ -26,7 +27,7 @@ class ExportArguments:
     # A default of None makes a flag required, unless its type takes None.
     checkpoint: str = option(None, path=True)
     """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
-    output: str = option(None, path=True)
+    output: str = option(None, path=True, aliases="output_dir")
     """Hugging Face directory to write, such as hf/mine"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto")
     """dtype of the weights; auto: as trained"""
@@ -93,7 +94,7 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 def push(output: Path, arguments: ExportArguments) -> None:
     """Upload the folder, and print its address. Exits with code 2 and one sentence where that
-    fails."""
+    fails, or with 74 where the hub can't be reached."""
     # Only here, as in `main`: this module itself must not import torch.
     from fabric_llm.weights import export
 
@@ -101,9 +102,16 @@ def push(output: Path, arguments: ExportArguments) -> None:
         address = export.push(output, arguments.push_to_hub, arguments.private)
     # huggingface_hub raises its own exceptions, and those of its HTTP library.
     except Exception as error:
-        causes = f"{one_line(error)} {one_line(error.__cause__ or '')}".rstrip()
+        causes = [one_line(error), one_line(error.__cause__ or "")]
+        # Its libraries often repeat the words of the system.
+        why = " ".join(dict.fromkeys(filter(None, causes)))
         complete = f"{output} is complete, but pushing it failed (repeat the command)"
-        fail(PROGRAM, f"{complete}: {causes}")
+        answer = getattr(error, "response", None)
+        # The name or the token is wrong, unless the hub is down or can't be reached.
+        is_down = answer is not None and answer.status_code >= 500
+        if answer is None and not reach_hub():
+            is_down, why = True, f"the Hugging Face hub can't be reached from here: {why}"
+        fail(PROGRAM, f"{complete}: {why}", SAVE_FAILED if is_down else BAD_INPUT)
     print(f"Pushed to {address}")
 
 

@@ -595,6 +595,15 @@ def test_a_failed_push_leaves_the_verified_folder_and_can_be_repeated(
     assert run_export(runs / "full", "--push_to_hub", "org/name", "--overwrite", "true")[0] == 0
 
 
+def test_a_hub_that_cannot_be_reached_may_be_later(runs, run_export, hub, monkeypatch):
+    monkeypatch.setattr("export_hf.reach_hub", lambda: False)
+    hub.error = NetworkError("Name or service not known")
+    hub.error.__cause__ = OSError("Name or service not known")
+    code, _, sentence = run_export(runs / "full", "--push_to_hub", "org/name")
+    assert code == 74 and "hub can't be reached from here: Name or service not" in sentence
+    assert sentence.count("Name or service not known") == 1
+
+
 def test_the_real_hub_without_a_network(runs, tmp_path, run_export):
     code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")  # HF_HUB_OFFLINE is set
     assert code not in (0, None) and "pushing it failed" in error and (tmp_path / "hf").is_dir()
