@@ -21,7 +21,7 @@ class PrepareArguments:
     .zst, .bz2, .xz; dataset folders; names of datasets on the hub; addresses of object storage,
     such as s3://bucket/corpus/ (docs/mirror.md)"""
     # A default of None makes a flag required, unless its type takes None.
-    output: str = option(None, path=True)
+    output: str = option(None, path=True, aliases="output_dir")
     """dataset folder to write, such as data/mine or s3://bucket/data/mine"""
     tasks: Optional[str] = option(
         None,

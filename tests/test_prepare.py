@@ -881,9 +881,17 @@ def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path,
     assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_TEXT
     assert tokenizer.all_special_ids == [0]
     assert manifest["tokenizer"] == "trained:500"
-    assert manifest["vocab_size"] == len(tokenizer) == 500
+    assert manifest["vocab_size"] == len(tokenizer) == 500 and manifest["notes"] == []
     assert manifest["eos_token_id"] == manifest["bos_token_id"] == 0
     assert_holds(tmp_path / "out", texts)
+
+
+def test_a_text_that_is_too_small_for_a_tokenizer_is_told(make, tmp_path, texts):
+    manifest = make(write_texts(tmp_path / "in", texts[:40]), train_tokenizer=50_000)
+    count = manifest["vocab_size"]
+    assert manifest["notes"] == [
+        f"the tokenizer has {count:,} tokens, not 50,000: this text is too small for more"
+    ]
 
 
 @pytest.mark.longer
@@ -1090,7 +1098,7 @@ def test_a_mistake_is_named_and_leaves_nothing(
 def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"one long {number} book " for number in range(1000)))
     with pytest.raises(
-        ValueError, match=r"of 1 documents, which do not fill .* unless --document_separator says"
+        ValueError, match=r"of 1 documents, .* at least two documents.* --document_separator says"
     ):
         make(tmp_path / "a.txt")
     assert os.listdir(tmp_path) == ["a.txt"]

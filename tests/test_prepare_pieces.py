@@ -22,11 +22,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.prepare import encoding
+from fabric_llm.prepare import checks, inputs
 from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare.inputs import work_folder_of
 from fabric_llm.prepare.prepare import prepare, work_folder
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
+from prepare_arguments import parse_prepare
 
 ROOT = Path(__file__).parents[1]
 # Imports take many times as long as what is tested: this process has made them, and starts a fresh
@@ -204,26 +205,49 @@ def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     given = arguments(corpus, tmp_path / "out")
     with work_folder(tmp_path / "out"):
         with pytest.raises(
-            ValueError, match="out is being prepared by another process, in .*: wait for it"
+            ValueError, match="out is being prepared in .* by another process: wait for it"
         ) as raised:
             prepare(**given)
     assert raised.value.code == 73
     assert work_folder_of(tmp_path / "out").name == ".out.preparing"
 
 
+def test_another_preparation_is_told_before_the_inputs_are_found(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "find_sources", None)
+    flags = ["--input", corpus, "--tokenizer", tmp_path, "--output", tmp_path / "out"]
+    with work_folder(tmp_path / "out"), pytest.raises(ValueError, match="by another process"):
+        checks.check(parse_prepare([str(word) for word in flags]))
+
+
+def test_what_another_process_has_finished_meanwhile_stays(corpus, tmp_path, monkeypatch):
+    """Without --overwrite: it was there when this one got the lock."""
+    given = arguments(corpus, tmp_path / "out")
+    plan = prepare_module.plan
+
+    def meanwhile(*of):
+        monkeypatch.setattr(prepare_module, "plan", plan)
+        prepare(**given)
+        return plan(*of)
+
+    monkeypatch.setattr(prepare_module, "plan", meanwhile)
+    with pytest.raises(ValueError, match="exists and is not empty: pass --overwrite true"):
+        prepare(**given)
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_work_folder_that_is_removed_while_it_is_locked_is_made_anew(tmp_path, monkeypatch):
     """By a process that was ready just then: the lock would be that of a file without a name."""
-    folder, lock, removed = work_folder_of(tmp_path / "out"), encoding.lock, []
+    folder, lock, removed = work_folder_of(tmp_path / "out"), inputs.lock, []
 
     def after_removal(*given):
         if not removed:
             removed.append(shutil.rmtree(folder))
         lock(*given)
 
-    monkeypatch.setattr(encoding, "lock", after_removal)
+    monkeypatch.setattr(inputs, "lock", after_removal)
     with work_folder(tmp_path / "out") as made:
         assert removed and (made / "lock").is_file()
-        with pytest.raises(ValueError, match="is being prepared by another process"):
+        with pytest.raises(ValueError, match="is being prepared in .* by another process"):
             with work_folder(tmp_path / "out"):
                 pass
 

@@ -2,6 +2,7 @@
 transformers."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from fabric_llm.base import files
@@ -12,11 +13,25 @@ from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.prepare.inputs import (
     DEFAULT_PATTERNS,
     find_sources,
+    lock,
     place_of,
     preparation,
     prepared_output,
     separator,
+    work_folder_of,
 )
+
+
+def require_alone(output: Path) -> None:
+    """Raises Fault (73) where another process prepares `output`: told at once, and not when all
+    inputs are found."""
+    # Without this file nobody does; `prepare` itself makes it, and says what stands against that.
+    with suppress(OSError):
+        descriptor = os.open(work_folder_of(output) / "lock", os.O_RDWR)
+        try:
+            lock(descriptor, f"output {output} is being prepared in {work_folder_of(output)}")
+        finally:
+            os.close(descriptor)
 
 
 def check(flags: Flags) -> None:
@@ -49,6 +64,7 @@ def check(flags: Flags) -> None:
         storage.require_free(flags.output, flags.overwrite)
     prepared_output(output, flags.overwrite)
     files.writable(output)
+    require_alone(output)
     # A name on the hub is checked by its form alone: the hub is asked later.
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         check_tokenizer_file(Path(flags.tokenizer, "tokenizer.json"))

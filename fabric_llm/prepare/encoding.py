@@ -11,8 +11,6 @@ other, and end with the process that has started them. This module imports neith
 transformers, so that they start quickly.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -35,7 +33,7 @@ from tokenizers import Tokenizer
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault, one_line
+from fabric_llm.base.faults import PEER_LOST, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare import contamination
@@ -51,6 +49,7 @@ from fabric_llm.prepare.documents import (
     sections,
     where,
 )
+from fabric_llm.prepare.inputs import lock
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120
 # bytes a character.
@@ -157,19 +156,6 @@ class PieceFiles:
         return CONTAMINATED * bool(shared)
 
 
-def lock(descriptor: int, taken: str) -> None:
-    """Lock an open file until it is closed. Raises Fault (73) where another process has it. Some
-    file systems have no locks."""
-    try:
-        # The lock ends with the process, so that a killed one leaves none behind.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Fault(f"{taken}: wait for it, or end it.", UNWRITABLE) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-
-
 @contextmanager
 def without_panic() -> Iterator[None]:
     """Raises ValueError where tokenizers panics, such as for a regular expression that takes too
@@ -221,7 +207,7 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
             stack.enter_context(open(path.with_suffix(name), "ab"))
             for name in (".tokens", ".documents")
         ]
-        lock(opened[0].fileno(), f"piece {name} in {job.folder!r} is being made by another process")
+        lock(opened[0].fileno(), f"piece {name} in {job.folder!r} is being made")
         if read_mark(path) is not None:
             return
         for file in opened:

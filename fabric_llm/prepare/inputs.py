@@ -7,6 +7,8 @@ once. Every check raises ValueError.
 
 import bz2
 import codecs
+import errno
+import fcntl
 import fnmatch
 import gzip
 import io
@@ -23,6 +25,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
+from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.base.names import comma_separated, is_path, nearest_of
 from fabric_llm.mirror.address import is_address
 
@@ -42,6 +45,20 @@ NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
+
+
+def lock(descriptor: int, what: str) -> None:
+    """Lock an open file until it is closed. Raises Fault (73) where another process has it, which
+    makes `what`. Some file systems have no locks."""
+    try:
+        # The lock ends with the process, so that a killed one leaves none behind.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sentence = f"{what} by another process: wait for it, or end it."
+        raise Fault(sentence, UNWRITABLE) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
@@ -231,6 +248,8 @@ def _expanded(inputs: Sequence[str | Path], input_files: InputFiles) -> Iterator
         # A file may have a bracket in its own name.
         elif has_magic(given) and not os.path.lexists(given):
             matches = sorted(glob(given, recursive=True))
+            if not matches:
+                raise ValueError(f"input {given}: no file or folder matches this pattern")
         yield from matches or [given]
 
 

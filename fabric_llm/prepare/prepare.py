@@ -148,6 +148,8 @@ def prepare(**arguments: Any) -> dict:
     # Everything is made beside the output, and becomes it by one rename.
     with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
+            # Once more: another process may have made it since, and given the lock back.
+            inputs.prepared_output(target, options.overwrite)
             tokenizer = _put_tokenizer(folder, options, input_files, pieces, tokenizer)
             work = _encode(folder, options, input_files, pieces, tokenizer, evaluation)
         except BaseException:
@@ -225,9 +227,7 @@ def _locked(folder: Path, output: Path) -> int:
         code = SAVE_FAILED if error.errno in (errno.ENOSPC, errno.EDQUOT) else UNWRITABLE
         raise Fault(f"output {output} cannot be written: {error.strerror}.", code) from error
     try:
-        encoding.lock(
-            descriptor, f"output {output} is being prepared by another process, in {folder}"
-        )
+        inputs.lock(descriptor, f"output {output} is being prepared in {folder}")
         # Another process may have removed the folder between the two statements.
         is_there = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
     except FileNotFoundError:
@@ -312,6 +312,12 @@ def _put_tokenizer(
         # A kill leaves no tokenizer under this name, or a whole one.
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
+    # The tokens of a corpus are pairs that come more than once in it.
+    if options.tokenizer is None and len(tokenizer) < options.train_tokenizer:
+        input_files.notes.append(
+            f"the tokenizer has {len(tokenizer):,} tokens, not {options.train_tokenizer:,}: this "
+            "text is too small for more"
+        )
     # Those who encode count by this table how much of the text their tokens stand for.
     with without_panic():
         counts = bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1)

@@ -397,10 +397,16 @@ def save_rows(
         if tokens >= enough:
             continue
         other = "larger" if name == "validation" else "smaller"
+        advice = (
+            f"choose a smaller --context_length or a {other} --validation_fraction, or give more "
+            "text"
+        )
+        # Shorter rows and other fractions leave one split empty.
+        if total == 1:
+            advice = "give at least two documents, since training and validation need one each"
         raise ValueError(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
-            f"which do not fill one row of context_length {context_length}: choose a smaller "
-            f"--context_length or a {other} --validation_fraction, or give more text (a plain-text "
+            f"which do not fill one row of context_length {context_length}: {advice} (a plain-text "
             "file is one document unless --document_separator says otherwise, and neither "
             "documents nor copies of one are ever divided between splits)"
         )
