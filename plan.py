@@ -22,6 +22,7 @@ from parse_arguments import parse_plan
 # Flags that train.py doesn't have.
 OWN = [field.name for field in fields(PlanArguments)]
 GIB = 2**30
+MANY_DEVICES = 1024  # half a minute
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -58,7 +59,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             show_sweep(own, rows, titles, sweep.hidden(rows), assumed)
             return 0
         # What the flags alone give; --auto may replace it.
-        prediction, chosen = changes.predict(own, flags), None
+        prediction, chosen = predicted(own, flags), None
         require_trainable(own, flags, prediction.steps, name)
         if own.auto:
             chosen = changes.fastest(own, flags, progress)
@@ -109,6 +110,23 @@ def given_by_data(plan: Any) -> dict[str, int]:
     if len(plan.data.contexts) == 1:
         [now["context_length"]] = plan.data.contexts
     return now
+
+
+def predicted(own: PlanArguments, flags: Any) -> Any:
+    """What the flags alone give, after a line about what takes minutes to compute."""
+    from fabric_llm.forecast import changes
+    from fabric_llm.forecast.prediction import devices_of_node
+
+    world = devices_of_node(flags) * flags.devices.num_nodes
+    if world > MANY_DEVICES:
+        # stdout may be read as JSON.
+        print(
+            f"A step on {world:,} devices takes minutes to trace; --sweep devices=8..{world}, "
+            "without --num_nodes, computes it from one on fewer.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return changes.predict(own, flags)
 
 
 def sizes_of_preset(words: list[str]) -> Optional[Path]:

@@ -23,7 +23,7 @@ def commands() -> dict[str, tuple[str, str]]:
         # The docstring is read from the source, since importing a command may import torch.
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         # It begins with the call in backquotes, then says what the command does.
-        call, does = re.match(r"`(.*?)`:? (.*)", text).groups()
+        call, does = re.match(r"`(.*?)`:? (.*?\.)(\s|$)", " ".join(text.split())).groups()[:2]
         found[name] = call, does
     return dict(sorted(found.items()))
 

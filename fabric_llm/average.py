@@ -54,6 +54,7 @@ class AverageArguments:
         None,
         "Hugging Face directory to write (default: hf/NAME-average, of the last part)",
         path=True,
+        aliases="output_dir",
     )
     last: Optional[int] = option(
         None, "average the N newest checkpoints of each run (default: 1)", above=0

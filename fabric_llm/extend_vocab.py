@@ -39,7 +39,12 @@ class ExtendArguments:
     )
     input: list[str] = option(None, "the corpus: what prepare_data.py --input takes", path=True)
     tokens: int = option(None, "tokens to add at most: fewer if no more come twice", above=0)
-    output: str = option(None, "Hugging Face directory to write, such as hf/extended", path=True)
+    output: str = option(
+        None,
+        "Hugging Face directory to write, such as hf/extended",
+        path=True,
+        aliases="output_dir",
+    )
     text_field: str = option(
         "text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text"
     )

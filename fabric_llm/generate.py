@@ -16,8 +16,8 @@ from fabric_llm.mirror.fetch import local
 
 PROGRAM = "python -m fabric_llm.generate"
 DESCRIPTION = (
-    f"Print what a model writes after a text, without a chat template: {PROGRAM} "
-    "checkpoints/RUN --prompt TEXT"
+    f"usage: {PROGRAM} checkpoints/RUN --prompt TEXT\nPrint what a model writes after a text, "
+    "without a chat template."
 )
 NO_TEXT = "There is no text to go on from: give --prompt TEXT, or pass it on standard input."
 
@@ -107,6 +107,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = "the text is cut off"
         if given.top_p > 1:
             raise ValueError(f"--top_p must be at most 1, such as 0.9, not {given.top_p:g}.")
+        # A terminal would wait for a text without a word. Told before the model is verified.
+        is_at_terminal = given.prompt is None and (sys.stdin is None or sys.stdin.isatty())
+        if given.prompt == "" or is_at_terminal:
+            raise ValueError(NO_TEXT)
         folder = Path(local(given.model))
         # A run stands for its latest checkpoint, and a checkpoint must be whole.
         # A full checkpoint has a config.json as a model has, and besides it the folder `trainer`.
@@ -118,9 +122,6 @@ def main(argv: Optional[list[str]] = None) -> None:
         if (folder / "weights").is_dir():
             exporting = command("python", "export_hf.py", folder, output="hf/NAME")
             raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")
-        # A terminal would wait for a text without a word.
-        if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
-            raise ValueError(NO_TEXT)
         # The line feed that `echo` adds would be part of the prompt.
         try:
             text = given.prompt

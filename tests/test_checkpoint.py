@@ -345,6 +345,15 @@ def test_what_a_killed_save_left_goes_before_the_disk_is_asked_for_room(
     assert f"Removed {left.name}" in capsys.readouterr().out and (run / "step-00000004").is_dir()
 
 
+def test_keeping_fewer_checkpoints_is_advised_where_there_are_some(run, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr("fabric_llm.base.files.shutil.disk_usage", lambda folder: usage)
+    for folder, advice in ((run, "--keep_last"), (tmp_path, "an --output_dir on another disk")):
+        margin = "needs 0.02 GiB, of which 0.02 are a margin, but"
+        with pytest.raises(ValueError, match=f"{margin} .*{advice}"):
+            writing.require_room(folder, 0, "It")
+
+
 def test_a_manifest_says_what_the_checkpoint_was_made_from(run):
     document = files.read(run / "step-00000003")
     assert (document["step"], document["world_size"]) == (3, 1)

@@ -207,7 +207,7 @@ def test_room_is_asked_for(run, tmp_path, monkeypatch):
     code, [said] = run()
     assert (
         code == 74
-        and "The dataset needs 0.02 GiB, but " in said
+        and "The dataset needs 0.02 GiB, of which 0.02 are a margin, but " in said
         and "has 0.00 GiB free: make room, or take an" in said
     )
     assert sorted(os.listdir(tmp_path)) == [".out.preparing", "corpus"]

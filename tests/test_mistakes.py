@@ -65,6 +65,8 @@ def place(toys, tmp_path_factory):
     (folder / "model").symlink_to(toys / "llama")
     (folder / "data").symlink_to(toys / "data")
     (folder / "prepared").mkdir()
+    (folder / ".long-running.preparing").mkdir()
+    (folder / "copied" / "step-00000004").mkdir(parents=True)
     (folder / "prepared" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
     said = {"packed": True, "context_length": 64, "splits": {"train": {"rows": 9}}}
     (folder / "prepared" / "manifest.json").write_text(json.dumps(said))
@@ -171,6 +173,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         ),
     ),
     ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
+    (
+        "--train_data_dir long-running",
+        2,
+        "No dataset at 'long-running' yet: its preparation isn't finished. Wait for it, or repeat",
+    ),
     ("--train_data_dir preparde", 2, "No dataset at 'preparde'. Did you mean 'prepared'?"),
     (
         "--train_data_dir null --data_mix a=data:1,b=sets/lnog:1",
@@ -506,6 +513,40 @@ OTHERS = [
         2,
         "No tokenizer './modle'",
     ),
+    (
+        "prepare_data",
+        "",
+        2,
+        "missing: --output. It is called like this: python prepare_data.py --input TEXTS "
+        "--tokenizer MODEL --output FOLDER",
+    ),
+    (
+        "export_hf",
+        "",
+        2,
+        "missing: --checkpoint, --output. It is called like this: python export_hf.py checkpoints/R",
+    ),
+    (
+        "prepare_data",
+        "--input corpus/*.xml --output out --tokenizer tokenizer",
+        2,
+        "input corpus/*.xml: no file or folder matches this pattern",
+    ),
+    ("export_hf", "copied --output_dir x", 2, "unknown flag --output_dir. Did you mean --output?"),
+    (
+        "export_hf",
+        "copied --output x",
+        2,
+        "'copied/step-00000004' isn't a whole checkpoint: it has no MANIFEST.json. Copy it again",
+    ),
+    (
+        "fabric_llm.generate",
+        "copied/step-00000004 --prompt x",
+        2,
+        "'copied/step-00000004' isn't a whole checkpoint: it has no MANIFEST.json. Copy it again",
+    ),
+    ("fabric_llm.average", "", 2, "missing: --parts. It is called like this: python -m fabric_llm"),
+    ("fabric_llm.generate", "", 2, "python -m fabric_llm.generate checkpoints/RUN --prompt TEXT"),
     (
         "export_hf",
         "checkpoints/rnu --output x",

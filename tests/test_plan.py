@@ -326,6 +326,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
         ("--price_per_hour -1", "--price_per_hour must be at least 0"),
         ("--device_memory 0", "--device_memory must be positive"),
         ("--device_memory 1.2.3GiB", "--device_memory takes GiB, such as 80 or 80GiB, not '1.2"),
+        ("--devices 1000000", "--devices 1000000: these are the devices of one machine, at most 1,024 here."),
         ("--global_batch_size 3 --devices 2", "--global_batch_size 3 doesn't divide by"),
         ("--activation_checkpointing most", "--activation_checkpointing takes none, full"),
         ("--context_parallel 3 --devices 3", "--context_parallel 3: '"),

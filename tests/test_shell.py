@@ -363,6 +363,7 @@ def test_all_commands_are_listed(capsys):
         "process",  # of the mirror: train.py starts it
     }
     assert set(listing.commands()) == names == set(MODULES)
+    assert "about a run, or about several beside each other.\n" in said, "whole sentences"
     assert all(f"python -m fabric_llm.{name} " in said for name in names) and all(
         script in said for script in SCRIPTS
     )

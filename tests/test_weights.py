@@ -235,6 +235,7 @@ def test_files_that_do_not_hold_the_model_are_one_sentence_before_anything_is_re
     with pytest.raises(Exception, match="weights of .* can't be read") as raised:
         opened(folder, torch.float32)
     assert raised.value.code == 2 and ("up_proj" in str(raised.value)) == (how != "truncated")
+    assert ("; copy or download it again." in str(raised.value)) == (how == "truncated")
 
 
 def test_weights_that_are_tied_by_the_configuration_alone_are_refused(toys, tmp_path):

@@ -240,7 +240,7 @@ def parse(
 
     class Parser(jsonargparse.ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, _one_sentence(message, flags, named))
+            fail(program, _one_sentence(message, flags, named, about))
 
     # In place of jsonargparse's own loader, which takes aliases, see `_Loader`.
     jsonargparse.set_loader("yaml", partial(_load_value, flags), exceptions=(ValueError,))
@@ -416,9 +416,16 @@ def _refuse_other_numbers(
         fail(program, f"{shown} takes {flags[name].values}, not {value!r}.")
 
 
-def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], str]) -> str:
+def _one_sentence(
+    message: str, flags: dict[str, Flag], named: Callable[[str], str], about: str
+) -> str:
     """One sentence with the offending value, for jsonargparse's message of several lines with
-    Python types."""
+    Python types. about: its first line is how the program is called."""
+    # It has their names without dashes.
+    if missing := re.match("the following arguments are required: (.*)", message):
+        lacks = ", ".join(f"--{name}" for name in missing[1].split(", "))
+        usage = about.partition("\n")[0].removeprefix("usage: ")
+        return f"missing: {lacks}. It is called like this: {usage}"
     # A value without a flag before it, such as the second word of a text without quotes.
     if unexpected := re.match(r"unrecognized arguments: (\S*)", message):
         return (

@@ -330,8 +330,10 @@ def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
     needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
     if free < needed:
         there = f"{str(folder)!r} has {free / 2**30:,.2f} GiB free"
+        margin = (needed - needed_bytes) / 2**30
         raise Fault(
-            f"{what} needs {needed / 2**30:,.2f} GiB, but {there}: {advice}.",
+            f"{what} needs {needed / 2**30:,.2f} GiB, of which {margin:,.2f} are a margin, but "
+            f"{there}: {advice}.",
             SAVE_FAILED,
             retryable=False,
         )

@@ -166,6 +166,13 @@ def checkpoint_at(path: str | Path) -> Path:
         raise ValueError(f"No checkpoint at {str(path)!r}.{nearest_of(path)}")
     checkpoint = path if (path / MANIFEST).is_file() else files.latest(path)
     if checkpoint is None:
+        # One that lost its manifest, as by a copy in part.
+        steps = [path] if re.fullmatch(STEP_NAME, path.name) else step_directories(path)
+        if steps:
+            raise ValueError(
+                f"{str(steps[-1])!r} isn't a whole checkpoint: it has no {MANIFEST}. Copy it "
+                "again, or take another one."
+            )
         raise ValueError(
             f"{str(path)!r} is neither a checkpoint nor a run with one: no {MANIFEST}, no step-N."
         )

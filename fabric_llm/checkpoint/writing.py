@@ -481,7 +481,11 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
 def require_room(folder: Path, needed_bytes: int, what: str) -> None:
     """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little
     more."""
-    files.room(folder, needed_bytes, what, "make room, or keep fewer checkpoints (--keep_last)")
+    advice = "make room, or take an --output_dir on another disk"
+    # Only where some are kept would fewer of them make room.
+    if files.checkpoints(folder):
+        advice = "make room, or keep fewer checkpoints (--keep_last)"
+    files.room(folder, needed_bytes, what, advice)
 
 
 def _try(action: Callable[..., None], *given: Any) -> Optional[Fault]:

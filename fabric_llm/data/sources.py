@@ -92,6 +92,12 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             f"{str(folder)!r} is a file. If it holds text, {MAKE_IT} {command(**words)}."
         )
     if not folder.is_dir():
+        # The work folder of a preparation that is going on, or was stopped or killed.
+        if folder.with_name(f".{folder.name}.preparing").is_dir():
+            raise ValueError(
+                f"No dataset at {str(folder)!r} yet: its preparation isn't finished. Wait for it, "
+                "or repeat the same prepare_data.py command, which goes on from where it was."
+            )
         made = command("prepare_data.py", output=folder)
         instead = nearest_of(folder) or f" Make one with {made} --input ..."
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")

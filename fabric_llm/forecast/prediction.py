@@ -45,6 +45,7 @@ from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
 GIB = 2**30
+MOST_DEVICES = 1024  # of a node
 # Fractions of a device's memory above which a run doesn't fit, and may not fit (Fujii et al.,
 # https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
@@ -231,7 +232,7 @@ def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: st
     # A plan needs no dataset, so one that isn't here is no mistake.
     is_here = all(source_of(Path(given)) for given in checks.trained_on(flags))
     if is_here and all(folder.is_dir() for folder in evaluated):
-        batches = batch_sizes(flags, _devices(flags), flags.devices.num_nodes)
+        batches = batch_sizes(flags, devices_of_node(flags), flags.devices.num_nodes)
         # stdout may be read as JSON, and a warning isn't part of it.
         with redirect_stdout(sys.stderr):
             require_data(flags, batches, source)
@@ -319,14 +320,21 @@ def _kept_checkpoints(flags: Flags, steps: Optional[int]) -> Optional[int]:
     return min(saves, kept)
 
 
-def _devices(flags: Flags) -> int:
-    """Of a node, as the flags name them."""
-    return 1 if flags.devices.devices == "auto" else flags.devices.devices
+def devices_of_node(flags: Flags) -> int:
+    """Of a node, as the flags name them. Raises ValueError for more than a node can have."""
+    devices = 1 if flags.devices.devices == "auto" else flags.devices.devices
+    # To trace a step takes the longer the more there are: of a mistyped number it wouldn't end.
+    if devices > MOST_DEVICES:
+        raise ValueError(
+            f"--devices {devices}: these are the devices of one machine, at most {MOST_DEVICES:,} "
+            "here. Give --num_nodes as well, or --sweep devices=8..4096 for more and more nodes."
+        )
+    return devices
 
 
 def _place(flags: Flags, kind: str) -> Placement:
     """The devices that the flags name, which needn't be here."""
-    fsdp, devices = flags.fsdp, _devices(flags)
+    fsdp, devices = flags.fsdp, devices_of_node(flags)
     sharding = Sharding(**{f.name: getattr(fsdp, f.name) for f in fields(Sharding)})
     world = devices * flags.devices.num_nodes
     if flags.devices.tpu:

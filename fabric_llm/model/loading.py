@@ -14,6 +14,7 @@ from typing import Any, Optional, Union
 from unittest.mock import patch
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -74,6 +75,13 @@ def load_config(model_name: str) -> PretrainedConfig:
                 "model transformers has."
             )
             raise Fault(sentence, REFUSED) from error
+        if "does not recognize this architecture" in str(error):
+            sentence = (
+                f"{model_name!r} is a {document.get('model_type')!r} model, which transformers "
+                f"{transformers.__version__} doesn't have: take another model, or another version "
+                "of transformers among those that pyproject.toml allows."
+            )
+            raise Fault(sentence, _code_of(model_name)) from error
         raise _unreadable("The configuration", model_name, error) from error
     # A value in the place of a method would be called by transformers.
     for name, value in vars(config).items():

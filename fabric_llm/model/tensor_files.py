@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DTYPE_MAP, SAVED_OFFSETS_KEY
 
-from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, STOPPED, Fault, as_fault, one_line
+from fabric_llm.base.faults import (
+    BAD_INPUT,
+    NO_CHECKPOINT,
+    OUT_OF_MEMORY,
+    STOPPED,
+    Fault,
+    as_fault,
+    one_line,
+)
 
 Shape = tuple[int, ...]
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_MAP.items()}  # of safetensors
@@ -135,7 +143,11 @@ def readable(of: str, code: int = NO_CHECKPOINT) -> Iterator[None]:
         # A lack of memory, or a request to stop, isn't the file's fault.
         if as_fault(error).code in (OUT_OF_MEMORY, STOPPED):
             raise as_fault(error) from error
-        raise Fault(f"{of} can't be read: {one_line(error)[:400].rstrip('.')}.", code) from error
+        why = one_line(error)[:400].rstrip(".")
+        # A checkpoint is damaged, but a model has mostly been copied in part.
+        if isinstance(error, SafetensorError) and code == BAD_INPUT:
+            why += ": a file isn't whole, or isn't of safetensors; copy or download it again"
+        raise Fault(f"{of} can't be read: {why}.", code) from error
 
 
 class Slice(NamedTuple):

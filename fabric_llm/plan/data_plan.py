@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
-from fabric_llm.base.names import MOST_NAMED
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded, is_stream
 from fabric_llm.data.dataset import TokenDataset
@@ -25,6 +24,7 @@ from fabric_llm.plan.plan import DataPlan
 from fabric_llm.training.forgetting import parse_budgets
 
 # A text of which tokenizers with other rules make other tokens.
+SHOWN_TOKENS = 3
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"
 
 
@@ -177,12 +177,14 @@ def differing_tokens(one: Any, other: Any) -> str:
     ids, others = one.get_vocab(), other.get_vocab()
     tokens = ids.keys() | others.keys()
     differing = sorted(token for token in tokens if ids.get(token) != others.get(token))
-    words = ", ".join(
-        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
-        for token in differing[:MOST_NAMED]
-    )
     if differing:
-        return f": {len(differing)} tokens differ: {words}"
+        pairs = []
+        for token in differing[:SHOWN_TOKENS]:
+            pairs.append(
+                f"{token!r} ({others.get(token, 'missing')} and {ids.get(token, 'missing')})"
+            )
+        count = f"{len(differing):,} token{'s have' if len(differing) > 1 else ' has'}"
+        return f": {count} different ids, such as {', '.join(pairs)}"
     # Other merges, normalizers or templates, such as with and without BOS.
     made, made_there = (tokenizer(SAMPLE)["input_ids"] for tokenizer in (one, other))
     if made == made_there:
