@@ -352,7 +352,9 @@ def test_scripts_beside_train():
 
 def test_flags_of_export_hf_are_named_where_they_are_given_to_train():
     for name, flag in declared(ExportArguments).items():
-        others = {*declared(PrepareArguments), "checkpoint"}
+        others = {"checkpoint"}
+        for of_prepare, one in declared(PrepareArguments).items():
+            others |= {of_prepare, *one.aliases.split()}
         for word in {name, *flag.aliases.split()} - others:
             assert not_here()[word] == f"it is --{name} of export_hf.py"
 
