@@ -382,7 +382,7 @@ def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path,
         (["{toys}/data"], "is neither a checkpoint nor a run"),
         (["{runs}/full", "--dtype", "float8"], "--dtype takes"),
         (["{runs}/full", "--weight", "equal"], "Did you mean --weights"),
-        (["--last", "3"], "are required: parts"),
+        (["--last", "3"], "missing: --parts. It is called like this: "),
     ],
 )
 def test_each_mistake_is_one_sentence(runs, toys, tmp_path, run_average, flags, words):

@@ -408,7 +408,7 @@ def test_bad_input_is_one_sentence(tmp_path, corpus_folder, capsys):
         (nothing / f"{name}.txt").write_text(name)
     text, output = ("--input", corpus_folder), ("--output", tmp_path / "hf")
     for argv, words in (
-        ((folder, *text, *output), "required: tokens"),
+        ((folder, *text, *output), "missing: --tokens."),
         ((folder, *text, *output, "--tokens", 0), "must be positive"),
         ((folder, "--input", tmp_path / "none", *output, "--tokens", 9), "none"),
         ((tmp_path / "none", *text, *output, "--tokens", 9), "none"),

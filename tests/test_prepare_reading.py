@@ -623,7 +623,7 @@ def test_a_glob_that_the_shell_has_not_expanded(tmp_path, make):
         write(tmp_path / name, as_lines(TEXTS))
     manifest = make(f"{tmp_path}/*.jsonl")
     assert [os.path.basename(file["path"]) for file in manifest["files"]] == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(ValueError, match=r"input .*/\*\.txt is neither a file or folder here"):
+    with pytest.raises(ValueError, match=r"input .*/\*\.txt: no file or folder matches this"):
         make(f"{tmp_path}/*.txt", output=tmp_path / "p")
 
 
