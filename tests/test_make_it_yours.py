@@ -260,7 +260,7 @@ MISTAKES = {
     "a flag of ours": (FLAG.format("lr: float"), "there is a flag --lr already"),
     "no declaration": (FLAG.format("x: int = 3; y: int"), "x isn't declared by option(DEFAULT)."),
     "no text": (FLAG.format("x: int").replace("'''a text'''", ""), "x has no text"),
-    "no such schedule": ("", "infinite or inverse_sqrt, not 'sqrt'."),
+    "no such schedule": ("", "inverse_sqrt, or one that --code registers, not 'sqrt'."),
 }
 
 

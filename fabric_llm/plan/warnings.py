@@ -93,8 +93,8 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         )
     if (interval := flat["save_step_interval"]) is not None and interval >= last:
         yield f"--save_step_interval {interval} {short}: the only checkpoint comes at the end."
-    # Whoever gives --keep_last expects several checkpoints.
-    elif interval is None and (last - done >= MANY_STEPS or flat["keep_last"] is not None):
+    # Whoever keeps the last few expects several checkpoints.
+    elif interval is None and (last - done >= MANY_STEPS or (flat["keep_last"] or 1) > 1):
         yield (
             "no --save_step_interval: the only checkpoint comes at the end, a crash loses all "
             "before it."

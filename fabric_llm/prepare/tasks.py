@@ -26,7 +26,7 @@ from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import comma_separated, nearest, reach_hub
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
-from fabric_llm.prepare.inputs import place_of
+from fabric_llm.prepare.inputs import place_of, prepared_output
 from fabric_llm.prepare.prepare import publish, remove, work_folder
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
@@ -63,6 +63,8 @@ def prepare_tasks(
         on_disk(target, folder, "rows need 8 bytes a token"),
     ):
         try:
+            # Once more: another process may have made it since, and given the lock back.
+            prepared_output(target, overwrite)
             made = folder / "dataset"
             shutil.rmtree(made, ignore_errors=True)  # of a preparation that was killed
             split = datasets.Dataset.from_list(rows)
