@@ -348,6 +348,14 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
     assert_mistake(toys, capsys, words, sentence)
 
 
+@pytest.mark.parametrize("nodes", [128, 256])
+def test_a_plan_that_takes_minutes_says_so_first(capsys, monkeypatch, nodes):
+    monkeypatch.setattr(changes, "predict", lambda own, flags: None)
+    plan.predicted(None, SimpleNamespace(devices=SimpleNamespace(devices=8, num_nodes=nodes)))
+    said = capsys.readouterr()
+    assert said.out == "" and ("2,048 devices takes minutes" in said.err) == (nodes == 256)
+
+
 @pytest.mark.longer
 def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
     words = ("--model_name", toys / "llama", "--price_per_hour", 2)
