@@ -1,7 +1,6 @@
 """Bad input to train.py: one sentence with the offending value, exit code 2 (or that of its row in
 docs/faults.md), before any process or model exists."""
 
-import json
 import re
 import shlex
 import shutil
@@ -58,56 +57,24 @@ def refused(toys, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--lrr", "1"], ["--lrr", "--lr"]),
-        (["--micro_batchsize", "1"], ["--micro_batchsize", "--micro_batch_size"]),
         (["--learning-rate", "1"], ["--learning-rate", "mean --lr?"]),
-        (["--foo", "1"], ["--foo", "--help"]),
         (["--lr", "fast"], ["--lr", "number", "fast"]),
-        (["--devices", "two"], ["--devices", "integer or auto", "two"]),
         (["--resume", "maybe"], ["--resume", "true, false or auto", "--checkpoint", "maybe"]),
-        (["--precision", "fp8"], ["--precision", "bf16-true", "fp8"]),
         (["--max_step", "0"], ["--max_step", "0"]),
         (["--spike_threshold", "3", "--spike_window", "1"], ["--spike_window", "at least 2", "1"]),
-        (["--lr", "-1"], ["--lr", "-1"]),
-        (["--min_lr", "1"], ["--min_lr 1.0", "--lr 2e-05"]),
         (["--beta2", "1"], ["--beta2", "1.0"]),
-        (["--train_data_dir", "nowhere"], ["nowhere", "prepare_data.py"]),
-        (["--model_name", "./nowhere"], ["./nowhere"]),
         (["--context_length", "99"], ["99", str(CONTEXT)]),
         (["--micro_batch_size", "45"], ["45 sequences", f"has {ROWS}."]),
         (["--global_batch_size", "64"], ["64", str(ROWS)]),
-        (["--global_batch_size", "6", "--micro_batch_size", "4"], ["6", "4", "4 x 1 devices"]),
-        (
-            [
-                "--global_batch_size", "8", "--micro_batch_size", "2",
-                "--gradient_accumulation_steps", "3",
-            ],
-            ["8", "4", "3"],
-        ),
         (["--auto_wrap_policy", "NoSuchBlock"], ["NoSuchBlock", "LlamaDecoderLayer"]),
-        (["--auto_wrap_policy", "size:many"], ["size:many", "size:1e8"]),
-        (["--precision", "16-mixed"], ["16-mixed", "GPU"]),
         (["--accelerator", "cuda"], ["cuda", "no GPU"]),
         (["--num_nodes", "2"], ["--num_nodes 2", "torchrun", "MASTER_ADDR"]),
-        (["--tpu", "true"], ["torch_xla"]),
-        (["--strategy", "fsdp2", "--sharding_strategy", "NO_SHARD"], ["NO_SHARD", "ddp"]),
-        (["--strategy", "ddp", "--cpu_offload", "true"], ["cpu_offload", "fsdp"]),
-        (
-            ["--strategy", "fsdp", "--cpu_offload", "true", "--global_batch_size", "2"],
-            ["2 micro-batches", "fsdp2"],
-        ),
         (["--global_batch_size", "4096"], ["A step takes 4096 sequences", "the training split of"]),
-        (["--run_name", "../elsewhere"], ["../elsewhere"]),
-        (["--checkpoint", "x"], ["--resume true"]),
-        (["--resume_override", "precision"], ["--resume_override precision", "max_step"]),
         (["--profile", "3"], ["--profile", "START:STOP", "'3'"]),
         (["--profile", "5:3"], ["--profile", "START:STOP", "'5:3'"]),
         (["--profile", "0:3"], ["counted from 1", "'0:3'"]),
         (["--profile=-1:3"], ["START:STOP", "'-1:3'"]),
-        (["--profile", "1:2:3"], ["START:STOP", "'1:2:3'"]),
         (["--profile", "7:9", "--max_step", "6"], ["--profile 7:9", "ends at step 6"]),
-        (["--profile", "99:100"], ["--profile 99:100", "ends at step 44"]),
-        (["--config", "none.yaml"], ["none.yaml", "No such file"]),
     ],
 )
 def test_flags(refused, flags, words):
@@ -123,19 +90,13 @@ def test_text_that_yaml_1_1_takes_for_a_number(refused, tmp_path):
         assert "--profile 3:5: the run ends at step 2" in refused(
             "--config", tmp_path / "flags.yaml"
         )
-    (tmp_path / "flags.yaml").write_text("max_hours: 1:30\n")
-    where = f"line 1 of {tmp_path / 'flags.yaml'}: "
-    sentence = refused("--config", tmp_path / "flags.yaml")
-    assert sentence == f"{where}max_hours takes a number, not '1:30'."
 
 
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
         (["--resume", "true"], 66, ["--resume true", "llama-data"]),
-        (["--resume", "true", "--run_name", "nothing"], 66, ["runs/nothing"]),
         (["--resume", "true", "--checkpoint", "nowhere"], 66, ["nowhere", "isn't a checkpoint"]),
-        (["--output_dir", "/dev/null/runs"], 73, ["/dev/null/runs", "can't be written"]),
     ],
 )
 def test_flags_with_a_code_of_their_own(refused, flags, code, words):
@@ -161,18 +122,8 @@ def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(
     counts = iter([0])
     monkeypatch.setattr("torch.cuda.device_count", lambda: next(counts, 2))
     with pytest.raises(SystemExit) as exit:
-        train.main(
-            [
-                str(word)
-                for word in (
-                    *toy_run(toys, tmp_path),
-                    "--strategy",
-                    "ddp",
-                    "--precision",
-                    "32-true",
-                )
-            ]
-        )
+        flags = (*toy_run(toys, tmp_path), "--strategy", "ddp", "--precision", "32-true")
+        train.main([str(word) for word in flags])
     said = capsys.readouterr().err
     assert (
         exit.value.code == 2
@@ -182,11 +133,6 @@ def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(
 
 def test_yaml_keys(refused, tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text("lr: 1e-4\nwarm_up_steps: 3\n")
-    sentence = refused("--config", config)
-    assert "'warm_up_steps'" in sentence and "mean --warmup_steps?" in sentence
-    config.write_text("lr: [1\n")
-    assert "can't be read as YAML" in refused("--config", config)
     config.write_text("- lr\n")
     assert "flag: value" in refused("--config", config)
     config.write_bytes("lr: 1e-4\noutput_dir: señor\n".encode("latin-1"))
@@ -198,10 +144,6 @@ def test_yaml_keys(refused, tmp_path):
     assert "has more than 64 KiB" in refused("--config", config)
     assert "--run_name 'a\\udcf1' isn't UTF-8 text." in refused("--run_name", "a\udcf1")
     assert "--output_dir 'a\\udcf1' isn't UTF-8 text." in refused("--output_dir", "a\udcf1")
-    config.write_text("lr: quick\n")
-    assert "line 1 of {config}: lr takes a number, not 'quick'".format(config=config) in refused(
-        "--config", config
-    )
 
 
 def test_model_and_data_belong_together(refused):
@@ -227,96 +169,51 @@ def dataset(folder, **splits):
 
 
 ROW = list(range(8))
+ONE = {"input_ids": [ROW]}
+
+
+def train_split(**columns):
+    return {"train": columns, "validation": ONE}
+
+
+def both_splits(**columns):
+    return {"train": columns, "validation": columns}
 
 
 @pytest.mark.parametrize(
     ("splits", "words"),
     [
-        ({"train": {"input_ids": [ROW]}}, ["no split 'validation'", "'train'"]),
-        ({"validation": {"input_ids": [ROW]}}, ["no split 'train'"]),
-        ({"test": {"input_ids": [ROW]}}, ["no split 'train', only 'test'", "train_test_split"]),
+        ({"train": ONE}, ["no split 'validation'", "'train'"]),
+        ({"validation": ONE}, ["no split 'train'"]),
+        ({"test": ONE}, ["no split 'train', only 'test'", "train_test_split"]),
+        ({"train": ONE, "test": ONE}, ["no split 'validation'", 'python -c "import', "pop("]),
+        (train_split(input_ids=[]), ["'train'", "empty"]),
+        ({"train": ONE, "valid": {"input_ids": []}}, ["'valid'", "empty"]),
+        (train_split(text=["a"]), ["holds text", "--tokenizer"]),
+        (train_split(input_ids=["a"]), ["'input_ids'", "integers"]),
+        (train_split(input_ids=[[0.5] * 8]), ["'input_ids'", "integers"]),
+        (train_split(input_ids=[ROW, ROW[:5]]), ["5", "8", "different length"]),
         (
-            {"train": {"input_ids": [ROW]}, "test": {"input_ids": [ROW]}},
-            ["no split 'validation'", 'python -c "import', "pop("],
-        ),
-        ({"train": {"input_ids": []}, "validation": {"input_ids": [ROW]}}, ["'train'", "empty"]),
-        ({"train": {"input_ids": [ROW]}, "valid": {"input_ids": []}}, ["'valid'", "empty"]),
-        (
-            {"train": {"text": ["a"]}, "validation": {"input_ids": [ROW]}},
-            ["holds text", "--tokenizer"],
-        ),
-        (
-            {"train": {"input_ids": ["a"]}, "validation": {"input_ids": [ROW]}},
-            ["'input_ids'", "integers"],
-        ),
-        (
-            {"train": {"input_ids": [[0.5] * 8]}, "validation": {"input_ids": [ROW]}},
-            ["'input_ids'", "integers"],
-        ),
-        (
-            {"train": {"input_ids": [ROW, ROW[:5]]}, "validation": {"input_ids": [ROW]}},
-            ["5", "8", "different length"],
-        ),
-        (
-            {"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW[:5]]}},
+            train_split(input_ids=[ROW[:5]]),
             ["must be alike", "in rows of 8 tokens", "in rows of 5 tokens"],
         ),
+        (train_split(**ONE, labels=[ROW[:4]]), ["4", "8"]),
         (
-            {
-                "train": {"input_ids": [ROW], "labels": [ROW[:4]]},
-                "validation": {"input_ids": [ROW]},
-            },
-            ["4", "8"],
-        ),
-        (
-            {
-                "train": {"input_ids": [[*ROW, VOCABULARY]]},
-                "validation": {"input_ids": [[*ROW, 0]]},
-            },
+            both_splits(input_ids=[[*ROW, VOCABULARY]]),
             [f"has {VOCABULARY} tokens", f"--train_tokenizer {VOCABULARY}"],
         ),
-        ({"train": {"input_ids": [[*ROW, -1]]}, "validation": {"input_ids": [[*ROW, 0]]}}, ["-1"]),
-        ({"train": {"input_ids": [[3]]}, "validation": {"input_ids": [[3]]}}, ["1 token"]),
+        (both_splits(input_ids=[[*ROW, -1]]), ["-1"]),
+        (both_splits(input_ids=[[3]]), ["1 token"]),
+        (train_split(**ONE, labels=[[0, *[-100] * 7]]), ["masked"]),
+        ({"train": ONE, "validation": {**ONE, "labels": [[-100] * 8]}}, ["'validation'"]),
+        (train_split(**ONE, attention_mask=[[0] * 8]), ["masked"]),
         (
-            {
-                "train": {"input_ids": [ROW], "labels": [[0, *[-100] * 7]]},
-                "validation": {"input_ids": [ROW]},
-            },
-            ["masked"],
-        ),
-        (
-            {
-                "train": {"input_ids": [ROW]},
-                "validation": {"input_ids": [ROW], "labels": [[-100] * 8]},
-            },
-            ["'validation'"],
-        ),
-        (
-            {
-                "train": {"input_ids": [ROW], "attention_mask": [[0] * 8]},
-                "validation": {"input_ids": [ROW]},
-            },
-            ["masked"],
-        ),
-        (
-            {"train": {"input_ids": [ROW], "labels": [ROW]}, "validation": {"input_ids": [ROW]}},
+            train_split(**ONE, labels=[ROW]),
             ["must be alike", "'train' has input_ids, labels in", "the other input_ids in"],
         ),
-        (
-            {"train": (other := {"input_ids": [ROW], "labels": [[999] * 8]}), "validation": other},
-            ["999"],
-        ),
-        (
-            {
-                "train": {"input_ids": [ROW], "labels": [[-1] * 8]},
-                "validation": {"input_ids": [ROW]},
-            },
-            ["-1"],
-        ),
-        (
-            {"train": {"input_ids": [ROW, None]}, "validation": {"input_ids": [ROW]}},
-            ["'input_ids'", "empty values"],
-        ),
+        (both_splits(**ONE, labels=[[999] * 8]), ["999"]),
+        (train_split(**ONE, labels=[[-1] * 8]), ["-1"]),
+        (train_split(input_ids=[ROW, None]), ["'input_ids'", "empty values"]),
     ],
 )
 def test_datasets(refused, tmp_path, splits, words):
@@ -370,11 +267,8 @@ def test_more_positions_than_the_model_has(refused, toys, tmp_path):
 def test_models(refused, toys, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    assert "no config.json" in refused("--model_name", folder)
     (folder / "config.json").write_text('{"model_type": "t5"}')
     assert "isn't a causal language model" in refused("--model_name", folder)
-    (folder / "config.json").write_text("{")
-    assert str(folder) in refused("--model_name", folder)
     assert "huggingface.co" in refused("--model_name", "nobody/nothing")
 
 
@@ -429,15 +323,8 @@ def test_what_is_refused_leaves_no_folder(refused, tmp_path, monkeypatch, there)
 
 def test_what_rank_0_alone_checks_ends_all_ranks(toys, tmp_path):
     with pytest.raises(AssertionError) as error:
-        train_ranks(
-            2,
-            *toy_run(toys, tmp_path / "disk" / "runs"),
-            "--number_epochs",
-            1,
-            "--profile",
-            "900:901",
-            timeout_seconds=60,
-        )
+        flags = ("--number_epochs", 1, "--profile", "900:901")
+        train_ranks(2, *toy_run(toys, tmp_path / "disk" / "runs"), *flags, timeout_seconds=60)
     assert "--profile 900:901: the run ends at step" in str(error.value)
     assert not any(tmp_path.iterdir()), "nothing was done"
 
@@ -482,20 +369,6 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
 )
 def test_what_others_raise_gets_a_code(error, code):
     assert as_fault(error).code == code
-
-
-def test_remote_code_is_never_run(refused, toys, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(toys / "llama", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config.update(
-        model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
-    )
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    sentence = refused("--model_name", folder, code=77)
-    assert str(folder) in sentence and "never run" in sentence
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture(scope="module")

@@ -24,28 +24,27 @@ from parse_arguments import parse_plan, parse_train
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--context_length", "128", "--max_step", "10")
+LARGE = ["--model_name", str(ROOT / "configs" / "models" / "llama3-70b")]
+LARGE += "--devices 8 --device_memory 80GiB --context_length 8192".split()
 
 
-def run(*words):
-    return plan.main([str(word) for word in words])
+def llama(toys, flags="", length=SHORT):
+    """A command line for the toy model."""
+    return ["--model_name", str(toys / "llama"), *length, *flags.split()]
+
+
+def mistake(capsys, *words):
+    """What plan.py says in one line, where it ends with the code of a mistake."""
+    with pytest.raises(SystemExit) as stop:
+        plan.main([str(word) for word in words])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    return error
 
 
 def assert_mistake(toys, capsys, words, sentence):
-    """plan.py with these words ends with the code of a mistake, and says this in one line."""
-    with pytest.raises(SystemExit) as stop:
-        run("--model_name", toys / "llama", *SHORT, *words.split())
-    error = capsys.readouterr().err
-    assert (
-        stop.value.code == 2
-        and error.startswith(f"plan.py: error: {sentence}")
-        and error.count("\n") == 1
-    )
-
-
-def said(*words):
-    """What --json says, of a process of its own, as its process group needs."""
-    [text] = run_ranks(1, captured, [str(word) for word in (*words, "--json", "true")])
-    return json.loads(text)
+    error = mistake(capsys, *llama(toys, words))
+    assert error.startswith(f"plan.py: error: {sentence}")
 
 
 def captured(words, stream="stdout"):
@@ -60,12 +59,20 @@ def captured(words, stream="stdout"):
     return (output if stream == "stdout" else errors).getvalue()
 
 
+def printed(*words, stream="stdout"):
+    """What a process of its own prints, as a plan's process group needs."""
+    [text] = run_ranks(1, captured, [str(word) for word in words], stream)
+    return text
+
+
+def said(*words):
+    """What --json says."""
+    return json.loads(printed(*words, "--json", "true"))
+
+
 @pytest.fixture(scope="module")
 def small(toys):
-    return said(
-        "--model_name", toys / "llama", *SHORT[:2], "--devices", 4, "--tokens", 4096,
-        "--price_per_hour", 2,
-    )
+    return said(*llama(toys, "--devices 4 --tokens 4096 --price_per_hour 2", SHORT[:2]))
 
 
 def test_the_table_adds_up(small):
@@ -84,38 +91,17 @@ def test_steps_tokens_hours_and_money(small):
 
 @pytest.mark.longer
 def test_what_does_not_fit_is_told_with_a_command_that_does(toys):
-    words = [
-        "--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "8",
-        "--accelerator", "cpu",
-    ]
+    words = llama(toys, "--micro_batch_size 8 --accelerator cpu")
     whole = said(*words)["memory"]["peak"] / 2**30
     found = said(*words, "--device_memory", whole * 0.8)
     assert not found["fits"] and found["changes"][-1]["fits"]
     peaks = [found["memory"]["peak"], *(one["memory"]["peak"] for one in found["changes"])]
     assert peaks == sorted(peaks, reverse=True)
-    assert found["changes"][0]["change"].startswith(
-        "--micro_batch_size 4 --gradient_accumulation_steps 2"
-    )
-    [text] = run_ranks(1, captured, [*words, "--device_memory", str(whole * 0.8)])
-    *_, command = text.splitlines()
-    assert (
-        command.startswith("Next: python train.py --model_name") and "device_memory" not in command
-    )
-
-
-@pytest.mark.longer
-def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
-    words = [
-        "--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4",
-        "--accelerator", "cpu",
-    ]
-    room = said(*words)["memory"]["least"] / 0.79  # bytes: the model and its optimizer leave room
-    peaks = [
-        one["memory"]["peak"] for one in said(*words, "--device_memory", room / 2**30)["changes"]
-    ]
-    # the first takes 90 %
-    found = said(*words, "--device_memory", peaks[0] / 0.9 / 2**30)["changes"]
-    assert found[0]["used"] == pytest.approx(0.9) and found[-1]["used"] <= 0.8 and len(found) > 1
+    smaller = "--micro_batch_size 4 --gradient_accumulation_steps 2"
+    assert found["changes"][0]["change"].startswith(smaller)
+    *_, command = printed(*words, "--device_memory", whole * 0.8).splitlines()
+    assert command.startswith("Next: python train.py --model_name")
+    assert "device_memory" not in command
 
 
 @pytest.mark.parametrize(
@@ -131,57 +117,36 @@ def test_changes_end_below_four_fifths_or_with_the_first_that_fits(toys, monkeyp
     ]
     looks = iter(predictions[1:])
     monkeypatch.setattr(changes, "_attempt", lambda own, flags: next(looks, predictions[-1]))
-    own, flags = parse_plan(
-        ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4"]
-    )
-    assert [one for _, one in changes.until_it_fits(own, flags, predictions[0])] == predictions[
-        1 : 1 + kept
-    ]
+    own, flags = parse_plan(llama(toys, "--micro_batch_size 4"))
+    found = [one for _, one in changes.until_it_fits(own, flags, predictions[0])]
+    assert found == predictions[1 : 1 + kept]
 
 
 def test_micro_batches_of_any_size_become_smaller(toys):
-    words = [
-        "--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "45",
-        "--global_batch_size", "90",
-    ]
-    _, flags = parse_plan(words)
-    sizes = [
-        one["micro_batch_size"]
-        for one in changes._of_activations(lambda: flags)
-        if "micro_batch_size" in one
-    ]
+    _, flags = parse_plan(llama(toys, "--micro_batch_size 45 --global_batch_size 90"))
+    found = changes._of_activations(lambda: flags)
+    sizes = [one["micro_batch_size"] for one in found if "micro_batch_size" in one]
     assert sizes == [15, 5, 1]
-    words = [
-        "--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4",
-        "--global_batch_size", "12",
-    ]
-    _, flags = parse_plan(words)
-    more = [one for one in changes._of_the_state(lambda: flags) if one.get("devices", 8) < 8]
-    assert all(one["global_batch_size"] == 12 for one in more), (
-        "smaller micro-batches keep the batch"
-    )
-    assert [one["devices"] for one in changes._of_the_state(lambda: flags) if "devices" in one] == [
-        2, 3, 4, 6, 8,
-    ]
+    _, flags = parse_plan(llama(toys, "--micro_batch_size 4 --global_batch_size 12"))
+    found = [one for one in changes._of_the_state(lambda: flags) if "devices" in one]
+    assert [one["devices"] for one in found] == [2, 3, 4, 6, 8]
+    smaller = {one["global_batch_size"] for one in found if one["devices"] < 8}
+    assert smaller == {12}, "smaller micro-batches keep the batch"
 
 
 @pytest.mark.longer
 def test_auto_finds_the_shortest_step_below_four_fifths(toys):
-    words = [
-        "--model_name", str(toys / "llama"), *SHORT, "--global_batch_size", "8",
-        "--accelerator", "cpu",
-    ]
-    roomy = said(*words, "--device_memory", 16, "--auto", "true")
-    assert (
-        "micro_batch_size 8" in roomy["chosen"]
-        and "activation_checkpointing none" in roomy["chosen"]
-    )
-    [errors] = run_ranks(1, captured, [*words, "--device_memory", "16", "--auto", "true"], "stderr")
+    words = llama(toys, "--global_batch_size 8 --accelerator cpu")
+    roomy = ("--device_memory", 16, "--auto", "true")
+    chosen = said(*words, *roomy)["chosen"]
+    assert "micro_batch_size 8" in chosen and "activation_checkpointing none" in chosen
+    errors = printed(*words, *roomy, stream="stderr")
     assert errors.count(" s a step") == 4, "micro-batches of 1, 2, 4 and 8"
     peak = said(*words, "--micro_batch_size", 4)["memory"]["peak"] / 2**30
-    tight = said(*words, "--device_memory", peak / 0.79, "--auto", "true")
-    assert "micro_batch_size 4" in tight["chosen"] and tight["used"] <= 0.8
-    [text] = run_ranks(1, captured, [*words, "--device_memory", str(peak / 0.79), "--auto", "true"])
+    tight = ("--device_memory", peak / 0.79, "--auto", "true")
+    found = said(*words, *tight)
+    assert "micro_batch_size 4" in found["chosen"] and found["used"] <= 0.8
+    text = printed(*words, *tight)
     assert text.splitlines()[-1].startswith("Next: python train.py")
     assert "--micro_batch_size 4 --gradient_accumulation_steps 2" in text and "--auto" not in text
 
@@ -189,44 +154,31 @@ def test_auto_finds_the_shortest_step_below_four_fifths(toys):
 @pytest.mark.longer
 def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
     monkeypatch.setattr("fabric_llm.forecast.changes.MAX_TRIES", 3)
-    words = [
-        "--model_name", str(toys / "llama"), *SHORT, "--devices", "2", "--strategy", "ddp",
-        "--auto", "true",
-    ]
-    [text] = run_ranks(1, captured, [*words, "--device_memory", "0.001"])
-    assert "nothing takes less than 80 %" in text
-    [errors] = run_ranks(1, captured, [*words, "--device_memory", "0.001"], "stderr")
-    assert errors.count(" s a step") == 3
+    words = llama(toys, "--devices 2 --strategy ddp --auto true --device_memory 0.001")
+    assert "nothing takes less than 80 %" in printed(*words)
+    assert printed(*words, stream="stderr").count(" s a step") == 3
 
 
 @pytest.mark.longer
 def test_more_devices_keep_the_batch(toys):
-    words = (
-        "--model_name", toys / "llama", *SHORT, "--micro_batch_size", 4, "--global_batch_size", 8,
-    )
-    found = said(*words, "--device_memory", 1e-3)["changes"]
-    assert {one["tokens_a_step"] for one in found} == {8 * 128} and any(
-        "--devices 8" in one["change"] for one in found
-    )
+    words = llama(toys, "--micro_batch_size 4 --global_batch_size 8 --device_memory 1e-3")
+    found = said(*words)["changes"]
+    assert {one["tokens_a_step"] for one in found} == {8 * 128}
+    assert any("--devices 8" in one["change"] for one in found)
 
 
 @pytest.mark.longer
 def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
-    [text] = run_ranks(1, captured, ["--accelerator", "cpu"])
+    text = printed("--accelerator", "cpu")
     assert text.endswith("\nNext: python train.py --accelerator cpu\n") and "MiB" in text
-    [text] = run_ranks(1, captured, [])
-    assert text.endswith("\nNext: python train.py\n")
-    [text] = run_ranks(
-        1, captured, ["--model_name", str(toys / "llama"), *SHORT[:2], "--tokens", "1e4"]
-    )
+    assert printed().endswith("\nNext: python train.py\n")
+    text = printed(*llama(toys, "--tokens 1e4", SHORT[:2]))
     assert text.endswith("--context_length 128 --max_step 79 --train_data_dir data/NAME\n")
 
 
 def test_a_command_has_each_flag_once_as_it_was_given_last():
-    words = (
-        "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2".split()
-    )
-    assert plan.command(words) == "python train.py --micro_batch_size 2 --lr 1e-4"
+    words = "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2"
+    assert plan.command(words.split()) == "python train.py --micro_batch_size 2 --lr 1e-4"
 
 
 SIZES = "configs/models/gpt2"  # a folder without weights
@@ -360,13 +312,10 @@ def test_a_plan_that_takes_minutes_says_so_first(capsys, monkeypatch, nodes):
 def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
     words = ("--model_name", toys / "llama", "--price_per_hour", 2)
     found = said(*words)
-    assert (
-        found["memory"]["peak"] > 0
-        and found["seconds"]["step"] > 0
-        and found["assumed"].startswith("rows of ")
-    )
+    assert found["memory"]["peak"] > 0 and found["seconds"]["step"] > 0
+    assert found["assumed"].startswith("rows of ")
     assert found["steps"] is found["hours"] is found["price"] is None
-    [text] = run_ranks(1, captured, [*map(str, words)])
+    text = printed(*words)
     assert "assumed: rows of " in text and "tokens/s, for --tokens or --max_step steps" in text
     assert said(*words, "--context_length", 64)["assumed"] == "" and ROW == prepare_default()
     pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
@@ -391,11 +340,7 @@ def test_a_mixture_says_its_rows_and_its_steps(toys, tmp_path):
     new, old = rows_of(tmp_path / "new", 800), rows_of(tmp_path / "old", 9000)
     words = ("--model_name", toys / "llama", "--global_batch_size", 100)
     replayed = said(*words, "--train_data_dir", new, "--replay", old)
-    assert (
-        replayed["tokens_a_step"] == 100 * 128
-        and replayed["steps"] == 10
-        and replayed["assumed"] == ""
-    )
+    assert (replayed["tokens_a_step"], replayed["steps"], replayed["assumed"]) == (12_800, 10, "")
     mixed = said(*words, "--data_mix", f"new={new}:0.5,old={old}:0.5")
     assert mixed["steps"] == 16 and mixed["hours"] > 0
     missing = said(*words, "--data_mix", f"new={new}:0.5,old={tmp_path / 'none'}:0.5")
@@ -406,11 +351,9 @@ def test_a_mixture_says_its_rows_and_its_steps(toys, tmp_path):
     ("given", "gib"), [("80", 80), ("80GiB", 80), (".5TiB", 512), ("1.5TiB", 1536), ("80GB", 80e9 / 2**30)]
 )
 def test_device_memory_with_its_unit(given, gib):
-    words = ["--model_name", "x", "--device_memory", given]
-    assert parse_plan(words)[0].device_memory == pytest.approx(gib, rel=1e-5)
-    assert parse_plan([*words[:2], f"--device_memory={given}"])[0].device_memory == pytest.approx(
-        gib, rel=1e-5
-    )
+    for words in (["--device_memory", given], [f"--device_memory={given}"]):
+        own, _ = parse_plan(["--model_name", "x", *words])
+        assert own.device_memory == pytest.approx(gib, rel=1e-5)
 
 
 def test_json_and_auto_alone_mean_true(toys):
@@ -424,76 +367,66 @@ def test_a_preset_alone_is_planned():
     words = ("--config", ROOT / "configs" / "smollm2_135m.yaml")
     found = said(*words)
     assert found["parameters"] == pytest.approx(134.5e6, rel=0.01) and found["tokens_a_step"] > 0
-    [text] = run_ranks(1, captured, [*map(str, words)])
-    assert f"Next: python train.py --config {words[1]}" in text
+    assert f"Next: python train.py --config {words[1]}" in printed(*words)
 
 
 @pytest.mark.longer
 def test_a_step_takes_the_time_to_tell_a_device_what_to_do(toys):
-    found = said("--model_name", toys / "llama", *SHORT)
-    seconds = found["seconds"]
+    seconds = said(*llama(toys))["seconds"]
     assert seconds["step"] == seconds["launch"] > 1e-3 > seconds["compute"]
-    twice = said("--model_name", toys / "llama", *SHORT, "--gradient_accumulation_steps", 2)[
-        "seconds"
-    ]
+    twice = said(*llama(toys, "--gradient_accumulation_steps 2"))["seconds"]
     assert 1.5 < twice["launch"] / seconds["launch"] < 2
-    [text] = run_ranks(1, captured, ["--model_name", str(toys / "llama"), *SHORT])
-    assert "telling the device what to do" in text
+    assert "telling the device what to do" in printed(*llama(toys))
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-            "is a pointer of git-lfs, not the file itself",
-        ),
-        (
-            b"<!DOCTYPE html><html>",
-            "is a web page, such as one that asks for a login, not the file itself",
-        ),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of git-lfs"),
+        (b"<!DOCTYPE html><html>", "a web page, such as one that asks for a login"),
     ],
 )
 def test_what_is_no_weights_is_refused(toys, tmp_path, capsys, content, sentence):
-    (tmp_path / "config.json").write_bytes((toys / "llama" / "config.json").read_bytes())
+    shutil.copy(toys / "llama" / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(SystemExit) as stop:
-        run("--model_name", tmp_path, *SHORT)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and sentence in error and error.count("\n") == 1
+    error = mistake(capsys, "--model_name", tmp_path, *SHORT)
+    assert f"is {sentence}" in error and "not the file itself" in error
 
 
-def test_quantized_weights_are_refused(toys, tmp_path, capsys):
+def changed(toys, folder, change):
+    """A folder with the toy model's configuration, of which `change` gives another."""
     config = json.loads((toys / "llama" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as stop:
-        run("--model_name", tmp_path, *SHORT)
-    assert (
-        stop.value.code == 2
-        and "are quantized (gptq), and only weights in 16 or 32" in capsys.readouterr().err
-    )
+    (folder / "config.json").write_text(json.dumps(change(config)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda config: config | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "are quantized (gptq), and only weights in 16 or 32",
+        ),
+        (lambda config: config.pop("model_type") and config, "can't be read"),
+        (lambda config: {}, "can't be read"),
+    ],
+)
+def test_configurations_that_are_refused(toys, tmp_path, capsys, change, sentence):
+    folder = changed(toys, tmp_path, change)
+    assert sentence in mistake(capsys, "--model_name", folder, *SHORT)
 
 
 @pytest.mark.longer
 def test_remedies_of_a_large_model_take_few_layers(monkeypatch):
     """Each is traced with nine layers, of 80."""
-    words = [
-        "--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8",
-        "--device_memory", "80GiB",
-    ]
-    [counts] = run_ranks(1, layers_traced, [*words, "--context_length", "8192", "--json"])
+    [counts] = run_ranks(1, layers_traced, [*LARGE, "--json"])
     assert counts and set(counts) == {4, 5}
 
 
 @pytest.mark.longer
 def test_more_nodes_help_where_the_state_leaves_no_room():
     """Before anything is recomputed, and also where the batch isn't given, which then grows."""
-    words = [
-        "--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8",
-        "--device_memory", "80GiB",
-    ]
-    found = said(*words, "--context_length", "8192")["changes"]
+    found = said(*LARGE)["changes"]
     assert found[0]["change"].startswith("--num_nodes 2") and found[-1]["used"] <= 0.8
 
 
@@ -511,25 +444,9 @@ def layers_traced(words):
     return counts
 
 
-@pytest.mark.parametrize("left_out", ["model_type", "everything"])
-def test_a_configuration_without_what_it_needs(tmp_path, toys, capsys, left_out):
-    config = json.loads((toys / "llama" / "config.json").read_text())
-    config = (
-        {}
-        if left_out == "everything"
-        else {name: value for name, value in config.items() if name != left_out}
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as stop:
-        run("--model_name", tmp_path, *SHORT)
-    assert stop.value.code == 2 and "can't be read" in capsys.readouterr().err
-
-
 def test_names_of_accelerators_as_people_write_them():
-    assert (
-        accelerator("nvidia h100") == accelerator("H100")
-        and accelerator("rtx4090").name == "RTX 4090"
-    )
+    assert accelerator("nvidia h100") == accelerator("H100")
+    assert accelerator("rtx4090").name == "RTX 4090"
     assert all(accelerator(one.name) is one for one in KNOWN)
 
 
@@ -544,9 +461,7 @@ def test_the_speed_of_a_run(tmp_path, capsys):
     counts."""
     words = ["--model_name", str(ROOT / "configs" / "demo_llama"), *SHORT, "--accelerator", "cpu"]
     (tmp_path / "arguments.yaml").write_text("activation_checkpointing: full\n")
-    with pytest.raises(SystemExit) as stop:
-        run(*words, "--like", tmp_path)
-    assert stop.value.code == 2 and "has no speed of two logged steps." in capsys.readouterr().err
+    assert "has no speed of two logged steps." in mistake(capsys, *words, "--like", tmp_path)
     lines = [
         {"step": step, "model_tflops_per_device": speed}
         for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3))
@@ -556,17 +471,12 @@ def test_the_speed_of_a_run(tmp_path, capsys):
         said(*words, *more)["seconds"]["step"] for more in (("--mfu", 0.4), ("--like", tmp_path))
     )
     assert given / like == pytest.approx(0.15 * 4 / 3 / (0.4 * 0.25))
-    with pytest.raises(SystemExit):
-        run(*words, "--like", tmp_path, "--mfu", 0.4)
-    assert "take one of them" in capsys.readouterr().err
+    assert "take one of them" in mistake(capsys, *words, "--like", tmp_path, "--mfu", 0.4)
 
 
 @pytest.mark.longer
 def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
-    words = [
-        "--model_name", toys / "llama", *SHORT, "--context_length", 4096, "--micro_batch_size", 4,
-        "--loss", "full",
-    ]
+    words = llama(toys, "--context_length 4096 --micro_batch_size 4 --loss full")
     words += ["--strategy", "fsdp2", "--activation_checkpointing", "full"]
     plain, offloaded = said(*words), said(*words, "--cpu_offload", "true")
     assert plain["memory"]["moment"] == offloaded["memory"]["moment"], (
@@ -576,14 +486,11 @@ def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
     assert (
         not gone & offloaded["memory"]["parts"].keys() and offloaded["host_bytes"]["offloaded"] > 0
     )
-    rest = [
-        sum(
-            size
-            for name, size in one["memory"]["parts"].items()
-            if "assumed" not in name and name not in gone
-        )
+    left = [
+        {name: size for name, size in one["memory"]["parts"].items() if name not in gone}
         for one in (plain, offloaded)
     ]
+    rest = [sum(size for name, size in one.items() if "assumed" not in name) for one in left]
     assert rest[0] == rest[1]
     # The model in which modules to tile are looked for is no part of what is offloaded.
     words += ["--devices", 8, "--accelerator_name", "H100", "--cpu_offload", "true"]
@@ -657,27 +564,22 @@ def test_a_run_of_unknown_length_keeps_as_many_checkpoints_as_a_long_one(words, 
 def test_what_waits_on_the_host_is_planned_there(toys, tmp_path):
     """Not in the device's memory, however many layers there are; a CPU's is the same as before."""
     config = LlamaConfig.from_pretrained(toys / "llama")
-    words, found = (
-        ["--model_name", tmp_path, *SHORT, "--context_length", 8192, "--global_batch_size", 8],
-        {},
-    )
+    words = ["--model_name", tmp_path, "--max_step", 10, "--context_length", 8192]
+    words += ["--global_batch_size", 8, "--micro_batch_size", 8, "--activation_checkpointing"]
+    found = {}
     for layers in (8, 16):
         config.num_hidden_layers = layers
         config.save_pretrained(tmp_path)
         for how in ("full", "offload"):
-            found[how, layers] = said(
-                *words, "--micro_batch_size", 8, "--activation_checkpointing", how
-            )
+            found[how, layers] = said(*words, how)
     inputs = 8 * 8192 * config.hidden_size * 2  # bytes of one layer
     grows = {
         how: found[how, 16]["memory"]["peak"] - found[how, 8]["memory"]["peak"]
         for how in ("full", "offload")
     }
     assert grows["full"] - grows["offload"] == pytest.approx(8 * inputs, rel=0.05)
-    assert [found["offload", layers]["host_bytes"]["inputs of layers"] for layers in (8, 16)] == [
-        8 * inputs,
-        16 * inputs,
-    ]
+    for layers in (8, 16):
+        assert found["offload", layers]["host_bytes"]["inputs of layers"] == layers * inputs
     assert "inputs of layers" not in found["full", 8]["host_bytes"]
 
 

@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from fabric_llm.model import folders
 MEMORY_BYTES = 4 * 2**30  # that an attack may take
 TIMEOUT_SECONDS = 30
 DEEP = "[" * 100_000
-SHARD = "trainer/optimizer/shard-00001-model-00001-of-00001.safetensors"
+PART = "shard-00001-model-00001-of-00001.safetensors"
 
 
 class Payload:
@@ -145,14 +146,197 @@ def attack(*expected):
     return register
 
 
+STEP, SHARDED = "runs/run/step-00000002", "runs/sharded/step-00000002"
+MODEL, PROGRESS = "model/config.json", f"{STEP}/trainer/progress.json"
+COMMANDS = {
+    "train": Scene.train,
+    "train from it": lambda scene: scene.train("--model_name", step(scene.sharded)),
+    "resume": Scene.resume,
+    "resume sharded": lambda scene: scene.resume(name="sharded"),
+    "resume it": lambda scene: scene.resume("--checkpoint", step(scene.run)),
+    "resume with csv": lambda scene: scene.resume("--logger", "csv"),
+    "resume with spikes": lambda scene: scene.resume("--spike_threshold", 3),
+    "branch": lambda scene: scene.resume("--checkpoint", step(scene.run), name="branch"),
+    "export": Scene.export,
+    "export sharded": lambda scene: scene.export(scene.sharded),
+    "prepare": lambda scene: scene.prepare("--input", scene.data),
+}
+
+
+def seal_what_holds(scene, path):
+    """Seal the checkpoint or dataset that `path` is in, if it is in one."""
+    for folder in (step(scene.run), step(scene.sharded)):
+        if path.is_relative_to(folder) and path.name != "MANIFEST.json":
+            seal(folder)
+    if path.is_relative_to(scene.data):
+        seal_data(scene.data)
+
+
+def plant(scene, what, file, command):
+    """An attack: put a pickle, say, in the place of a file in `work`."""
+    path = scene.work / file
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what.startswith("link"):
+        path.symlink_to(scene.outside / what.removeprefix("link to "))
+    else:
+        content = {"pickle": scene.pickle, "code": scene.code.encode(), "deep": DEEP.encode()}
+        path.write_bytes(content[what])
+        seal_what_holds(scene, path)
+    return COMMANDS[command](scene)
+
+
+PLANTED = [  # what, in the place of which file, command, exit code and words of the sentence
+    ("pickle", "model/model.safetensors", "train", 2, "model", "can't be read"),
+    ("pickle", "model/tokenizer.json", "train", 2, "tokenizer", "can't be read"),
+    ("pickle", "model/generation_config.json", "train", 2, "generation_config.json"),
+    ("deep", "model/generation_config.json", "train", 2, "generation_config.json"),
+    ("pickle", "model/config.json", "train", 2, "config.json"),
+    ("pipe", "model/model.safetensors.index.json", "train", 2, "model.safetensors.index.json"),
+    ("pickle", "data/train/data-00000-of-00001.arrow", "train", 2, "train", "can't be read"),
+    ("pickle", "data/train/data-00000-of-00001.arrow", "prepare", 2, "data"),
+    ("deep", "data/dataset_dict.json", "train", 2, "dataset_dict.json"),
+    # files of a checkpoint that run code when they are opened
+    ("pickle", f"{STEP}/trainer/optimizer/__0_0.distcp", "resume", 77, "__0_0.distcp", "refused"),
+    ("pickle", f"{STEP}/trainer/optimizer/.metadata", "resume", 77, "optimizer/.meta", "refused"),
+    ("pickle", f"{SHARDED}/weights/.metadata", "export sharded", 77, "weights/.meta", "refused"),
+    ("pickle", f"{STEP}/trainer/optimizer.pt", "resume", 77, "optimizer.pt", "refused"),
+    ("pickle", f"{STEP}/tokenizer.pkl", "resume", 77, "tokenizer.pkl", "refused"),
+    ("code", f"{STEP}/modeling_evil.py", "resume", 77, "modeling_evil.py", "refused"),
+    # files of a checkpoint that are something else than their names say
+    ("pickle", f"{STEP}/README.md", "resume", 0),
+    ("pickle", PROGRESS, "resume it", 66, "progress.json"),
+    ("deep", PROGRESS, "resume it", 66, "progress.json"),
+    ("pipe", PROGRESS, "resume it", 66, "progress.json"),
+    ("pickle", f"{STEP}/MANIFEST.json", "resume it", 66, "MANIFEST.json"),
+    ("deep", f"{STEP}/MANIFEST.json", "resume it", 66, "MANIFEST.json"),
+    ("pickle", f"{STEP}/trainer/probe.safetensors", "export", 66, "probe.safetensors"),
+    (
+        "pickle", f"{STEP}/model.safetensors",
+        "resume", 66, "weights", "step-00000002", "can't be read",
+    ),
+    (
+        "pickle", f"{STEP}/trainer/optimizer/{PART}",
+        "resume", 66, "trainer/optimizer", "can't be read",
+    ),
+    ("pickle", f"{SHARDED}/weights/{PART}", "resume sharded", 66, "weights", "can't be read"),
+    ("pickle", f"{SHARDED}/weights/{PART}", "train from it", 66, "weights", "can't be read"),
+    ("pickle", f"{STEP}/tokenizer.json", "resume", 66, "tokenizer", "can't be read"),
+    # links, and what blocks whoever opens it
+    ("link to .", "runs/run/step-00000003", "resume", 77, "step-00000003", "link"),
+    ("link to secret", f"{STEP}/weights.json", "resume", 77, "weights.json", "link"),
+    ("link to .", "runs/new", "train", 77, "link"),
+    ("link to secret", "runs/run/metrics.jsonl", "resume", 77, "metrics.jsonl", "link"),
+    ("link to secret", "runs/run/metrics.jsonl", "branch", 77, "metrics.jsonl", "link"),
+    ("link to secret", "runs/run/samples.jsonl", "branch", 77, "samples.jsonl", "link"),
+    ("link to secret", "runs/new/arguments.yaml", "train", 77, "arguments.yaml", "link"),
+    ("link to secret", "runs/new/.arguments.yaml.tmp", "train", 77, ".arguments.yaml.tmp", "link"),
+    ("link to secret", "runs/run/STATUS.json", "resume", 77, "STATUS.json", "link"),
+    ("link to canary", "runs/run/.lock", "resume", 77, ".lock", "link"),
+    ("link to secret", "runs/run/stop", "resume", 77, "stop", "link"),
+    ("folder", "runs/run/stop", "resume", 0),
+    ("link to secret", "runs/run/metrics.csv", "resume with csv", 77, "metrics.csv", "link"),
+    ("link to .", "runs/run/.tmp-step-00000003-x", "resume", 77, ".tmp-step-00000003-x", "link"),
+    ("link to .", ".tmp-exported", "export", 0),
+    ("pipe", "runs/run/metrics.jsonl", "resume", 73, "metrics.jsonl"),
+]
+for what, file, command, *expected in PLANTED:
+    ATTACKS[f"{what}, {file}, {command}"] = (
+        partial(plant, what=what, file=file, command=command), *expected,
+    )
+
+
+def edit_file(scene, file, changes, command):
+    """An attack: change entries of a JSON file in `work`."""
+    edit(scene.work / file, **changes)
+    seal_what_holds(scene, scene.work / file)
+    return COMMANDS[command](scene)
+
+
+CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "evil--repo.Evil"}}
+KERNEL = {"_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel"}
+EXPERTS = {"_experts_implementation": "evil/kernel", "experts_implementation": "evil/kernel"}
+EDITED = [  # file, changes, command, exit code and words of the sentence
+    (f"{STEP}/config.json", CODE, "resume", 77, "step-00000002", "never run"),
+    (f"{STEP}/config.json", CODE, "export", 77, "step-00000002", "never run"),
+    (MODEL, {**KERNEL, "use_kernels": True}, "train", 0),
+    (MODEL, EXPERTS, "train", 0),
+    (MODEL, {"quantization_config": {"quant_method": "bitsandbytes"}}, "train", 2, "quant"),
+    (MODEL, {"get_text_config": 1}, "train", 2, "can't be read"),  # a method of its own checks
+    (MODEL, {"save_pretrained": 1}, "train", 2, "save_pretrained", "method"),
+    (
+        MODEL, {"transformers_weights": "../../outside/weights.safetensors"},
+        "train", 77, "weights.safetensors",
+    ),
+    ("data/dataset_dict.json", {"splits": ["../../outside/split"]}, "prepare", 77, "outside"),
+    (MODEL, {"hidden_size": 2**40}, "train", 2, "configuration", "parameters"),
+    (MODEL, {"hidden_size": -32, "intermediate_size": "many"}, "train", 2, "config"),
+    (
+        MODEL, {"num_labels": 10**9},
+        "train", 2, "configuration", "1000000000 labels (num_labels); at most 32768",
+    ),
+    (
+        MODEL, {"id2label": dict.fromkeys(map(str, range(10**5)), "x")},
+        "train", 2, "configuration", "100000 entries (id2label); at most 32768",
+    ),
+    (MODEL, {"note": "x" * 2**22}, "train", 2, "configuration", "config.json has", "most 4 MiB"),
+    (
+        MODEL, {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]},
+        "train", 2, "configuration", "1000000000 attention_types (attention_types); at most 32768",
+    ),
+    (
+        MODEL, {"model_type": "deepseek_v2", "n_routed_experts": 2**14, "num_hidden_layers": 2**12},
+        "train", 2, "configuration",
+        "67108864 experts (16384 in each of 4096 layers); at most 262144",
+    ),
+    (
+        MODEL, {"model_type": "gemma3", "text_config": {"layer_types": ["x"] * 100_000}},
+        "train", 2, "configuration", "100000 entries (text_config.layer_types)",
+    ),
+    (
+        "model/generation_config.json", {"eos_token_id": [1] * 10**6},
+        "train", 2, "generation_config.json", "1000000 entries (eos_token_id)",
+    ),
+    (
+        "model/tokenizer_config.json", {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 10**9},
+        "train", 2, "tokenizer", "1000000000 tokens (extra_ids)",
+    ),
+    (
+        PROGRESS, {"guard": "x", "schedule": ["lr"], "fixed": 7, "end_step": "never"},
+        "resume it", 66, "progress.json",
+    ),
+    (
+        PROGRESS, {"guard": {"losses": ["x"] * 50, "skipped": None, "rewinds": {}}},
+        "resume with spikes", 66, "progress.json",
+    ),
+]
+for file, changes, command, *expected in EDITED:
+    ATTACKS[f"{file} with {', '.join(changes)}, {command}"] = (
+        partial(edit_file, file=file, changes=changes, command=command), *expected,
+    )
+
+
+def progress_that_says(scene, **changes):
+    progress = json.loads((scene.work / PROGRESS).read_text())["progress"]
+    return edit_file(scene, PROGRESS, {"progress": {**progress, **changes}}, "resume it")
+
+
+for name, changes, said in (
+    ("negative_step", {"step": -1}, "-1"),
+    ("step_that_is_a_float", {"step": 1.5}, "1.5"),
+    ("step_that_is_a_text", {"step": "2"}, "'2'"),
+    ("position_without_end", {"position": 10**30}, ""),
+):
+    ATTACKS[name] = (partial(progress_that_says, **changes), 66, "progress.json", said)
+for name in ("../../outside/run", "/outside/run", "a\0b", "x" * 5000):
+    ATTACKS[f"run name {name[:20]!r}"] = (partial(Scene.train, name=name), 2, "--run_name")
+
+
 # --------------------------------------------------------------------- pickles in a model directory
-
-
-@attack(77, "pytorch_model.bin", "pickle")
-def pickle_as_the_only_weights(scene):
-    (scene.model / "model.safetensors").unlink()
-    (scene.model / "pytorch_model.bin").write_bytes(scene.pickle)
-    return scene.train()
 
 
 @attack(77, "pytorch_model.bin", "pickle")
@@ -198,30 +382,6 @@ def pickle_named_by_the_configuration(scene):
     return scene.train()
 
 
-@attack(2, "model", "can't be read")
-def pickle_called_safetensors(scene):
-    (scene.model / "model.safetensors").write_bytes(scene.pickle)
-    return scene.train()
-
-
-@attack(2, "tokenizer", "can't be read")
-def pickle_called_tokenizer_json(scene):
-    (scene.model / "tokenizer.json").write_bytes(scene.pickle)
-    return scene.train()
-
-
-@attack(2, "generation_config.json")
-def pickle_called_generation_config_json(scene):
-    (scene.model / "generation_config.json").write_bytes(scene.pickle)
-    return scene.train()
-
-
-@attack(2, "config.json")
-def pickle_called_config_json(scene):
-    (scene.model / "config.json").write_bytes(scene.pickle)
-    return scene.train()
-
-
 # -------------------------------------------------------------------------- pickles in a checkpoint
 
 
@@ -241,100 +401,10 @@ def export_of_a_checkpoint_with_pickled_weights(scene):
     return scene.export()
 
 
-@attack(77, "__0_0.distcp", "refused")
-def checkpoint_with_a_distcp_part(scene):
-    (step(scene.run) / "trainer" / "optimizer" / "__0_0.distcp").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(77, "trainer/optimizer/.metadata", "refused")
-def checkpoint_with_pickled_metadata(scene):
-    (step(scene.run) / "trainer" / "optimizer" / ".metadata").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(77, "weights/.metadata", "refused")
-def sharded_checkpoint_with_pickled_metadata(scene):
-    (step(scene.sharded) / "weights" / ".metadata").write_bytes(scene.pickle)
-    seal(step(scene.sharded))
-    return scene.export(scene.sharded)
-
-
-@attack(77, "optimizer.pt", "refused")
-def checkpoint_with_a_pickled_optimizer(scene):
-    scene.zipped(step(scene.run) / "trainer" / "optimizer.pt")
-    seal(step(scene.run))
-    return scene.resume()
-
-
 @attack(77, "rng_state.PTH", "refused")
 def checkpoint_with_a_pickled_random_state_that_is_not_listed(scene):
     (step(scene.run) / "trainer" / "rng_state.PTH").write_bytes(scene.pickle)
     return scene.resume("--verify_checkpoints", "size")
-
-
-@attack(77, "tokenizer.pkl", "refused")
-def checkpoint_with_a_pickled_tokenizer(scene):
-    (step(scene.run) / "tokenizer.pkl").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(0)
-def pickle_in_a_checkpoint_by_a_name_that_nobody_opens(scene):
-    (step(scene.run) / "README.md").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(66, "progress.json")
-def pickle_called_progress_json(scene):
-    (step(scene.run) / "trainer" / "progress.json").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume("--checkpoint", step(scene.run))
-
-
-@attack(66, "MANIFEST.json")
-def pickle_called_manifest_json(scene):
-    (step(scene.run) / "MANIFEST.json").write_bytes(scene.pickle)
-    return scene.resume("--checkpoint", step(scene.run))
-
-
-@attack(66, "probe.safetensors")
-def pickle_called_probe_safetensors(scene):
-    (step(scene.run) / "trainer" / "probe.safetensors").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.export()
-
-
-@attack(66, "weights", "step-00000002", "can't be read")
-def pickle_called_model_safetensors(scene):
-    (step(scene.run) / "model.safetensors").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(66, "trainer/optimizer", "can't be read")
-def pickle_called_optimizer_part(scene):
-    (step(scene.run) / SHARD).write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(66, "weights", "can't be read")
-def pickle_called_weights_part(scene):
-    next((step(scene.sharded) / "weights").iterdir()).write_bytes(scene.pickle)
-    seal(step(scene.sharded))
-    return scene.resume(name="sharded")
-
-
-@attack(66, "tokenizer", "can't be read")
-def pickle_called_tokenizer_json_in_a_checkpoint(scene):
-    (step(scene.run) / "tokenizer.json").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.resume()
 
 
 @attack(0)
@@ -345,13 +415,6 @@ def pickled_metadata_in_a_checkpoint_as_a_model(scene):
     return scene.train("--model_name", step(scene.sharded))
 
 
-@attack(66, "weights", "can't be read")
-def pickled_weights_part_in_a_checkpoint_as_a_model(scene):
-    next((step(scene.sharded) / "weights").iterdir()).write_bytes(scene.pickle)
-    seal(step(scene.sharded))
-    return scene.train("--model_name", step(scene.sharded))
-
-
 # -------------------------------------------------------------------- pickles and code in a dataset
 
 
@@ -359,13 +422,6 @@ def pickled_weights_part_in_a_checkpoint_as_a_model(scene):
 def pickle_called_arrow(scene):
     (scene.data / "manifest.json").unlink()
     (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
-    return scene.train()
-
-
-@attack(2, "train", "can't be read")
-def pickle_called_arrow_in_a_sealed_dataset(scene):
-    (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
-    seal_data(scene.data)
     return scene.train()
 
 
@@ -399,12 +455,6 @@ def script_as_a_dataset_to_prepare(scene):
     return scene.prepare("--input", scene.work / "evil")
 
 
-@attack(2, "data")
-def pickle_called_arrow_to_prepare(scene):
-    (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
-    return scene.prepare("--input", scene.data)
-
-
 @attack(2, "evil.parquet")
 def pickle_called_parquet_to_prepare(scene):
     (scene.work / "evil.parquet").write_bytes(scene.pickle)
@@ -425,12 +475,6 @@ def python_in_yaml(scene):
     return f"lr: !!python/object/apply:os.system ['touch {scene.canary}']\n"
 
 
-@attack(2, "evil.yaml", "YAML")
-def python_in_a_config(scene):
-    (scene.work / "evil.yaml").write_text(python_in_yaml(scene))
-    return scene.train("--config", scene.work / "evil.yaml")
-
-
 @attack(2, "arguments.yaml", "YAML")
 def python_in_the_arguments_of_a_run(scene):
     (scene.run / "arguments.yaml").write_text(python_in_yaml(scene))
@@ -440,12 +484,6 @@ def python_in_the_arguments_of_a_run(scene):
 @attack(2, "--lr")
 def python_on_the_command_line(scene):
     return scene.train("--lr", python_in_yaml(scene).removeprefix("lr: ").strip())
-
-
-@attack(2, "evil.yaml")
-def deep_config(scene):
-    (scene.work / "evil.yaml").write_text(f"lr: {DEEP[:20_000]}")
-    return scene.train("--config", scene.work / "evil.yaml")
 
 
 def arguments_that_say(scene, **changes):
@@ -493,35 +531,6 @@ def code_for_a_known_model(scene):
     return scene.train()
 
 
-@attack(77, "step-00000002", "never run")
-def code_for_the_model_of_a_checkpoint(scene):
-    edit(
-        step(scene.run) / "config.json",
-        model_type="evil",
-        auto_map={"AutoConfig": "evil--repo.Evil"},
-    )
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(77, "modeling_evil.py", "refused")
-def code_in_a_checkpoint(scene):
-    (step(scene.run) / "modeling_evil.py").write_text(scene.code)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(77, "step-00000002", "never run")
-def code_for_the_model_of_an_exported_checkpoint(scene):
-    edit(
-        step(scene.run) / "config.json",
-        model_type="evil",
-        auto_map={"AutoConfig": "evil--repo.Evil"},
-    )
-    seal(step(scene.run))
-    return scene.export()
-
-
 @attack(77, "model", "never run")
 def code_for_the_tokenizer_of_a_known_model(scene):
     auto_map = {"AutoTokenizer": ["evil.Evil", None]}
@@ -562,33 +571,6 @@ def code_for_generation(scene):
     return scene.train()
 
 
-@attack(0)
-def attention_from_the_hub(scene):
-    changes = {
-        "_attn_implementation": "evil/kernel",
-        "attn_implementation": "evil/kernel",
-        "use_kernels": True,
-    }
-    edit(scene.model / "config.json", **changes)
-    return scene.train()
-
-
-@attack(0)
-def experts_from_the_hub(scene):
-    changes = {"_experts_implementation": "evil/kernel", "experts_implementation": "evil/kernel"}
-    edit(scene.model / "config.json", **changes)
-    return scene.train()
-
-
-@attack(2, "quant")
-def quantizer_that_is_not_there(scene):
-    edit(
-        scene.model / "config.json",
-        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
-    )
-    return scene.train()
-
-
 @attack(2, "adapter")
 def adapter_of_another_model(scene):
     adapter = {
@@ -625,39 +607,7 @@ def template_with_the_name_of_another_file(scene):
     return scene.train()
 
 
-@attack(2, "can't be read")
-def configuration_that_replaces_a_method_of_its_own_checks(scene):
-    edit(scene.model / "config.json", get_text_config=1)
-    return scene.train()
-
-
-@attack(2, "save_pretrained", "method")
-def configuration_that_replaces_a_method(scene):
-    edit(scene.model / "config.json", save_pretrained=1)
-    return scene.train()
-
-
 # ---------------------------------------------------------------- names and links that lead outside
-
-
-@attack(2, "--run_name")
-def run_name_above(scene):
-    return scene.train(name="../../outside/run")
-
-
-@attack(2, "--run_name")
-def run_name_that_is_absolute(scene):
-    return scene.train(name=scene.outside / "run")
-
-
-@attack(2, "--run_name")
-def run_name_with_a_zero(scene):
-    return scene.train(name="a\0b")
-
-
-@attack(2, "--run_name")
-def run_name_without_end(scene):
-    return scene.train(name="x" * 5000)
 
 
 def manifest_that_names(scene, name):
@@ -698,15 +648,9 @@ def index_of_a_checkpoint_names_a_file_above(scene):
     return scene.resume()
 
 
-@attack(77, "weights.safetensors")
-def configuration_names_weights_above(scene):
-    edit(scene.model / "config.json", transformers_weights="../../outside/weights.safetensors")
-    return scene.train()
-
-
 @attack(77, "outside")
 def dataset_lists_a_file_above(scene):
-    seal_data(scene.data, written={"../../outside/secret.txt": {"bytes": 1, "sha256": "0" * 64}})
+    seal_data(scene.data, written={"../../outside/secret": {"bytes": 1, "sha256": "0" * 64}})
     return scene.train()
 
 
@@ -728,28 +672,10 @@ def dataset_to_prepare_reads_a_file_above(scene):
     return scene.prepare("--input", scene.data)
 
 
-@attack(77, "outside")
-def dataset_to_prepare_has_a_split_above(scene):
-    edit(scene.data / "dataset_dict.json", splits=["../../outside/split"])
-    return scene.prepare("--input", scene.data)
-
-
-@attack(77, "step-00000003", "link")
-def checkpoint_that_is_a_link(scene):
-    (scene.run / "step-00000003").symlink_to(scene.outside)
-    return scene.resume()
-
-
 @attack(77, "link", "link")
 def checkpoint_that_is_named_and_a_link(scene):
     (scene.work / "link").symlink_to(step(scene.run))
     return scene.resume("--checkpoint", scene.work / "link", name="branch")
-
-
-@attack(77, "weights.safetensors", "link")
-def file_of_a_checkpoint_that_is_a_link(scene):
-    (step(scene.run) / "weights.safetensors").symlink_to(scene.outside / "weights.safetensors")
-    return scene.resume()
 
 
 @attack(77, "trainer", "link")
@@ -760,68 +686,9 @@ def folder_of_a_checkpoint_that_is_a_link(scene):
 
 
 @attack(77, "link")
-def run_that_is_a_link(scene):
-    (scene.runs / "link").symlink_to(scene.outside)
-    return scene.train(name="link")
-
-
-@attack(77, "link")
 def run_to_resume_that_is_a_link(scene):
     (scene.runs / "link").symlink_to(scene.run)
     return scene.resume("--checkpoint", step(scene.runs / "link"), name=None)
-
-
-@attack(77, "metrics.jsonl", "link")
-def metrics_that_are_a_link(scene):
-    (scene.run / "metrics.jsonl").unlink()
-    (scene.run / "metrics.jsonl").symlink_to(scene.outside / "secret.txt")
-    return scene.resume()
-
-
-@attack(77, "arguments.yaml", "link")
-def arguments_that_are_a_link(scene):
-    (scene.runs / "new").mkdir()
-    (scene.runs / "new" / "arguments.yaml").symlink_to(scene.outside / "secret.txt")
-    return scene.train()
-
-
-@attack(77, ".arguments.yaml.tmp", "link")
-def temporary_file_that_is_a_link(scene):
-    (scene.runs / "new").mkdir()
-    (scene.runs / "new" / ".arguments.yaml.tmp").symlink_to(scene.outside / "secret.txt")
-    return scene.train()
-
-
-@attack(77, "STATUS.json", "link")
-def status_that_is_a_link(scene):
-    (scene.run / "STATUS.json").unlink()
-    (scene.run / "STATUS.json").symlink_to(scene.outside / "secret.txt")
-    return scene.resume()
-
-
-@attack(77, ".lock", "link")
-def lock_that_is_a_link(scene):
-    (scene.run / ".lock").unlink()
-    (scene.run / ".lock").symlink_to(scene.canary)
-    return scene.resume()
-
-
-@attack(77, "stop", "link")
-def stop_file_that_is_a_link(scene):
-    (scene.run / "stop").symlink_to(scene.outside / "secret.txt")
-    return scene.resume()
-
-
-@attack(77, "metrics.csv", "link")
-def table_that_is_a_link(scene):
-    (scene.run / "metrics.csv").symlink_to(scene.outside / "secret.txt")
-    return scene.resume("--logger", "csv")
-
-
-@attack(77, ".tmp-step-00000003-evil", "link")
-def leftover_that_is_a_link(scene):
-    (scene.run / ".tmp-step-00000003-evil").symlink_to(scene.outside)
-    return scene.resume()
 
 
 @attack(0)
@@ -829,27 +696,8 @@ def leftover_that_holds_links(scene):
     folder = scene.run / ".tmp-step-00000003-evil"
     folder.mkdir()
     (folder / "folder").symlink_to(scene.outside)
-    (folder / "file").symlink_to(scene.outside / "secret.txt")
+    (folder / "file").symlink_to(scene.outside / "secret")
     return scene.resume()
-
-
-@attack(77, "metrics.jsonl", "link")
-def branch_from_a_run_whose_metrics_are_a_link(scene):
-    (scene.run / "metrics.jsonl").unlink()
-    (scene.run / "metrics.jsonl").symlink_to(scene.outside / "secret.txt")
-    return scene.resume("--checkpoint", step(scene.run), name="branch")
-
-
-@attack(77, "samples.jsonl", "link")
-def branch_from_a_run_whose_samples_are_a_link(scene):
-    (scene.run / "samples.jsonl").symlink_to(scene.outside / "secret.txt")
-    return scene.resume("--checkpoint", step(scene.run), name="branch")
-
-
-@attack(0)
-def leftover_of_an_export_that_is_a_link(scene):
-    (scene.work / ".tmp-exported").symlink_to(scene.outside)
-    return scene.export()
 
 
 @attack(0)
@@ -863,19 +711,6 @@ def leftover_of_a_preparation_that_is_a_link(scene):
 # ------------------------------------------------------------ pipes, which block whoever opens them
 
 
-@attack(2, "model.safetensors.index.json")
-def index_that_is_a_pipe(scene):
-    os.mkfifo(scene.model / "model.safetensors.index.json")
-    return scene.train()
-
-
-@attack(73, "metrics.jsonl")
-def metrics_that_are_a_pipe(scene):
-    (scene.run / "metrics.jsonl").unlink()
-    os.mkfifo(scene.run / "metrics.jsonl")
-    return scene.resume()
-
-
 @attack(2, "data-00000-of-00001.arrow")
 def dataset_that_is_a_pipe(scene):
     (scene.data / "manifest.json").unlink()
@@ -884,26 +719,7 @@ def dataset_that_is_a_pipe(scene):
     return scene.train()
 
 
-@attack(66, "progress.json")
-def progress_that_is_a_pipe(scene):
-    (step(scene.run) / "trainer" / "progress.json").unlink()
-    os.mkfifo(step(scene.run) / "trainer" / "progress.json")
-    return scene.resume("--checkpoint", step(scene.run))
-
-
-@attack(0)
-def stop_file_that_is_a_folder(scene):
-    (scene.run / "stop").mkdir()
-    return scene.resume()
-
-
 # ------------------------------------------------------------------------------- sizes and shapes
-
-
-@attack(2, "model", "can't be read")
-def weights_with_an_endless_header(scene):
-    (scene.model / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    return scene.train()
 
 
 @attack(2, "model", "can't be read")
@@ -954,120 +770,23 @@ def exported_weights_of_a_petabyte_in_parts(scene):
 
 @attack(66, "optimizer")
 def optimizer_of_a_petabyte_in_parts(scene):
-    with_offsets(step(scene.run) / SHARD, 2**45)
+    with_offsets(step(scene.run) / "trainer" / "optimizer" / PART, 2**45)
     seal(step(scene.run))
     return scene.resume()
 
 
 @attack(66, "optimizer")
 def optimizer_with_negative_offsets(scene):
-    with_offsets(step(scene.run) / SHARD, -3)
+    with_offsets(step(scene.run) / "trainer" / "optimizer" / PART, -3)
     seal(step(scene.run))
     return scene.resume()
 
 
 @attack(66, "optimizer")
 def optimizer_without_its_tensors(scene):
-    save_file({"x": torch.zeros(1)}, step(scene.run) / SHARD)
+    save_file({"x": torch.zeros(1)}, step(scene.run) / "trainer" / "optimizer" / PART)
     seal(step(scene.run))
     return scene.resume()
-
-
-@attack(2, "1000000000 layers")
-def model_of_a_billion_layers(scene):
-    edit(scene.model / "config.json", num_hidden_layers=10**9)
-    return scene.train()
-
-
-@attack(2, "configuration", "parameters")
-def model_of_a_trillion_dimensions(scene):
-    edit(scene.model / "config.json", hidden_size=2**40)
-    return scene.train()
-
-
-@attack(2, "configuration", "parameters")
-def model_of_a_quadrillion_tokens(scene):
-    edit(scene.model / "config.json", vocab_size=2**50)
-    return scene.train()
-
-
-@attack(2, "configuration", "parameters")
-def random_model_of_a_quadrillion_tokens(scene):
-    edit(scene.model / "config.json", vocab_size=2**50)
-    (scene.model / "model.safetensors").unlink()
-    return scene.train()
-
-
-@attack(2, "config")
-def model_of_negative_size(scene):
-    edit(scene.model / "config.json", hidden_size=-32, intermediate_size="many")
-    return scene.train()
-
-
-def model_that_declares(scene, model_type="llama", **changes):
-    edit(scene.model / "config.json", model_type=model_type, **changes)
-    return scene.train()
-
-
-@attack(2, "configuration", "1000000000 labels (num_labels); at most 32768")
-def model_of_a_billion_labels(scene):
-    return model_that_declares(scene, num_labels=10**9)
-
-
-@attack(2, "configuration", "100000 entries (id2label); at most 32768")
-def model_that_names_its_labels(scene):
-    return model_that_declares(scene, id2label={str(k): "x" for k in range(100_000)})
-
-
-@attack(2, "configuration", "config.json has", "MiB; at most 4 MiB")
-def model_that_names_a_million_labels(scene):
-    return model_that_declares(scene, id2label={str(k): "x" for k in range(10**6)})
-
-
-@attack(2, "configuration", "1000000000 attention_types (attention_types); at most 32768")
-def model_of_a_billion_attention_types(scene):
-    return model_that_declares(scene, "gpt_neo", attention_types=[[["global"], 10**9]])
-
-
-@attack(2, "configuration", "1000000000 layers (num_hidden_layers)")
-def model_that_lists_its_billion_layers(scene):
-    return model_that_declares(scene, "jamba", num_hidden_layers=10**9)
-
-
-@attack(2, "configuration", "1000000000 experts (num_local_experts); at most 32768")
-def model_of_a_billion_experts(scene):
-    return model_that_declares(scene, "mixtral", num_local_experts=10**9)
-
-
-@attack(2, "configuration", "67108864 experts (16384 in each of 4096 layers); at most 262144")
-def model_of_a_thousand_experts_in_thousands_of_layers(scene):
-    return model_that_declares(
-        scene, "deepseek_v2", n_routed_experts=2**14, num_hidden_layers=2**12
-    )
-
-
-@attack(2, "configuration", "1000000 entries (eos_token_id); at most 32768")
-def model_of_a_million_ends(scene):
-    return model_that_declares(scene, eos_token_id=[1] * 10**6)
-
-
-@attack(2, "configuration", "100000 entries (text_config.layer_types)")
-def model_of_layers_within(scene):
-    return model_that_declares(
-        scene, "gemma3", text_config={"layer_types": ["full_attention"] * 100_000}
-    )
-
-
-@attack(2, "generation_config.json", "1000000 entries (eos_token_id)")
-def generation_of_a_million_ends(scene):
-    (scene.model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1] * 10**6}))
-    return scene.train()
-
-
-@attack(2, "tokenizer", "1000000000 tokens (extra_ids)")
-def tokenizer_of_a_billion_tokens(scene):
-    edit(scene.model / "tokenizer_config.json", tokenizer_class="ByT5Tokenizer", extra_ids=10**9)
-    return scene.train()
 
 
 @attack(2, "tokenizer", "1000000000 labels")
@@ -1079,73 +798,6 @@ def tokenizer_beside_a_configuration(scene):
     (scene.data / "tokenizer" / "tokenizer_config.json").unlink()
     seal_data(scene.data)
     return scene.train()
-
-
-@attack(66, "MANIFEST.json")
-def deep_manifest(scene):
-    (step(scene.run) / "MANIFEST.json").write_text(DEEP)
-    return scene.resume("--checkpoint", step(scene.run))
-
-
-@attack(66, "progress.json")
-def deep_progress(scene):
-    (step(scene.run) / "trainer" / "progress.json").write_text(DEEP)
-    seal(step(scene.run))
-    return scene.resume("--checkpoint", step(scene.run))
-
-
-@attack(2, "dataset_dict.json")
-def deep_dataset(scene):
-    (scene.data / "dataset_dict.json").write_text(DEEP)
-    seal_data(scene.data)
-    return scene.train()
-
-
-@attack(2, "generation_config.json")
-def deep_generation_config(scene):
-    (scene.model / "generation_config.json").write_text(DEEP)
-    return scene.train()
-
-
-@attack(2, "tokenizer")
-def deep_tokenizer(scene):
-    (scene.model / "tokenizer.json").write_text(DEEP)
-    return scene.train()
-
-
-def progress_that_says(scene, **changes):
-    file = step(scene.run) / "trainer" / "progress.json"
-    edit(file, progress={**json.loads(file.read_text())["progress"], **changes})
-    seal(step(scene.run))
-    return scene.resume("--checkpoint", step(scene.run))
-
-
-@attack(66, "progress.json", "-1")
-def negative_step(scene):
-    return progress_that_says(scene, step=-1)
-
-
-@attack(66, "progress.json", "1.5")
-def step_that_is_a_float(scene):
-    return progress_that_says(scene, step=1.5)
-
-
-@attack(66, "progress.json", "'2'")
-def step_that_is_a_text(scene):
-    return progress_that_says(scene, step="2")
-
-
-@attack(66, "progress.json")
-def position_without_end(scene):
-    return progress_that_says(scene, position=10**30)
-
-
-@attack(66, "progress.json")
-def progress_of_other_things(scene):
-    file = step(scene.run) / "trainer" / "progress.json"
-    edit(file, guard="x", schedule=["lr"], fixed=7, end_step="never")
-    seal(step(scene.run))
-    return scene.resume("--checkpoint", step(scene.run))
 
 
 @attack(66, "progress.json")
@@ -1166,16 +818,6 @@ def evaluation_in_words(scene):
     seal(step(scene.run))
     seal(scene.run / "step-00000001")
     return scene.resume("--keep_last", 1)
-
-
-@attack(66, "progress.json")
-def losses_of_words(scene):
-    edit(
-        step(scene.run) / "trainer" / "progress.json",
-        guard={"losses": ["x"] * 50, "skipped": None, "rewinds": {}},
-    )
-    seal(step(scene.run))
-    return scene.resume("--checkpoint", step(scene.run), "--spike_threshold", 3)
 
 
 @attack(66, "MANIFEST.json")
@@ -1293,7 +935,7 @@ def base(toys, tmp_path_factory):
         shutil.rmtree(run / "step-00000003")  # a step is left to do
         shutil.rmtree(run / "step-00000001")  # nothing to fall back to
     (scene.outside / "folder").mkdir(parents=True)
-    (scene.outside / "secret.txt").write_text("secret\n")
+    (scene.outside / "secret").write_text("secret\n")
     (scene.outside / "folder" / "file").write_bytes(bytes(100))
     shutil.copyfile(scene.model / "model.safetensors", scene.outside / "weights.safetensors")
     shutil.copyfile(
@@ -1337,7 +979,7 @@ def end_of(program, *words):
 
 
 @pytest.mark.quick_cases(
-    r"link.*checkpoint|checkpoint_that_is_a_link|outside|code_for_the_model_of_a"
+    r"link to .*run/step-|folder_of_a_checkpoint_that_is_a_link|auto_map, resume"
 )
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack(base, tmp_path, name):
@@ -1580,7 +1222,7 @@ def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "MAX_CPU_SECONDS", 1)
     scene = copy_of(base, tmp_path)
     changes = {"layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 10**9}
-    command = model_that_declares(scene, "cohere2_moe", **changes)
+    command = edit_file(scene, MODEL, {"model_type": "cohere2_moe", **changes}, "train")
     [(code, said, _)] = run_ranks(1, end_of, *command, timeout_seconds=TIMEOUT_SECONDS)
     sentence = "can't be read: building it takes more than 1 s of processor time."
     assert code == 2 and f"The configuration of {str(scene.model)!r} {sentence}" in said, said
@@ -1620,7 +1262,12 @@ def copy_of(base, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["pickle_called_optimizer_part", "pickle_called_weights_part", "position_without_end"]
+    "name",
+    [
+        f"pickle, {STEP}/trainer/optimizer/{PART}, resume",
+        f"pickle, {SHARDED}/weights/{PART}, resume sharded",
+        "position_without_end",
+    ],
 )
 def test_two_ranks_end_alike(base, tmp_path, name):
     """None waits for another that has found something wrong."""
