@@ -407,7 +407,7 @@ def changed(toys, folder, change):
             lambda config: config | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "are quantized (gptq), and only weights in 16 or 32",
         ),
-        (lambda config: config.pop("model_type") and config, "can't be read"),
+        (lambda config: {"hidden_size": config["hidden_size"]}, "can't be read"),
         (lambda config: {}, "can't be read"),
     ],
 )

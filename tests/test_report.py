@@ -29,6 +29,8 @@ HOSTILE = (
     "onerror=alert(2)>'\"&\u2028<b>%{x}"
 )
 LARGEST_BYTES = 8_000_000
+REWINDS = """--output_dir {output} --run_name run --devices 1 --global_batch_size 4
+--save_step_interval 4 --spike_threshold 6 --spike_action rewind"""
 
 
 class Page(html.parser.HTMLParser):
@@ -88,36 +90,22 @@ class Page(html.parser.HTMLParser):
 
 
 def training(step, **more):
-    numbers = {
-        "loss": 9.0 / step,
-        "lr": 1e-3 / step,
-        "grad_norm": 1.0 + step % 3,
-        "tokens": 2048 * step,
-    }
-    numbers |= {"tokens_per_second": 4000.0, "peak_memory_gib": 0.5, "updated_fraction": 1.0}
+    numbers = {"loss": 9.0 / step, "lr": 1e-3 / step, "grad_norm": 1.0 + step % 3}
+    numbers |= {"tokens": 2048 * step, "tokens_per_second": 4000.0, "peak_memory_gib": 0.5}
+    numbers |= {"updated_fraction": 1.0}
     return {"step": step, **numbers, "data_seconds": 0.01, "wait_seconds": 0.02, **more}
 
 
 def made(folder, lines, *, flags=None, status=None, events=(), samples=()):
     """A run directory, written by hand."""
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    kept = {
-        "model_name": "m",
-        "train_data_dir": "d",
-        "lr": 1e-3,
-        "global_batch_size": 8,
-        "context_length": 256,
-    }
+    kept = {"model_name": "m", "train_data_dir": "d", "lr": 1e-3}
+    kept |= {"global_batch_size": 8, "context_length": 256}
     (folder / "arguments.yaml").write_text(json.dumps({**kept, **(flags or {})}))
-    said = {
-        "code": 0,
-        "reason": "done",
-        "step": lines[-1]["step"] if lines else None,
-        "last_durable_step": None,
-    }
+    said = {"code": 0, "reason": "done", "step": lines[-1]["step"] if lines else None}
+    said |= {"last_durable_step": None}
     (folder / "STATUS.json").write_text(json.dumps({**said, **(status or {})}))
-    for name, many in (("events", events), ("samples", samples)):
+    for name, many in (("metrics", lines), ("events", events), ("samples", samples)):
         if many:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in many))
     return folder
@@ -129,23 +117,23 @@ def report(*folders, output=None, code=0, more=()):
     return Page(output)
 
 
+def evaluation(step, tokens, loss, **sets):
+    return {"step": step, "tokens": tokens, "eval_loss": loss, "eval": sets}
+
+
 EVALUATIONS = [
-    {"step": 0, "tokens": 0, "eval_loss": 3.0}
-    | {
-        "eval": {
-            "general": {"loss": 2.0},
-            "code": {"loss": 4.0, "bits_per_byte": 1.5},
-            "copy": {"loss": 1.0},
-        }
-    },
-    {"step": 20, "tokens": 40960, "eval_loss": 2.5}
-    | {
-        "eval": {
-            "general": {"loss": 2.1, "forgotten": 0.1, "budget": 0.05, "perplexity": 8.2},
-            "code": {"forgotten": -1.1, "loss": 2.9, "bits_per_byte": 1.1},
-            "copy": {"loss": 0.5},
-        }
-    },
+    evaluation(
+        0, 0, 3.0,
+        general={"loss": 2.0},
+        code={"loss": 4.0, "bits_per_byte": 1.5},
+        copy={"loss": 1.0},
+    ),
+    evaluation(
+        20, 40960, 2.5,
+        general={"loss": 2.1, "forgotten": 0.1, "budget": 0.05, "perplexity": 8.2},
+        code={"forgotten": -1.1, "loss": 2.9, "bits_per_byte": 1.1},
+        copy={"loss": 0.5},
+    ),
 ]
 
 
@@ -154,11 +142,8 @@ EVALUATIONS = [
 
 @pytest.mark.longer
 def test_a_real_run_that_was_resumed(toys, tmp_path):
-    flags = (
-        *toy_run(toys, tmp_path), "--run_name", "run", "--global_batch_size", 4, "--eval_iters", 1,
-        "--lr", 1e-2,
-    )
-    flags += ("--max_step", 4, "--save_step_interval", 2)
+    flags = [*toy_run(toys, tmp_path), *"--run_name run --global_batch_size 4".split()]
+    flags += "--eval_iters 1 --lr 1e-2 --max_step 4 --save_step_interval 2".split()
     train_ranks(1, *flags)
     run = tmp_path / "run"
     shutil.rmtree(run / "step-00000004")
@@ -172,9 +157,7 @@ def test_a_real_run_that_was_resumed(toys, tmp_path):
     assert [line["set"] for line in shown.lines("eval_loss")] == ["validation"]
     kinds = [event["kind"] for event in shown.events()]
     assert kinds == ["started", "saved", "resumed", "saved", "done", "saved", "done"]
-    assert [mark["x0"] for mark in shown.data["marks"]] == [2], (
-        "an upright line where it was resumed"
-    )
+    assert [mark["x0"] for mark in shown.data["marks"]] == [2], "a line where it was resumed"
     assert "LlamaForCausalLM" in shown.text and "4 of 4" in shown.text
 
 
@@ -184,33 +167,19 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     sources = {name: {"path": str(path), "weight": 0.5} for name, path in paths.items()}
     stages = [{"from": 0.5, "weights": {"new": 0.25, "old": 0.75}}]
     (tmp_path / "mix.yaml").write_text(json.dumps({"sources": sources, "stages": stages}))
-    flags = (
-        "--model_name", toys / "gpt2-no-dropout", "--data_mix", tmp_path / "mix.yaml",
-        "--output_dir", tmp_path,
-    )
-    flags += (
-        "--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 1,
-        "--lr", 1e-4,
-    )
-    flags += (
-        "--max_step", 16, "--save_step_interval", 4, "--eval_step_interval", 4, "--eval_iters", 1,
-    )
-    flags += (
-        "--spike_threshold", 6, "--spike_action", "rewind", "--ema_decay", 0.9,
-        "--log_step_interval", 10,
-    )
+    flags = f"--model_name {toys}/gpt2-no-dropout --data_mix {tmp_path}/mix.yaml".split()
+    flags += REWINDS.format(output=tmp_path).split()
+    flags += "--micro_batch_size 1 --lr 1e-4 --max_step 16 --eval_step_interval 4".split()
+    flags += "--eval_iters 1 --ema_decay 0.9 --log_step_interval 10".split()
     spike = {0: range(4 * 13, 4 * 14)}  # step 14
-    assert run_ranks(1, train_with_faults, list(map(str, flags)), spike, 100.0) == [0]
+    assert run_ranks(1, train_with_faults, flags, spike, 100.0) == [0]
     shown = report(tmp_path / "run")
     [kept] = shown.lines("loss")
     assert kept["x"] == [1, 4, 8, 10, 12, 16]
     read = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])["sources"]
     assert sum(one["tokens"] for one in read.values()) == 4 * 18 * CONTEXT
-    assert (
-        "step 16 of 16" in shown.text
-        and "with pauses" in shown.text
-        and "Faint lines" in shown.text
-    )
+    for words in ("step 16 of 16", "with pauses", "Faint lines"):
+        assert words in shown.text
     sets = [line["set"] for line in shown.lines("eval_loss")]
     assert sets == ["all sets, weighted", "new", "old", reading.AVERAGE]
     assert re.search(r"best \d\.\d+ at step 1[0-6]; before step 10 it had other shares", shown.text)
@@ -226,52 +195,29 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
 def test_evaluations_with_sets_budgets_and_a_copy_probe(tmp_path):
     lines = [EVALUATIONS[0], *(training(step) for step in range(1, 21)), EVALUATIONS[1]]
     shown = report(made(tmp_path / "run", lines))
-    assert [one["set"] for one in shown.lines("eval_loss")] == [
-        "all sets, weighted", "code", "general",
-    ]
-    assert [one["y"] for one in shown.lines("eval_loss")] == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
+    losses = {one["set"]: one["y"] for one in shown.lines("eval_loss")}
+    assert list(losses) == ["all sets, weighted", "code", "general"]
+    assert list(losses.values()) == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
     forgetting = {one["set"]: one["y"] for one in shown.lines("forgetting")}
     assert forgetting == {"general": [0.1], "budget of general": [0.05]}, "only code has no budget"
     [copy] = shown.lines("copy")
     assert copy["y"] == [1.0, 0.5] and shown.lines("eval_bits_per_byte")[0]["y"] == [1.5, 1.1]
-    assert ("span", {"class": "stopped"}) in shown.tags and (
-        "dd",
-        {"class": "figure long"},
-    ) in shown.tags
+    assert ("span", {"class": "stopped"}) in shown.tags
+    assert ("dd", {"class": "figure long"}) in shown.tags
     assert "general is 0.1000 nats above" in shown.text
-    dashes = {
-        (one["set"], one["dash"])
-        for name in ("eval_loss", "forgetting", "copy")
-        for one in shown.lines(name)
-    }
-    assert len({name for name, _ in dashes}) == len(dashes) == 5, (
-        "a set has one dash in all figures"
-    )
+    drawn = [one for name in ("eval_loss", "forgetting", "copy") for one in shown.lines(name)]
+    dashes = {(one["set"], one["dash"]) for one in drawn}
+    assert len({name for name, _ in dashes}) == len(dashes) == 5, "one dash of a set, everywhere"
 
 
 def test_a_probe_of_retrieval_is_drawn_by_the_length_of_the_text(tmp_path):
-    said = {
-        "loss": 4.0,
-        "accuracy": 0.6,
-        "accuracy_of_64": 0.75,
-        "accuracy_of_2048": 0.5,
-        "accuracy_of_64_at_10": 0.1,
-    }
-    lines = [
-        {
-            "step": n,
-            "tokens": n,
-            "eval_loss": 3.0,
-            "eval": {"validation": {"loss": 3.0}, "retrieval": said},
-        }
-        for n in (0, 1)
-    ]
-    shown = report(made(tmp_path / "run", [lines[0], training(1), lines[1]]))
+    said = {"loss": 4.0, "accuracy": 0.6, "accuracy_of_64": 0.75, "accuracy_of_2048": 0.5}
+    said |= {"accuracy_of_64_at_10": 0.1}
+    first, last = (evaluation(n, n, 3.0, validation={"loss": 3.0}, retrieval=said) for n in (0, 1))
+    shown = report(made(tmp_path / "run", [first, training(1), last]))
     found = {one["set"]: one["y"] for one in shown.lines("retrieval")}
-    assert found == {
-        "retrieval from 64 tokens": [0.75] * 2,
-        "retrieval from 2,048 tokens": [0.5] * 2,
-    }
+    assert found.pop("retrieval from 64 tokens") == [0.75] * 2
+    assert found == {"retrieval from 2,048 tokens": [0.5] * 2}
     assert [one["set"] for one in shown.lines("copy")] == ["retrieval"], "its loss"
 
 
@@ -302,29 +248,21 @@ def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_pa
     lines += [{"step": 2, "eval_loss": 4.0, "eval": then}]
     flags = {"train_data_dir": None, "data_mix": "new=data/new:0.75:4,old=data/old:0.25"}
     shown = report(made(tmp_path / "run", lines, flags=flags))
-    assert {one["set"]: one["y"] for one in shown.lines("forgetting")} == {
-        "new": [0, -1.5],
-        "old": [0, pytest.approx(0.1)],
-    }
+    forgetting = {one["set"]: one["y"] for one in shown.lines("forgetting")}
+    assert forgetting == {"new": [0, -1.5], "old": [0, pytest.approx(0.1)]}
     assert [one["set"] for one in shown.lines("sources_epochs")] == ["new", "old"]
     assert "trained on new, old" in shown.text and "data/new:0.75:4" in shown.text
 
 
 def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     begins = {"devices": 2, "kind": "cuda", "strategy": "fsdp", "nodes": 1, "from": "m"}
+    larger = {"event": "resumed", **begins, "devices": 8, "nodes": 2}
     happened = [
         {"event": "started", "step": 0, "time": "2026-01-01T00:00:00+00:00", **begins},
         *({"event": "saved", "step": step} for step in (2, 4, 6)),
-        {
-            "event": "resumed",
-            "step": 6,
-            "time": "2026-01-02T00:00:00+00:00",
-            **begins,
-            "devices": 8,
-            "nodes": 2,
-        },
+        {**larger, "step": 6, "time": "2026-01-02T00:00:00+00:00"},
         {"event": "ended", "step": 8, "code": 75, "reason": "stopped on request"},
-        {"event": "resumed", "step": None, **begins, "devices": 8, "nodes": 2},
+        {**larger, "step": None},
         {"event": "ended", "step": 9, "code": 76, "reason": "loss nan"},
         {"event": "new", "step": 3},
         {"event": 3},
@@ -339,60 +277,53 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     run = made(tmp_path / "run", lines, events=happened, status={"code": 76, "reason": "loss nan"})
     read = reading.read_run(run)
     found = reading.timeline(read)
-    assert [(one.kind, one.step) for one in found] == [
-        *(
-            ("started", 0),
-            ("saved", 2),
-            ("saved", 4),
-            ("skipped", 5),
-            ("saved", 6),
-            ("killed", 6),
-            ("resumed", 6),
-        ),
-        *(("forgetting", 7), ("stopped", 8), ("resumed", 8), ("spike", 8), ("failed", 9)),
-    ]
+    expected = "started 0, saved 2, saved 4, skipped 5, saved 6, killed 6, resumed 6, "
+    expected += "forgetting 7, stopped 8, resumed 8, spike 8, failed 9"
+    assert ", ".join(f"{one.kind} {one.step}" for one in found) == expected
     shown = report(run)
-    assert (
-        "8 cuda devices of 2 machines; fsdp; from m" in shown.text
-        and "at sequence 1,234" in shown.text
-    )
+    assert "8 cuda devices of 2 machines; fsdp; from m" in shown.text
+    assert "at sequence 1,234" in shown.text
     assert "How it ended Failed Loss nan (exit code 76) No checkpoint." in shown.text
     assert shown.lines("loss")[0]["y"][4] is None, "a step that was skipped is a gap"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_runs_that_are_not_over_not_whole_or_hardly_there(tmp_path, number):
-    run = made(
-        tmp_path / "run", [training(1), training(2)], status={"code": None, "reason": "running"}
-    )
-    file = run / "metrics.jsonl"
-    if number == 0:  # going, killed in a line, no validation
-        file.write_text(file.read_text() + '{"step": 3, "lo')
-        shown = report(run)
-        assert (
-            "Running, or killed" in shown.text
-            and "cut off" in shown.text
-            and "no validation" in shown.text
-        )
-        assert shown.lines("loss")[0]["x"] == [1, 2]
-    elif number == 1:  # lines that are none
-        broken = '{}\n[]\n{"step": "x"}\n\n{"step": 4, "tokens": 1.5}\n' + "[" * 3000 + "\n"
-        file.write_text(
-            broken
-            + file.read_text()
-            + '{"step": 9, "loss": "x", "eval": 3, "sources": [], "lr": true}\n'
-        )
-        shown = report(run)
-        assert "line 1 can't be read." in shown.text
-        assert shown.lines("loss")[0]["y"] == [9.0, 4.5]
-    elif number == 2:  # nothing yet, and files of no use
-        for name in ("metrics.jsonl", "STATUS.json"):
-            (run / name).unlink()
-        (run / "arguments.yaml").write_text("a: [")
-        assert "no line to draw" in report(run).text
-    else:  # only a validation before the first step, and not a number
-        file.write_text('{"step": 0, "eval_loss": null}\n{"step": 0, "eval_loss": 3.5}\n')
-        assert report(run).lines("eval_loss")[0]["y"] == [None, 3.5]
+@pytest.fixture
+def going(tmp_path):
+    """A run of two steps that isn't over."""
+    status = {"code": None, "reason": "running"}
+    return made(tmp_path / "run", [training(1), training(2)], status=status)
+
+
+def test_a_run_that_is_going_or_was_killed_in_a_line(going):
+    with (going / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    shown = report(going)
+    for words in ("Running, or killed", "cut off", "no validation"):
+        assert words in shown.text
+    assert shown.lines("loss")[0]["x"] == [1, 2]
+
+
+def test_lines_of_a_log_that_are_none(going):
+    file = going / "metrics.jsonl"
+    before = '{}\n[]\n{"step": "x"}\n\n{"step": 4, "tokens": 1.5}\n' + "[" * 3000 + "\n"
+    behind = '{"step": 9, "loss": "x", "eval": 3, "sources": [], "lr": true}\n'
+    file.write_text(before + file.read_text() + behind)
+    shown = report(going)
+    assert "line 1 can't be read." in shown.text
+    assert shown.lines("loss")[0]["y"] == [9.0, 4.5]
+
+
+def test_a_run_without_files_of_use(going):
+    for name in ("metrics.jsonl", "STATUS.json"):
+        (going / name).unlink()
+    (going / "arguments.yaml").write_text("a: [")
+    assert "no line to draw" in report(going).text
+
+
+def test_a_run_with_a_validation_before_its_first_step_and_not_a_number(going):
+    lines = '{"step": 0, "eval_loss": null}\n{"step": 0, "eval_loss": 3.5}\n'
+    (going / "metrics.jsonl").write_text(lines)
+    assert report(going).lines("eval_loss")[0]["y"] == [None, 3.5]
 
 
 def test_text_from_runs_is_text(tmp_path):
@@ -400,16 +331,8 @@ def test_text_from_runs_is_text(tmp_path):
     lines = [training(1, **{HOSTILE: 1.0}, sources={HOSTILE: {"tokens": 1, "epochs": 1}})]
     lines += [{"step": 1, "eval_loss": 1.0, "eval": {HOSTILE: {"loss": 1.0}, "b": {"loss": 2.0}}}]
     lines += [{"step": 1, "verdict": "warn", "reason": HOSTILE}]
-    happened = [
-        {
-            "event": "started",
-            "step": 0,
-            "devices": 1,
-            "model": HOSTILE,
-            "from": HOSTILE,
-            "kind": HOSTILE,
-        }
-    ]
+    happened = [{"event": "started", "step": 0, "devices": 1}]
+    happened[0] |= dict.fromkeys(("model", "from", "kind"), HOSTILE)
     flags = {"model_name": HOSTILE, "data_mix": HOSTILE, HOSTILE: HOSTILE}
     status = {"code": 1, "reason": HOSTILE}
     runs = [
@@ -419,57 +342,41 @@ def test_text_from_runs_is_text(tmp_path):
     for shown in (report(runs[0]), report(*runs)):
         tags = [tag for tag, _ in shown.tags]
         assert tags.count("script") == 3 and not {"img", "b", "iframe"} & set(tags)
-        assert not [
-            name for _, attributes in shown.tags for name in attributes if name.startswith("on")
-        ]
+        names = [name for _, attributes in shown.tags for name in attributes]
+        assert not [name for name in names if name.startswith("on")]
         assert HOSTILE.split("\u2028")[0] in shown.text
         assert any(one["set"].endswith(HOSTILE) for one in shown.lines("eval_loss"))
 
 
 def test_runs_beside_each_other(tmp_path):
     lines = [training(step) for step in range(1, 5)]
-    one = made(
-        tmp_path / "x" / "same", [EVALUATIONS[0], *lines], flags={"lr": 1e-3, "compile": "auto"}
-    )
-    other = made(
-        tmp_path / "y" / "same", lines, flags={"lr": 2e-3, "compile": "auto", "new_flag": None}
-    )
+    flags = {"lr": 1e-3, "compile": "auto"}
+    others = {"lr": 2e-3, "compile": "auto", "new_flag": None}
+    one = made(tmp_path / "x" / "same", [EVALUATIONS[0], *lines], flags=flags)
+    other = made(tmp_path / "y" / "same", lines, flags=others)
     shown = report(one, other, one, output=tmp_path / "both.html")
-    assert [line["set"] for line in shown.lines("loss")] == ["x/same", "y/same"], (
-        "each once, and told apart"
-    )
-    assert shown.lines("loss")[0]["x"] == [2048, 4096, 6144, 8192], (
-        "over tokens, of which a step may have more"
-    )
+    assert [line["set"] for line in shown.lines("loss")] == ["x/same", "y/same"], "each once"
+    assert shown.lines("loss")[0]["x"] == [2048, 4096, 6144, 8192], "tokens, as steps may differ"
     differing = shown.text.split("Flags Flag x/same y/same")[1]
     assert "same Validation loss 3 best 3 at step 0 Tokens 8,192 step 4" in shown.text
     assert "same Validation loss \N{EN DASH} no validation Tokens 8,192 step 4" in shown.text
     assert differing.startswith(" lr 0.001 0.002 new_flag \N{EN DASH} null All flags")
     assert not (one / "report.html").exists()
-    third = made(tmp_path / "z", lines, flags={"lr": 1e-3, "compile": "auto"})
-    assert (
-        "All flags are equal"
-        in report(third, shutil.copytree(third, tmp_path / "z2"), output=tmp_path / "e.html").text
-    )
+    third = made(tmp_path / "z", lines, flags=flags)
+    copy = shutil.copytree(third, tmp_path / "z2")
+    assert "All flags are equal" in report(third, copy, output=tmp_path / "e.html").text
 
 
 def test_samples_are_shown_by_steps_and_the_later_ones_of_a_step(tmp_path):
+    common = {"tokens": 4, "how": "greedy"}
     many = [
-        {
-            "step": step,
-            "prompt": prompt,
-            "text": f"{prompt} at {step}{nth}",
-            "tokens": 4,
-            "how": "greedy",
-        }
+        {"step": step, "prompt": prompt, "text": f"{prompt} at {step}{nth}", **common}
         for step, nth in ((0, ""), (2, " old"), (2, ""))
         for prompt in ("one", "two")
     ]
     text = report(made(tmp_path / "run", [training(2)], samples=[*many, {"step": 3}])).text
-    assert re.search(
-        r"step 0 one one at 0 step 0 two two at 0 step 2 one one at 2 step 2 two two at 2 [^s]",
-        text,
-    )
+    shown = "step 0 one one at 0 step 0 two two at 0 step 2 one one at 2 step 2 two two at 2 [^s]"
+    assert re.search(shown, text)
 
 
 # ------------------------------------------------------------------------------- large logs
@@ -492,11 +399,8 @@ def test_what_is_thinned_out_keeps_its_ends_extremes_and_gaps():
 def test_a_trend_is_an_exponential_mean():
     series = reading.Series(np.arange(200), np.r_[np.nan, np.ones(99), np.zeros(100)])
     means = figures.trend(series).values
-    assert (
-        math.isnan(means[0])
-        and means[1:100] == pytest.approx(1)
-        and means[101] == pytest.approx(0.5, abs=0.01)
-    )
+    assert math.isnan(means[0]) and means[1:100] == pytest.approx(1)
+    assert means[101] == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.longer
@@ -512,12 +416,8 @@ def test_a_page_of_half_a_million_lines_stays_small(tmp_path):
     shown = report(run)
     assert (run / "report.html").stat().st_size < LARGEST_BYTES
     raw, trend = shown.lines("loss")
-    assert (
-        not raw["is_trend"]
-        and max(raw["y"]) > 90
-        and 314_159 in raw["x"]
-        and len(raw["x"]) <= figures.MAX_POINTS
-    )
+    assert not raw["is_trend"] and max(raw["y"]) > 90 and 314_159 in raw["x"]
+    assert len(raw["x"]) <= figures.MAX_POINTS
     assert max(trend["y"]) < 10 and trend["x"][-1] == 500_000
 
 
@@ -578,11 +478,8 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             command.main([str(word) for word in argv])
         said = capsys.readouterr().err
-        assert (
-            len(said.splitlines()) == 1
-            and said.startswith("fabric_llm.report: error: ")
-            and words in said
-        ), said
+        assert said.startswith("fabric_llm.report: error: ") and words in said
+        assert len(said.splitlines()) == 1
     code = (
         "import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import "
         f"main; sys.exit(main([{str(run)!r}]))"
@@ -599,9 +496,8 @@ def test_help_imports_no_torch(command, flag):
     words = [sys.executable, "-X", "importtime", *command.split(), "--help"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0 and flag in said.stdout
-    assert not {"torch", "plotly", "numpy"} & {
-        line.split("|")[-1].strip() for line in said.stderr.splitlines()
-    }
+    imported = {line.split("|")[-1].strip() for line in said.stderr.splitlines()}
+    assert not {"torch", "plotly", "numpy"} & imported
 
 
 def test_data_cannot_end_its_element():
@@ -641,33 +537,22 @@ document.body.setAttribute("data-seen", shown);
 
 
 def browser():
-    return next(
-        filter(
-            None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))
-        ),
-        None,
-    )
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def opened(file, tmp_path, width=1280):
     """What a page does in a real browser: its console's errors, and what PROBE and SEEN have
     seen."""
     content = file.read_text()
-    content = re.sub(
-        r'<meta http-equiv="Content-Security-Policy"[^>]*>', r"\g<0>" + PROBE.replace("\\", r"\\"),
-        content, count=1,
-    )
+    policy = r'<meta http-equiv="Content-Security-Policy"[^>]*>'
+    content = re.sub(policy, r"\g<0>" + PROBE.replace("\\", r"\\"), content, count=1)
     copy = tmp_path / f"{file.stem}-{width}.html"
     copy.write_text(content.replace("</body>", SEEN + "</body>"))
-    words = [
-        browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-background-networking",
-    ]
-    words += [
-        "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},900", "--dump-dom",
-    ]
-    done = subprocess.run([*words, copy.as_uri()], capture_output=True, text=True, timeout=120)
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    flags += f"--enable-logging=stderr --window-size={width},900 --dump-dom"
+    words = [browser(), *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", copy.as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     found = re.search(r'data-seen="([^"]*)"', done.stdout)
     assert found, f"the page wasn't drawn: {done.stderr[-2000:]}"
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -678,21 +563,15 @@ def opened(file, tmp_path, width=1280):
 @pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
 def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
     said = {"how": "greedy", "tokens": 1, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
-    lines = [
-        EVALUATIONS[0],
-        *(training(step, **{HOSTILE: 1.0}) for step in range(1, 300)),
-        EVALUATIONS[1],
-    ]
+    steps = [training(step, **{HOSTILE: 1.0}) for step in range(1, 300)]
+    lines = [EVALUATIONS[0], *steps, EVALUATIONS[1]]
     lines += [{"step": 7, "verdict": "skip", "reason": HOSTILE}]
-    runs = [
-        made(tmp_path / name, lines, samples=[said], flags={"x": HOSTILE}) for name in ("a", "b")
-    ]
+    given = {"samples": [said], "flags": {"x": HOSTILE}}
+    runs = [made(tmp_path / name, lines, **given) for name in ("a", "b")]
     shown = report(*runs)
     console, seen = opened(runs[0] / "report.html", tmp_path)
     assert console == [] and seen["problems"] == [] and seen["asked"] == [] and not seen["wide"]
-    assert seen["before"] == sum(len(chart["traces"]) for chart in shown.data["charts"]), (
-        "each line"
-    )
+    assert seen["before"] == sum(len(chart["traces"]) for chart in shown.data["charts"])
     assert seen["axis"] == "Tokens"
 
 
@@ -700,16 +579,11 @@ def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
 @pytest.mark.longer
 @pytest.mark.parametrize("width", [500, 1400])  # a window can't be narrower
 def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
-    lines = [
-        EVALUATIONS[0],
-        *(training(step, grad_norm=1.2 + step % 3 / 10) for step in range(1, 21)),
-        EVALUATIONS[1],
-    ]
+    steps = [training(step, grad_norm=1.2 + step % 3 / 10) for step in range(1, 21)]
+    lines = [EVALUATIONS[0], *steps, EVALUATIONS[1]]
     status = {"code": 76, "reason": "a long sentence about a run that has ended badly; " * 3}
-    runs = [
-        made(tmp_path / f"a-run-with-a-name-{name}", lines, status=status)
-        for name in ("a", "b", "c")
-    ]
+    names = [f"a-run-with-a-name-{name}" for name in "abc"]
+    runs = [made(tmp_path / name, lines, status=status) for name in names]
     for compared in (runs[:1], runs):
         report(*compared)
         _, seen = opened(runs[0] / "report.html", tmp_path, width)
@@ -721,18 +595,12 @@ def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
 
 
 def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
-    flags = toy_run(toys, tmp_path, model="gpt2-no-dropout")
-    flags += (
-        "--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 4,
-        "--eval_iters", 0,
-    )
-    flags += (
-        "--max_step", 12, "--save_step_interval", 4, "--log_step_interval", 1,
-        "--lr_decay", "false",
-    )
-    flags += ("--spike_threshold", 6, "--spike_action", "rewind")
+    flags = f"--model_name {toys}/gpt2-no-dropout --train_data_dir {toys}/data".split()
+    flags += REWINDS.format(output=tmp_path).split()
+    flags += "--micro_batch_size 4 --eval_iters 0 --max_step 12 --log_step_interval 1".split()
+    flags += ["--lr_decay", "false"]
     # step 11 goes back to 8
-    assert run_ranks(1, train_with_faults, list(map(str, flags)), {0: [10]}, 100.0) == [0]
+    assert run_ranks(1, train_with_faults, flags, {0: [10]}, 100.0) == [0]
     shown = report(tmp_path / "run")
     [kept] = shown.lines("loss")
     assert kept["x"] == list(range(1, 13))
@@ -751,28 +619,16 @@ def test_a_rewind_comes_after_what_it_has_undone(tmp_path):
     events = [begins, *saves, again, {"event": "ended", "step": 8, "code": 0, "reason": "done"}]
     rewind = {"step": 4, "position": 64, "verdict": "rewind", "reason": "a spike"}
     run = made(tmp_path / "run", [training(1), rewind], events=events)
-    assert [(one.kind, one.step) for one in reading.timeline(reading.read_run(run))] == [
-        ("started", 0),
-        ("saved", 4),
-        ("saved", 8),
-        ("rewound", 4),
-        ("saved", 8),
-        ("done", 8),
-    ]
+    found = ", ".join(f"{one.kind} {one.step}" for one in reading.timeline(reading.read_run(run)))
+    assert found == "started 0, saved 4, saved 8, rewound 4, saved 8, done 8"
 
 
 def test_what_was_undone_at_several_times_is_several_lines(tmp_path):
     run = made(tmp_path / "run", [training(step) for step in range(1, 9)])
-    times = [
-        {"step": 2, "undone": 2},
-        training(3),
-        training(4),
-        {"step": 6, "undone": 1},
-        training(7),
-    ]
-    (run / "metrics.undone.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in times) + '{"step": 7, "lo'
-    )
+    times = [{"step": 2, "undone": 2}, training(3), training(4)]
+    times += [{"step": 6, "undone": 1}, training(7)]
+    text = "".join(json.dumps(line) + "\n" for line in times) + '{"step": 7, "lo'
+    (run / "metrics.undone.jsonl").write_text(text)
     [loss] = [chart for chart in report(run).data["charts"] if chart["name"] == "loss"]
     assert [trace["x"] for trace in loss["undone"]] == [[3, 4], [7]]
 
