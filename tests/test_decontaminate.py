@@ -1,7 +1,6 @@
 """Documents that share 13 words in a row with an evaluation set are left out, counted and listed,
 and nothing else changes."""
 
-import filecmp
 import json
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 import test_tasks
+from test_prepare_pieces import assert_same
 
 import prepare_data
 from fabric_llm.base import files
@@ -163,19 +163,21 @@ def clean(drawn):
 # --- the law ---------------------------------------------------------------------------
 
 
+def listed_in(output):
+    lines = (output / "contaminated.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def test_what_shares_13_words_is_left_out_listed_and_counted(drawn, clean):
     folder, sets, texts = drawn
     output, _, manifest = clean
-    known = {
-        str(folder / name): set().union(*map(grams_of, of_set)) for name, of_set in sets.items()
-    }
-    expected = {
-        (*place, path)
-        for place, text in texts.items()
-        for path, grams in known.items()
-        if grams_of(text) & grams
-    }
-    lines = [json.loads(line) for line in (output / "contaminated.jsonl").read_text().splitlines()]
+    known, expected = {}, set()
+    for name, of_set in sets.items():
+        path = str(folder / name)
+        known[path] = set().union(*map(grams_of, of_set))
+        shared = [place for place, text in texts.items() if grams_of(text) & known[path]]
+        expected |= {(*place, path) for place in shared}
+    lines = listed_in(output)
     listed = {(line["file"], line["number"], line["set"]) for line in lines}
     assert listed == expected and len(lines) == len(expected) > 30
     for line in lines:
@@ -203,15 +205,12 @@ def test_the_others_come_into_the_split_where_they_were(drawn, clean, tmp_path):
     given = {"packing": "best_fit", "context_length": 4096}
     prepare(**arguments(folder, tmp_path / "all", **given))
     prepare(**arguments(folder, tmp_path / "clean", decontaminate=both, **given))
-    lines = (output / "contaminated.jsonl").read_text().splitlines()
-    gone = Counter(
-        texts[place] for place in {(one["file"], one["number"]) for one in map(json.loads, lines)}
-    )
+    places = {(one["file"], one["number"]) for one in listed_in(output)}
+    gone = Counter(texts[place] for place in places)
     everything, kept = split_of(tmp_path / "all"), split_of(tmp_path / "clean")
     for name in ("train", "validation"):
-        assert kept[name] == Counter(
-            {text: count for text, count in everything[name].items() if text not in gone}
-        )
+        rest = {text: count for text, count in everything[name].items() if text not in gone}
+        assert kept[name] == rest
     assert sum(gone.values()) + sum(map(Counter.total, kept.values())) == len(texts)
 
 
@@ -275,19 +274,6 @@ def test_a_set_that_is_read_in_many_parts_is_the_same(tmp_path, monkeypatch):
 # --- equal bytes -----------------------------------------------------------------------
 
 
-def require_same(one, other):
-    names = sorted(path.name for path in one.rglob("*") if path.is_file())
-    assert names == sorted(path.name for path in other.rglob("*") if path.is_file())
-    manifests = [
-        json.loads((folder / "manifest.json").read_text())
-        | {"output": "", "made_by": {}, "sha256": ""}
-        for folder in (one, other)
-    ]
-    assert manifests[0] == manifests[1]
-    data = [name for name in manifests[0]["written"]]
-    assert filecmp.cmpfiles(one, other, data, shallow=False) == (data, [], [])
-
-
 @pytest.mark.longer
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_any_number_of_processes_makes_the_same_bytes(drawn, clean, tmp_path, workers):
@@ -295,7 +281,7 @@ def test_any_number_of_processes_makes_the_same_bytes(drawn, clean, tmp_path, wo
     output, both, _ = clean
     given = arguments(folder, tmp_path / "out", decontaminate=both, num_workers=workers)
     prepare(**given)
-    require_same(tmp_path / "out", output)
+    assert_same(tmp_path / "out", output)
 
 
 def killed(place, **given):
@@ -311,15 +297,13 @@ def killed(place, **given):
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_a_killed_preparation_goes_on_in_two_processes_to_the_same_bytes(
-    drawn, clean, tmp_path, capfd
-):
+def test_a_killed_preparation_goes_on_in_two_processes(drawn, clean, tmp_path, capfd):
     folder, _, _ = drawn
     output, both, _ = clean
     killed("prepare.mark:count=3", **arguments(folder, tmp_path / "out", decontaminate=both))
     prepare(**arguments(folder, tmp_path / "out", decontaminate=both, num_workers=2))
     assert "Going on: 2 of " in capfd.readouterr().err
-    require_same(tmp_path / "out", output)
+    assert_same(tmp_path / "out", output)
 
 
 @pytest.mark.longer
@@ -329,7 +313,7 @@ def test_work_for_other_sets_is_not_taken_up(drawn, clean, tmp_path):
     one = str(folder / "one")
     killed("prepare.rows", **arguments(folder, tmp_path / "out", decontaminate=one))
     prepare(**arguments(folder, tmp_path / "out", decontaminate=both))
-    require_same(tmp_path / "out", output)
+    assert_same(tmp_path / "out", output)
     killed("prepare.rows", **arguments(folder, tmp_path / "plain", decontaminate=both))
     plain = prepare(**arguments(folder, tmp_path / "plain"))
     assert plain["contaminated"] == {"documents": 0, "tokens": 0, "sets": []}
@@ -437,9 +421,9 @@ def test_tasks_of_lm_eval_are_kept_apart(tmp_path):
     prepare_data.main(["--tasks", str(tmp_path / "yaml"), *flags, "--output", tasks])
     words = ["--input", str(tmp_path / "in.jsonl"), *flags, "--context_length", "16"]
     prepare_data.main([*words, "--decontaminate", tasks, "--output", output])
-    lines = (tmp_path / "out" / "contaminated.jsonl").read_text().splitlines()
     expected = [number for number, text in enumerate(texts, 1) if len(words_of(text)) >= 13]
-    assert [json.loads(line)["number"] for line in lines] == expected and len(expected) > 3
+    numbers = [one["number"] for one in listed_in(tmp_path / "out")]
+    assert numbers == expected and len(expected) > 3
 
 
 # --- mistakes --------------------------------------------------------------------------
@@ -459,9 +443,8 @@ def test_a_set_that_is_none_is_refused_in_one_sentence(drawn, clean, tmp_path, c
     output, _, _ = clean
     out = ("--output", tmp_path / "out", "--decontaminate")
     for name in (tmp_path / "none", folder / "in", folder / "one-text"):
-        assert f"{name}: this isn't a dataset of prepare_data.py" in refused(
-            capsys, folder, *out, name
-        )
+        said = refused(capsys, folder, *out, name)
+        assert f"{name}: this isn't a dataset of prepare_data.py" in said
     without = tmp_path / "without"
     shutil.copytree(folder / "one", without)
     (without / "dataset_dict.json").write_text('{"splits": ["train"]}')
@@ -496,8 +479,8 @@ def test_a_file_name_may_hold_any_bytes_and_a_text_may_be_one_word(drawn, tmp_pa
     given = arguments(folder, tmp_path / "out", decontaminate=str(folder / "two"))
     given |= {"inputs": [tmp_path / "in"], "document_separator": "\\n---\\n"}
     prepare(**given)
-    [line] = (tmp_path / "out" / "contaminated.jsonl").read_text().splitlines()
-    assert json.loads(line)["file"].endswith("\udcff0.txt")
+    [one] = listed_in(tmp_path / "out")
+    assert one["file"].endswith("\udcff0.txt")
 
 
 def test_where_nothing_is_left_it_says_why(drawn, tmp_path):

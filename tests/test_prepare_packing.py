@@ -19,33 +19,10 @@ EOS = 0
 
 
 def packed(documents, context):
-    tokens = np.concatenate(documents).astype(np.uint16)
+    tokens, lengths = np.concatenate(documents).astype(np.uint16), np.array([*map(len, documents)])
     rows = []
-    done = pack(
-        tokens,
-        np.array([len(d) for d in documents]),
-        context,
-        EOS,
-        lambda some: rows.append(some.copy()),
-    )
+    done = pack(tokens, lengths, context, EOS, lambda some: rows.append(some.copy()))
     return np.concatenate(rows), done
-
-
-def documents_of(rows):
-    """The documents that rows of unique tokens hold, from their first tokens: chains of parts."""
-    parts = []
-    for row in rows.tolist():
-        part = []
-        for at, token in enumerate(row):
-            if token == EOS and at and row[at - 1] == EOS:
-                continue  # padding
-            part.append(token)
-            if token == EOS:
-                parts.append(part)
-                part = []
-        if part:
-            parts.append(part)
-    return parts
 
 
 lengths = st.lists(st.integers(2, 60), min_size=1, max_size=60)
@@ -66,17 +43,10 @@ def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
     # EOS of a text that fills its rows
     alone = sum(length > context and length % context == 1 for length in lengths)
     assert done["dropped_tokens"] == alone
-    assert (
-        rows.shape == (done["rows"], context)
-        and done["padding_tokens"] == rows.size - sum(lengths) + alone
-    )
+    assert rows.shape == (done["rows"], context)
+    assert done["padding_tokens"] == rows.size - sum(lengths) + alone
     assert done["documents_cut"] == sum(length > context for length in lengths)
-    place = {
-        token: (row, at)
-        for row, line in enumerate(rows.tolist())
-        for at, token in enumerate(line)
-        if token != EOS
-    }
+    place = {rows[row, at]: (row, at) for row, at in zip(*np.nonzero(rows != EOS))}
     assert len(place) == sum(lengths) - len(lengths) == (rows != EOS).sum()
     assert (rows == EOS).sum() == len(lengths) - alone + done["padding_tokens"]
     # What passes for padding is padding, and whatever isn't is predicted by the token before it,
@@ -84,11 +54,9 @@ def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
     assert ((rows[:, 1:] == EOS) & (rows[:, :-1] == EOS)).sum() == done["padding_tokens"]
     for document in documents:
         body = document[:-1]
-        cuts = [
-            n
-            for n in range(1, len(body))
-            if place[body[n]] != (place[body[n - 1]][0], place[body[n - 1]][1] + 1)
-        ]
+        places = [place[token] for token in body]
+        follows = [(row, at + 1) for row, at in places]
+        cuts = [n for n in range(1, len(body)) if places[n] != follows[n - 1]]
         assert cuts == list(range(context, len(body), context))  # only whole rows are cut off
         row, at = place[body[-1]]
         end = rows[row, at + 1] if at + 1 < context else EOS
@@ -107,14 +75,13 @@ def test_best_fit_is_that_of_the_paper(lengths):
             used.remove(max(fitting))
         used.append(max(fitting, default=0) + lengths[item])
     assert count == len(used)
-    assert sorted(used) == sorted(
-        sum(lengths[i] for i in np.flatnonzero(row == r)) for r in range(count)
-    )
+    filled = []
     for r in range(count):
         inside = sorted((place[i], lengths[i]) for i in np.flatnonzero(row == r))
-        assert [start for start, _ in inside] == [
-            sum(n for _, n in inside[:k]) for k in range(len(inside))
-        ]
+        ends = np.cumsum([length for _, length in inside])
+        assert [start for start, _ in inside] == [0, *ends[:-1]]
+        filled.append(ends[-1])
+    assert sorted(used) == sorted(filled)
 
 
 def test_usual_lengths_leave_less_than_one_percent():
@@ -139,20 +106,15 @@ def corpus(tmp_path):
     generator = np.random.default_rng(2)
     (tmp_path / "in").mkdir()
     for number in range(120):
-        words = generator.integers(97, 123, (int(generator.lognormal(2.5, 1)) + 1, 5)).astype(
-            np.uint8
-        )
-        (tmp_path / "in" / f"{number:03d}.txt").write_bytes(
-            b" ".join(word.tobytes() for word in words)
-        )
+        words = generator.integers(97, 123, (int(generator.lognormal(2.5, 1)) + 1, 5))
+        text = b" ".join(word.tobytes() for word in words.astype(np.uint8))
+        (tmp_path / "in" / f"{number:03d}.txt").write_bytes(text)
     return tmp_path / "in"
 
 
 def made(corpus, output, **changes):
-    given = dict(
-        train_tokenizer=300, context_length=64, validation_fraction=0.1, packing="best_fit"
-    )
-    return prepare(inputs=[corpus], output=output, **{**given, **changes})
+    given = {"train_tokenizer": 300, "context_length": 64, "validation_fraction": 0.1}
+    return prepare(inputs=[corpus], output=output, **{**given, "packing": "best_fit", **changes})
 
 
 def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
@@ -161,14 +123,13 @@ def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
     loaded = datasets.load_from_disk(tmp_path / "out")
     for name, split in manifest["splits"].items():
         rows = np.array(loaded[name]["input_ids"])
-        padding = (rows[:, 1:] == manifest["eos_token_id"]) & (
-            rows[:, :-1] == manifest["eos_token_id"]
-        )
+        ends = rows == manifest["eos_token_id"]
+        padding = ends[:, 1:] & ends[:, :-1]
         assert rows.shape == (split["rows"], 64)
         assert split["tokens"] + split["padding_tokens"] - split["dropped_tokens"] == rows.size
         assert padding.sum() == split["padding_tokens"]
-        ends = split["documents"] - split["dropped_tokens"]
-        assert (rows == manifest["eos_token_id"]).sum() == ends + split["padding_tokens"]
+        documents = split["documents"] - split["dropped_tokens"]
+        assert ends.sum() == documents + split["padding_tokens"]
         assert split["row_use_percent"] == round(100 * (1 - split["padding_tokens"] / rows.size), 3)
     line = summary(manifest).splitlines()[0]
     assert f"({manifest['splits']['train']['row_use_percent']} % of them text, " in line
@@ -178,40 +139,39 @@ def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
 def test_an_end_that_nothing_predicts_is_dropped_and_counted(corpus, tmp_path, context):
     manifest = made(corpus, tmp_path / "out", context_length=context)
     dataset = open_dataset(tmp_path / "out")
-    for rows, split in (
-        (dataset.train, manifest["splits"]["train"]),
-        (dataset.validation, manifest["splits"]["validation"]),
-    ):
+    for name, split in manifest["splits"].items():
+        rows = getattr(dataset, name)
         labels = rows[np.arange(len(rows))]["labels"]
         assert (labels == -100).sum() == split["padding_tokens"]
         ends = (labels[:, 1:] == manifest["eos_token_id"]).sum()  # each is a target
-        assert (
-            ends == split["documents"] - split["dropped_tokens"]
-            and (labels[:, 0] != manifest["eos_token_id"]).all()
-        )
+        assert ends == split["documents"] - split["dropped_tokens"]
+        assert (labels[:, 0] != manifest["eos_token_id"]).all()
     assert manifest["splits"]["train"]["dropped_tokens"] > 0
     assert "that fill their rows without EOS)" in summary(manifest).splitlines()[0]
 
 
 def test_lengths_that_leave_padding_are_said(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text(
-        "\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120))
-    )
+    texts = [f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120)]
+    path.write_text("\n\n".join(texts))
     manifest = made(path, tmp_path / "out", train_tokenizer=257, context_length=80)
-    assert f"{manifest['splits']['train']['row_use_percent']} % of them text" in summary(manifest)
-    assert manifest["splits"]["train"]["row_use_percent"] < 80
-    assert manifest["splits"]["train"]["rows"] == manifest["splits"]["train"]["documents"]
+    train = manifest["splits"]["train"]
+    assert f"{train['row_use_percent']} % of them text" in summary(manifest)
+    assert train["row_use_percent"] < 80 and train["rows"] == train["documents"]
+
+
+def whole(rows, document_end):
+    """All rows as one batch."""
+    numbers = np.arange(len(rows))
+    [batch] = Batches(rows, 0, len(rows), 1, picked=numbers, document_end=document_end).at(0)
+    return batch
 
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_path, apart):
     eos = made(corpus, tmp_path / "out")["eos_token_id"]
     dataset = open_dataset(tmp_path / "out")
-    numbers = np.arange(len(dataset.train))
-    [batch] = Batches(
-        dataset.train, 0, len(numbers), 1, picked=numbers, document_end=eos if apart else None
-    ).at(0)
+    batch = whole(dataset.train, eos if apart else None)
     ids, labels = batch["input_ids"], batch["labels"]
     padding = torch.zeros_like(ids, dtype=torch.bool)
     padding[:, 1:] = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)
@@ -228,74 +188,60 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
 
 def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
     made(corpus, tmp_path / "padded")
-    made(
-        corpus, tmp_path / "plain", train_tokenizer=None,
-        tokenizer=tmp_path / "padded" / "tokenizer", packing="concat",
-    )
+    given = {"train_tokenizer": None, "tokenizer": tmp_path / "padded" / "tokenizer"}
+    made(corpus, tmp_path / "plain", packing="concat", **given)
     padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
     require_alike(padded, plain, "--data_mix", masks_documents=True)
     for sources in ((padded, plain), (plain, padded)):
-        rows, numbers = (
-            concatenate(sources).train,
-            np.arange(sum(len(source.train) for source in sources)),
-        )
         eos = padded.manifest["eos_token_id"]
-        [batch] = Batches(rows, 0, len(numbers), 1, picked=numbers, document_end=eos).at(0)
-        first = 0
+        batch, first = whole(concatenate(sources).train, eos), 0
         for source in sources:
-            own = np.arange(len(source.train))
-            [one] = Batches(source.train, 0, len(own), 1, picked=own, document_end=eos).at(0)
+            one = whole(source.train, eos)
             for name in ("input_ids", "labels", "position_ids"):
                 assert torch.equal(batch[name][first : first + len(source.train)], one[name]), name
             first += len(source.train)
+        assert first == len(batch["input_ids"])
 
 
-def test_repeated_documents_are_dropped_and_counted(corpus, tmp_path):
+@pytest.fixture
+def repeating(corpus):
+    """The corpus, with three of its 120 texts once more."""
     for number in (3, 5, 7):
         (corpus / f"again-{number}.txt").write_bytes((corpus / f"{number:03d}.txt").read_bytes())
-    plain = made(corpus, tmp_path / "a", packing="concat")
-    once = made(corpus, tmp_path / "b", packing="concat", deduplicate="exact")
+    return corpus
+
+
+def total(manifest, name):
+    return sum(split[name] for split in manifest["splits"].values())
+
+
+def test_repeated_documents_are_dropped_and_counted(repeating, tmp_path):
+    plain = made(repeating, tmp_path / "a", packing="concat")
+    once = made(repeating, tmp_path / "b", packing="concat", deduplicate="exact")
     assert once["duplicates"]["documents"] == 3 and plain["duplicates"]["documents"] == 0
-    documents, tokens = (
-        [sum(split[name] for split in manifest["splits"].values()) for manifest in (plain, once)]
-        for name in ("documents", "tokens")
-    )
-    assert documents == [123, 120] and tokens[0] - tokens[1] == once["duplicates"]["tokens"] > 0
+    assert (total(plain, "documents"), total(once, "documents")) == (123, 120)
+    assert total(plain, "tokens") - total(once, "tokens") == once["duplicates"]["tokens"] > 0
     assert "repeated   3 documents, " in summary(once)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_short_documents_are_left_out_and_counted(corpus, tmp_path, packing):
-    for number in (3, 5, 7):
-        (corpus / f"again-{number}.txt").write_bytes((corpus / f"{number:03d}.txt").read_bytes())
-    whole = made(corpus, tmp_path / "a", packing=packing)
+def test_short_documents_are_left_out_and_counted(repeating, tmp_path, packing):
+    whole = made(repeating, tmp_path / "a", packing=packing)
     tokenizer = Tokenizer.from_file(str(tmp_path / "a" / "tokenizer" / "tokenizer.json"))
-    sizes = np.array(
-        [len(tokenizer.encode(path.read_text()).ids) + 1 for path in sorted(corpus.iterdir())]
-    )
-    assert sizes.sum() == sum(split["tokens"] for split in whole["splits"].values())
+    texts = [path.read_text() for path in repeating.iterdir()]
+    sizes = np.array([len(tokenizer.encode(text).ids) + 1 for text in texts])
+    assert sizes.sum() == total(whole, "tokens")
     shortest = int(np.median(sizes))
-    long = made(corpus, tmp_path / "b", packing=packing, min_document_tokens=shortest)
-    kept = {
-        name: sum(split[name] for split in long["splits"].values())
-        for name in ("documents", "tokens")
-    }
-    assert kept == {
-        "documents": (sizes >= shortest).sum(),
-        "tokens": sizes[sizes >= shortest].sum(),
-    }
-    assert long["skipped"]["short"] == 123 - kept["documents"] and long["duplicates"] == {
-        "documents": 0,
-        "tokens": 0,
-    }
-    assert (
-        f"too short  {long['skipped']['short']} documents of fewer than {shortest} tokens"
-        in summary(long)
-    )
-    once = made(
-        corpus, tmp_path / "c", packing=packing, min_document_tokens=shortest, deduplicate="exact"
-    )
-    again = sum(split["documents"] for split in once["splits"].values())
-    assert again + once["skipped"]["short"] + once["duplicates"]["documents"] == 123
+    given = {"packing": packing, "min_document_tokens": shortest}
+    long = made(repeating, tmp_path / "b", **given)
+    assert total(long, "documents") == (sizes >= shortest).sum()
+    assert total(long, "tokens") == sizes[sizes >= shortest].sum()
+    short = long["skipped"]["short"]
+    assert short == 123 - total(long, "documents")
+    assert long["duplicates"] == {"documents": 0, "tokens": 0}
+    assert f"too short  {short} documents of fewer than {shortest} tokens" in summary(long)
+    once = made(repeating, tmp_path / "c", deduplicate="exact", **given)
+    left_out = once["skipped"]["short"] + once["duplicates"]["documents"]
+    assert total(once, "documents") + left_out == 123
     with pytest.raises(ValueError, match="123 with fewer than 1000000 tokens left out"):
-        made(corpus, tmp_path / "d", packing=packing, min_document_tokens=10**6)
+        made(repeating, tmp_path / "d", packing=packing, min_document_tokens=10**6)

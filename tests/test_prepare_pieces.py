@@ -1,6 +1,5 @@
 """However often prepare_data.py is killed, and whoever makes the pieces: the same bytes."""
 
-import filecmp
 import gzip
 import json
 import os
@@ -87,23 +86,14 @@ def start(corpus):
     """start(output, failpoint, **changes): begins a preparation; returns (its process, what waits
     for its end)."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **pipes)
 
     def start(output, failpoint=None, **changes):
         errors = output.parent / "errors"
         errors.touch()  # a child that is killed at once hasn't opened it
-        environment = {VARIABLE: failpoint} if failpoint else {}
-        given = {
-            "arguments": {**arguments(corpus, output), **changes},
-            "environment": environment,
-            "errors": str(errors),
-        }
+        given = {"arguments": {**arguments(corpus, output), **changes}, "errors": str(errors)}
+        given["environment"] = {VARIABLE: failpoint} if failpoint else {}
         print(json.dumps(given), file=server.stdin, flush=True)
         child = int(server.stdout.readline())
 
@@ -126,6 +116,17 @@ def call(start):
     return lambda *words, **changes: start(*words, **changes)[1]()
 
 
+@pytest.fixture
+def kill(call):
+    """kill(output, failpoint, **changes): a preparation that is killed there."""
+
+    def kill(output, failpoint, **changes):
+        done = call(output, f"{failpoint}:do=kill", **changes)
+        assert done.returncode == -signal.SIGKILL, (failpoint, done.stderr)
+
+    return kill
+
+
 @pytest.fixture(scope="module")
 def undisturbed(call, tmp_path_factory):
     """A preparation that nobody disturbed, by one process."""
@@ -136,43 +137,28 @@ def undisturbed(call, tmp_path_factory):
 
 
 def arguments(corpus, output):
-    return dict(
-        inputs=[str(corpus / "in")],
-        output=str(output),
-        tokenizer=str(corpus / "tokenizer"),
-        context_length=32,
-        validation_fraction=0.1,
-        document_separator="\\n\\n",
-        deduplicate="exact",
-    )
+    given = {"inputs": [str(corpus / "in")], "output": str(output)}
+    given |= {"tokenizer": str(corpus / "tokenizer"), "context_length": 32}
+    return given | dict(validation_fraction=0.1, document_separator="\\n\\n", deduplicate="exact")
 
 
 def assert_same(one, other):
-    names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
-    assert names == sorted(
-        str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()
-    )
-    manifests = [
-        json.loads((folder / "manifest.json").read_text())
-        | {"output": "", "made_by": {}, "sha256": ""}
-        for folder in (one, other)
-    ]
-    assert manifests[0] == manifests[1]
-    same, differing, errors = filecmp.cmpfiles(
-        one, other, [n for n in names if n != "manifest.json"], shallow=False
-    )
-    assert differing == errors == [] and len(same) == len(names) - 1
+    """Two datasets have the same files. A manifest names its folder, and has a hash of itself."""
+    contents = []
+    for output in (one, other):
+        files = [path for path in output.rglob("*") if path.is_file()]
+        content = {str(path.relative_to(output)): path.read_bytes() for path in files}
+        own = {"output": "", "made_by": {}, "sha256": ""}
+        content["manifest.json"] = json.loads(content["manifest.json"]) | own
+        contents.append(content)
+    assert contents[0] == contents[1] and len(contents[0]) > 8
 
 
 @pytest.mark.longer
-def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
-    points = [
-        "prepare.documents:count=150", "prepare.mark", "prepare.marked:count=3",
-        "prepare.mark:count=4", "prepare.rows",
-    ]
-    for point in points:
-        done = call(tmp_path / "out", f"{point}:do=kill")
-        assert done.returncode == -signal.SIGKILL, (point, done.stderr)
+def test_kills_at_named_places_change_nothing(call, kill, undisturbed, tmp_path):
+    points = "prepare.documents:count=150 prepare.mark prepare.marked:count=3 prepare.mark:count=4"
+    for point in [*points.split(), "prepare.rows"]:
+        kill(tmp_path / "out", point)
         assert not (tmp_path / "out").exists()
     done = call(tmp_path / "out", num_workers=2)
     assert done.returncode == 0 and "Going on: " not in done.stderr  # all pieces were done
@@ -194,20 +180,15 @@ def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, 
 @pytest.mark.longer
 def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
     done = call(tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
-    assert (
-        done.returncode == 74
-        and "No space left on device" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 74 and "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     given = arguments(corpus, tmp_path / "out")
-    with work_folder(tmp_path / "out"):
-        with pytest.raises(
-            ValueError, match="out is being prepared in .* by another process: wait for it"
-        ) as raised:
-            prepare(**given)
+    said = "out is being prepared in .* by another process: wait for it"
+    with work_folder(tmp_path / "out"), pytest.raises(ValueError, match=said) as raised:
+        prepare(**given)
     assert raised.value.code == 73
     assert work_folder_of(tmp_path / "out").name == ".out.preparing"
 
@@ -252,28 +233,23 @@ def test_a_work_folder_that_is_removed_while_it_is_locked_is_made_anew(tmp_path,
                 pass
 
 
-def test_work_with_another_tokenizer_is_thrown_away(call, undisturbed, tmp_path):
-    other = dict(tokenizer=None, train_tokenizer=300)
-    assert call(tmp_path / "out", "prepare.rows:do=kill", **other).returncode == -signal.SIGKILL
+def test_work_with_another_tokenizer_is_thrown_away(call, kill, undisturbed, tmp_path):
+    kill(tmp_path / "out", "prepare.rows", tokenizer=None, train_tokenizer=300)
     done = call(tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert (
-        "The work of a former preparation with other inputs or flags was thrown away."
-        in done.stderr
-    )
+    said = "The work of a former preparation with other inputs or flags was thrown away."
+    assert said in done.stderr
     assert_same(tmp_path / "out", undisturbed)
 
 
-def test_pieces_of_other_flags_are_kept_where_these_do_not_matter(call, undisturbed, tmp_path):
+def test_pieces_of_other_flags_are_kept_where_these_do_not_matter(
+    call, kill, undisturbed, tmp_path
+):
     """A separator divides texts: pieces of JSON lines are the same."""
-    assert (
-        call(tmp_path / "out", "prepare.rows:do=kill", document_separator="none").returncode
-        == -signal.SIGKILL
-    )
+    kill(tmp_path / "out", "prepare.rows", document_separator="none")
     done = call(tmp_path / "out")
-    assert done.returncode == 0 and re.search(
-        r"Going on: ([1-9]\d*) of (?!\1 )\d+ pieces are done", done.stderr
-    ), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Going on: ([1-9]\d*) of (?!\1 )\d+ pieces are done", done.stderr)
     assert_same(tmp_path / "out", undisturbed)
 
 
@@ -283,11 +259,8 @@ def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(
     shutil.copytree(corpus / "in", tmp_path / "in")
     (tmp_path / "in" / "e.jsonl").write_text('{"body": "a"}\n')
     failed = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
-    assert (
-        failed.returncode == 2
-        and "none of 1 records of" in failed.stderr
-        and "the same command" not in failed.stderr
-    )
+    assert failed.returncode == 2 and "none of 1 records of" in failed.stderr
+    assert "the same command" not in failed.stderr
     finished = len(list((tmp_path / ".out.preparing").rglob("piece-*.json")))
     (tmp_path / "in" / "e.jsonl").unlink()
     done = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
@@ -296,7 +269,7 @@ def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(
 
 
 @pytest.mark.parametrize("stays", ["eos", "tokenizer"])
-def test_another_end_of_texts_is_another_dataset(call, corpus, tmp_path, stays):
+def test_another_end_of_texts_is_another_dataset(call, kill, corpus, tmp_path, stays):
     """Killed, eos_token corrected, and started again: one token ends all documents."""
     shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
@@ -307,10 +280,7 @@ def test_another_end_of_texts_is_another_dataset(call, corpus, tmp_path, stays):
     )
     wrong.save_pretrained(tmp_path / "tokenizer")
     given = dict(tokenizer=str(tmp_path / "tokenizer"), context_length=2)
-    assert (
-        call(tmp_path / "out", "prepare.marked:count=3:do=kill", **given).returncode
-        == -signal.SIGKILL
-    )
+    kill(tmp_path / "out", "prepare.marked:count=3", **given)
     if stays == "tokenizer":
         right.save_pretrained(tmp_path / "tokenizer")
     done = call(tmp_path / "out", **given)
@@ -322,44 +292,37 @@ def test_another_end_of_texts_is_another_dataset(call, corpus, tmp_path, stays):
         assert ends.sum() + split["dropped_tokens"] >= split["documents"]
 
 
-def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
-    assert call(tmp_path / "out", "prepare.rows:do=kill").returncode == -signal.SIGKILL
+def test_work_that_was_half_removed_is_not_used(call, kill, undisturbed, tmp_path):
+    kill(tmp_path / "out", "prepare.rows")
     work = tmp_path / ".out.preparing"
     removing = prepare_module.shutil.rmtree
     with pytest.MonkeyPatch.context() as patch:  # killed after it has begun to remove
         marked = max(path.with_suffix("") for path in work.glob("piece-*.json"))
-        patch.setattr(
-            prepare_module.shutil,
-            "rmtree",
-            lambda folder, **more: marked.with_suffix(".tokens").unlink(),
-        )
+        removed = marked.with_suffix(".tokens")
+        patch.setattr(prepare_module.shutil, "rmtree", lambda folder, **more: removed.unlink())
         prepare_module.remove(work)
     assert removing is prepare_module.shutil.rmtree and marked.with_suffix(".json").is_file()
     assert call(tmp_path / "out").returncode == 0
     assert_same(tmp_path / "out", undisturbed)
 
 
-def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
+def test_another_packing_keeps_what_is_tokenized(kill, tmp_path):
     def times():
-        return {
-            path.name: path.stat().st_mtime_ns
-            for path in (tmp_path / ".out.preparing").glob("piece-*.json")
-        }
+        pieces = (tmp_path / ".out.preparing").glob("piece-*.json")
+        return {path.name: path.stat().st_mtime_ns for path in pieces}
 
-    killed = call(tmp_path / "out", "prepare.rows:do=kill", context_length=16)
+    kill(tmp_path / "out", "prepare.rows", context_length=16)
     before = times()
-    assert killed.returncode == -signal.SIGKILL and len(before) > 5
-    killed = call(tmp_path / "out", "prepare.publish:do=kill", packing="best_fit")
-    assert killed.returncode == -signal.SIGKILL and times() == before
+    assert len(before) > 5
+    kill(tmp_path / "out", "prepare.publish", packing="best_fit")
+    assert times() == before
 
 
-def test_a_kill_after_the_new_dataset_is_in_its_place_changes_nothing(
-    start, undisturbed, call, tmp_path
-):
+def test_a_kill_after_the_new_dataset_is_in_its_place_changes_nothing(kill, call, tmp_path):
     """What it replaced is then still in the work folder, where the next start puts the new one."""
     assert call(tmp_path / "out").returncode == 0
-    killed = call(tmp_path / "out", "prepare.publish:do=kill", overwrite=True)
-    assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    kill(tmp_path / "out", "prepare.publish", overwrite=True)
+    assert not (tmp_path / "out").exists()
     (tmp_path / ".out.preparing" / "dataset").rename(tmp_path / "out")
     again = call(tmp_path / "out", overwrite=True)
     assert again.returncode == 0, again.stderr
