@@ -27,6 +27,9 @@ from parse_arguments import parse_train
 from prepare_arguments import parse_prepare
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+BASE = f"models--org--base/snapshots/{COMMIT}"  # in the hub's cache
+RUN = """--micro_batch_size 4 --max_step 6 --save_step_interval 4 --eval_iters 2
+--eval_step_interval 2 --lr 1e-2 --precision 32-true""".split()
 WORDS = "to be or not to be that is the question whether it is nobler in the mind to suffer".split()
 
 
@@ -42,13 +45,10 @@ def work(tmp_path_factory):
             (folder / f"{name} text" / f"{number}.rst").write_text(f"{name} {text}")
     tokenizer = ("--tokenizer", folder / "new" / "tokenizer")
     for name, words in (("new", ("--train_tokenizer", 300)), ("old", tokenizer)):
-        words = (
-            "--input", folder / f"{name} text", *words, "--output", folder / name,
-            "--context_length", 24,
-        )
-        words += ("--pattern", "*.rst", "--validation_fraction", 0.2)
+        words = ("--input", folder / f"{name} text", *words, "--output", folder / name)
+        words += tuple("--context_length 24 --pattern *.rst --validation_fraction 0.2".split())
         prepare_data.main([str(word) for word in words])
-    base = folder / "models--org--base" / "snapshots" / COMMIT
+    base = folder / BASE
     config = LlamaConfig(**{**TOY_CONFIGS["llama"].to_dict(), "vocab_size": 300})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
@@ -59,15 +59,12 @@ def work(tmp_path_factory):
 
 
 def train(folder, model, name, *more):
-    flags = (
-        "--model_name", model, "--output_dir", folder / "checkpoints", "--run_name", name,
-        "--micro_batch_size", 4,
-    )
-    flags += (
-        "--train_data_dir", folder / "new", "--max_step", 6, "--save_step_interval", 4,
-        "--eval_iters", 2,
-    )
-    train_ranks(1, *flags, "--eval_step_interval", 2, "--lr", 1e-2, "--precision", "32-true", *more)
+    flags = ("--model_name", model, "--output_dir", folder / "checkpoints", "--run_name", name)
+    train_ranks(1, *flags, "--train_data_dir", folder / "new", *RUN, *more)
+
+
+def logged(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def export(source, output, *more):
@@ -105,9 +102,8 @@ def test_the_front_matter_is_that_of_the_hub(made):
     said = made[0].data.to_dict()
     assert (said["base_model"], said["base_model_relation"]) == ("org/base", "finetune")
     assert (said["library_name"], said["pipeline_tag"]) == ("transformers", "text-generation")
-    assert (said["license"], said["license_name"], said["license_link"]) == (
-        "other", "llama3", "https://example.com/L",
-    )
+    assert (said["license"], said["license_name"]) == ("other", "llama3")
+    assert said["license_link"] == "https://example.com/L"
     assert "language" not in said and "datasets" not in said and COMMIT in made[0].text
     assert "`llama3` (https://example.com/L)" in section(made[0], "Licence")
 
@@ -115,32 +111,20 @@ def test_the_front_matter_is_that_of_the_hub(made):
 @pytest.mark.longer
 def test_losses_are_those_of_the_log_at_the_step_of_the_checkpoint(made):
     card, source, _ = made
-    lines = [
-        json.loads(line) for line in (source.parent / "metrics.jsonl").read_text().splitlines()
-    ]
-    [before], [then] = (
-        [line["eval"] for line in lines if "eval" in line and line["step"] == step]
-        for step in (0, 4)
-    )
+    evaluated = {line["step"]: line["eval"] for line in logged(source.parent) if "eval" in line}
+    before, then = evaluated[0], evaluated[4]
     assert [row[0] for row in rows(card, "Evaluation")] == list(then) == ["new", "replay", "copy"]
+    measured = {}
     for name, *cells, rise, budget in rows(card, "Evaluation"):
-        known = [
-            one[name].get(measure)
-            for measure in ("loss", "bits_per_byte")
-            for one in (before, then)
-        ]
+        measures = ("loss", "bits_per_byte")
+        known = [one[name].get(measure) for measure in measures for one in (before, then)]
         assert cells == ["\u2013" if number is None else f"{number:.4f}" for number in known]
         assert rise == f"{then[name]['forgotten']:+.4f}"
         assert budget == ("0.5 (kept)" if name == "replay" else "\u2013")
-    found = {
-        (one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results
-    }
-    measured = {
-        (name, m): then[name][m]
-        for name in then
-        for m in ("loss", "bits_per_byte")
-        if m in then[name]
-    }
+        for measure in {*measures} & then[name].keys():
+            measured[name, measure] = then[name][measure]
+    results = card.data.eval_results
+    found = {(one.dataset_name, one.metric_type): one.metric_value for one in results}
     assert found == measured, "with all digits"
 
 
@@ -148,16 +132,14 @@ def test_data_schedule_and_versions_are_those_of_the_checkpoint(made):
     card, source, _ = made
     progress = keep.read_progress(source)
     read = mixture_of(progress).read_before(progress["progress"]["position"])
-    assert (
-        sum(one["tokens"] for one in read.values()) == progress["progress"]["tokens"] == 4 * 4 * 24
-    )
+    tokens = sum(one["tokens"] for one in read.values())
+    assert tokens == progress["progress"]["tokens"] == 4 * 4 * 24
     expected = [[name, f"{one['tokens']:,}", f"{one['epochs']:.4f}"] for name, one in read.items()]
     assert [[name, *numbers] for name, _, *numbers in rows(card, "Data")] == expected
     assert "It was trained for 4 of 6 steps, 384 tokens." in card.text
     shown = dict(rows(card, "Schedule"))
-    assert (shown["lr"], shown["min_lr"], shown["max_step"], shown["seed"]) == (
-        "0.01", "0.0", "6", "1234",
-    )
+    names = ("lr", "min_lr", "max_step", "seed")
+    assert [shown[name] for name in names] == ["0.01", "0.0", "6", "1234"]
     version = importlib.metadata.version("torch")  # torch.__version__ may end with +cu132
     assert ["torch", version, version] in rows(card, "Versions")
     assert "logits differ from those in training by" in section(card, "Verification")
@@ -168,13 +150,10 @@ def test_curves_are_drawn_where_matplotlib_is(made, work, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = export(source, tmp_path / "without")
     assert "curves.png" not in without.text and "need matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "without" / "curves.png").exists() and rows(
-        without, "Evaluation"
-    ) == rows(card, "Evaluation")
+    assert not (tmp_path / "without" / "curves.png").exists()
+    assert rows(without, "Evaluation") == rows(card, "Evaluation")
     monkeypatch.undo()
-    pytest.importorskip(
-        "matplotlib", reason="matplotlib isn't installed: pip install -e '.[report]'"
-    )
+    pytest.importorskip("matplotlib", reason="it isn't installed: pip install -e '.[report]'")
     assert "![Losses over steps](curves.png)" in card.text
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -201,18 +180,16 @@ AutoModelForCausalLM.register(CappedConfig, CappedForCausalLM)
 
 
 def test_a_registered_class_is_imported_first(work, tmp_path):
-    CappedConfig(
-        **{**TOY_CONFIGS["llama"].to_dict(), "vocab_size": 300, "model_type": "capped_llama"}
-    ).save_pretrained(tmp_path / "capped")
+    changes = {"vocab_size": 300, "model_type": "capped_llama"}
+    config = CappedConfig(**{**TOY_CONFIGS["llama"].to_dict(), **changes})
+    config.save_pretrained(tmp_path / "capped")
     train(work, tmp_path / "capped", "capped", "--max_step", 1)
     card, found = export(work / "checkpoints" / "capped", tmp_path / "hf"), {}
     assert "import test_card" in block(card, "Load it", "python")
     exec(block(card, "Load it", "python"), found)
     assert type(found["model"]) is CappedForCausalLM
-    assert (
-        "trained from random weights with the configuration of" in card.text
-        and "base_model" not in card.data.to_dict()
-    )
+    assert "trained from random weights with the configuration of" in card.text
+    assert "base_model" not in card.data.to_dict()
 
 
 def test_the_commands_are_those_that_were_given(made, work, tmp_path):
@@ -221,11 +198,8 @@ def test_the_commands_are_those_that_were_given(made, work, tmp_path):
     for name, words in (("new", new), ("old", old)):
         given = parse_prepare(words[2:])
         assert (given.input, given.output) == ([str(work / f"{name} text")], str(work / name))
-        assert (given.context_length, given.validation_fraction, given.pattern) == (
-            24,
-            0.2,
-            ["*.rst"],
-        )
+        assert (given.context_length, given.validation_fraction) == (24, 0.2)
+        assert given.pattern == ["*.rst"]
     assert parse_prepare(new[2:]).train_tokenizer == 300
     assert parse_prepare(old[2:]).tokenizer == str(work / "new" / "tokenizer")
     (tmp_path / "arguments.yaml").write_text(block(card, "Commands", "yaml"))
@@ -242,22 +216,16 @@ def test_the_commands_are_those_that_were_given(made, work, tmp_path):
 def test_a_checkpoint_without_its_run_and_a_base_without_a_card(made, work, tmp_path):
     shutil.copytree(made[1], tmp_path / "moved")
     card = export(tmp_path / "moved", tmp_path / "hf")
-    assert [row[:3] for row in rows(card, "Evaluation")] == [
-        row[:3] for row in rows(made[0], "Evaluation")
-    ]
-    assert rows(card, "Data") == rows(made[0], "Data") and "train.py" not in section(
-        card, "Commands"
-    )
+    here, there = ([row[:3] for row in rows(one, "Evaluation")] for one in (card, made[0]))
+    assert here == there and rows(card, "Data") == rows(made[0], "Data")
+    assert "train.py" not in section(card, "Commands")
     assert not (tmp_path / "hf" / "curves.png").exists()
-    shutil.copytree(work / "models--org--base" / "snapshots" / COMMIT, tmp_path / "local")
+    shutil.copytree(work / BASE, tmp_path / "local")
     (tmp_path / "local" / "README.md").write_text("---\nlicense: [\n---\n")
     train(work, tmp_path / "local", "of local", "--eval_iters", 0)
     card = export(work / "checkpoints" / "of local", tmp_path / "hf", "--overwrite", "true")
-    assert (
-        card.data.license is None
-        and card.data.base_model is None
-        and card.data.eval_results is None
-    )
+    data = card.data
+    assert data.license is data.base_model is data.eval_results is None
     assert "Nothing was evaluated." in card.text and "No card" in section(card, "Licence")
     assert "put a README.md with `license:` beside the config.json" in section(card, "Licence")
     [(name, folder, tokens, epochs)] = rows(card, "Data")
@@ -275,23 +243,21 @@ def test_tokens_and_epochs_of_one_dataset_are_of_the_same_rows():
 
 def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, work, tmp_path):
     assert made[0].text.lstrip().startswith("# hf\n") and made[0].data.model_name == "hf"
-    readme = work / "models--org--base" / "snapshots" / COMMIT / "README.md"
+    readme = work / BASE / "README.md"
     readme.rename(tmp_path / "README.md")
     try:
         said = section(export(made[1], tmp_path / "hf"), "Licence")
     finally:
         (tmp_path / "README.md").rename(readme)
-    assert (
-        f"`hf download org/base README.md --revision {COMMIT}`" in said
-        and "https://huggingface.co/org/base" in said
-    )
+    assert f"`hf download org/base README.md --revision {COMMIT}`" in said
+    assert "https://huggingface.co/org/base" in said
 
 
 @pytest.mark.longer
 def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):
     shutil.copytree(work / "checkpoints" / "run", work / "checkpoints" / "resumed")
     shutil.rmtree(work / "checkpoints" / "resumed" / "step-00000006")
-    shutil.copytree(work / "models--org--base" / "snapshots" / COMMIT, work / "copy")
+    shutil.copytree(work / BASE, work / "copy")
     more = ("--replay", work / "old", "--forgetting_budget", "replay:0.5")
     train(work, work / "copy", "resumed", "--resume", "true", *more)
     train(work, work / "checkpoints" / "resumed" / "step-00000006", "second", "--max_step", 1)
@@ -303,34 +269,25 @@ def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):
 
 @pytest.mark.longer
 def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path):
-    base = work / "models--org--base" / "snapshots" / COMMIT
+    base = work / BASE
     train(work, base, "between", "--save_step_interval", 1, "--eval_step_interval", 2)
     for step, sentence in ((1, "Nothing was evaluated since step 1."), (3, "and after step 2.")):
         card = export(work / "checkpoints" / "between" / f"step-{step:08d}", tmp_path / f"{step}")
         assert card.data.eval_results is None and sentence in section(card, "Evaluation")
     shutil.copytree(work / "checkpoints" / "run", work / "checkpoints" / "again")
-    more = (
-        "--replay", work / "old", "--forgetting_budget", "replay:0.5", "--resume", "true",
-        "--resume_override", "lr",
-    )
-    train(
-        work, base, "again", *more, "--lr", 1e-4,
-        "--checkpoint", work / "checkpoints" / "again" / "step-00000004",
-    )
+    more = "--forgetting_budget replay:0.5 --resume true --resume_override lr --lr 1e-4".split()
+    more += ["--checkpoint", work / "checkpoints" / "again" / "step-00000004"]
+    train(work, base, "again", "--replay", work / "old", *more)
     [aside] = (work / "checkpoints" / "again").glob("aside-step-00000006-*")
     said = {row[0]: row[2] for row in rows(export(aside, tmp_path / "aside"), "Evaluation")}
-    assert said == {
-        name: f"{loss:.4f}" for name, loss in keep.read_progress(aside)["eval_losses"].items()
-    }
+    losses = keep.read_progress(aside)["eval_losses"]
+    assert said == {name: f"{loss:.4f}" for name, loss in losses.items()}
 
 
 def test_of_an_average_no_loss_is_said_to_be_its_own(work, tmp_path):
-    train(work, work / "models--org--base" / "snapshots" / COMMIT, "ema", "--ema_decay", 0.5)
+    train(work, work / BASE, "ema", "--ema_decay", 0.5)
     card = export(work / "checkpoints" / "ema", tmp_path / "hf", "--ema", "true")
-    last = [
-        json.loads(line)
-        for line in (work / "checkpoints" / "ema" / "metrics.jsonl").read_text().splitlines()
-    ][-1]
+    last = logged(work / "checkpoints" / "ema")[-1]
     assert f"The average has a loss of {last['eval_loss_ema']:.4f} over all sets" in card.text
     assert card.data.eval_results is None and "their moving average (decay 0.5)" in card.text
 

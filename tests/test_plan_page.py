@@ -134,8 +134,8 @@ def test_doubts_are_shown(toys, tmp_path):
 )
 def test_mistakes_are_those_of_train(toys, tmp_path, capsys, flags, code, words):
     with pytest.raises(SystemExit) as ended:
-        words = ("--html", tmp_path / "x.html", *toy_run(toys, tmp_path), *flags)
-        plan.main([str(word) for word in words])
+        given = ("--html", tmp_path / "x.html", *toy_run(toys, tmp_path), *flags)
+        plan.main([str(word) for word in given])
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if "is given 2 times: " not in line]
     assert ended.value.code == code and len(said) == 1 and words in said[0]

@@ -41,19 +41,15 @@ def judged(documents, losses, targets=None, names=None, alone=False, right=1):
     names = np.array(["one"] * len(rows) if names is None else [names[n] for n in number])
     said = {"task": names, "document": number, "gold": gold, "alone": np.full(len(rows), alone)}
     said |= {"characters": characters, "bytes": 2 * characters}
-    sums = np.stack(
-        [np.array(losses, dtype=float), np.full(len(rows), right), np.zeros(len(rows))], axis=1
-    )
+    sums = np.array([(loss, right, 0) for loss in losses], dtype=float)
     ids = {"input_ids": np.zeros((len(rows), 4), dtype=np.int32)}
-    return Tasks(Rows([ids]), said).answered(
-        sums, np.ones(len(rows), int) if targets is None else np.array(targets)
-    )
+    counts = np.array(targets or [1] * len(rows))
+    return Tasks(Rows([ids]), said).answered(sums, counts)
 
 
 def test_the_likeliest_choice_and_the_likeliest_a_character():
-    found = judged(
-        [[(False, 2), (True, 8)], [(True, 3), (False, 3), (False, 3)]], [2.0, 4.0, 1.0, 2.0, 3.0]
-    )
+    documents = [[(False, 2), (True, 8)], [(True, 3), (False, 3), (False, 3)]]
+    found = judged(documents, [2.0, 4.0, 1.0, 2.0, 3.0])
     assert (found["accuracy"], found["accuracy_norm"], found["documents"]) == (0.5, 1.0, 2)
     assert found["loss"] == 2.5 and found["bits_per_byte"] == pytest.approx(5 / math.log(2) / 22)
 
@@ -63,9 +59,8 @@ def test_of_equal_choices_the_first_is_taken_and_any_right_one_counts():
     assert judged([first, second], [1.0, 1.0, 1.0, 1.0])["accuracy"] == 0.5
     found = judged([[(False, 4), (True, 4), (True, 2)]], [3.0, 2.0, 1.0])
     assert found["accuracy"] == 1 and found["loss"] == 1.5, "of both right ones"
-    assert judged([[(False, 0), (True, 4)]], [0.1, 1.0])["accuracy_norm"] == 1, (
-        "an empty choice is never chosen"
-    )
+    found = judged([[(False, 0), (True, 4)]], [0.1, 1.0])
+    assert found["accuracy_norm"] == 1, "an empty choice is never chosen"
 
 
 def test_documents_that_were_cut_are_left_out():
@@ -101,26 +96,15 @@ def write_task(folder, name, **more):
     with (folder / f"{name}.jsonl").open("w") as file:
         for number in range(QUESTIONS):
             text = " ".join(generator.choice(WORDS, 3 + number % 9))
-            choices = [
-                " ".join(generator.choice(WORDS, 1 + generator.integers(3)))
-                for _ in range(3 + number % 2)
-            ]
-            record = {
-                "question": text,
-                "choices": choices,
-                "answer": int(generator.integers(len(choices))),
-            }
+            choices = []
+            for _ in range(3 + number % 2):
+                choices.append(" ".join(generator.choice(WORDS, 1 + generator.integers(3))))
+            answer = int(generator.integers(len(choices)))
+            record = {"question": text, "choices": choices, "answer": answer}
             file.write(json.dumps(record) + "\n")
-    config = {
-        "task": name,
-        "dataset_path": "json",
-        "test_split": "train",
-        "output_type": "multiple_choice",
-    }
-    config |= {
-        "dataset_kwargs": {"data_files": str(folder / f"{name}.jsonl")},
-        "doc_to_text": "{{question}} ",
-    }
+    config = {"task": name, "dataset_path": "json", "test_split": "train"}
+    config |= {"dataset_kwargs": {"data_files": str(folder / f"{name}.jsonl")}}
+    config |= {"output_type": "multiple_choice", "doc_to_text": "{{question}} "}
     config |= {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
     config |= {"metric_list": [{"metric": metric} for metric in ("acc", "acc_norm")], **more}
     path = folder / f"{name}.yaml"
@@ -136,24 +120,17 @@ def world(harness, tmp_path_factory):
     text = " ".join(np.random.default_rng(0).choice(WORDS, 4000))
     (folder / "text.txt").write_text(text)
     tokenizer = train_byte_level_bpe([text], vocab_size=300)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)
-    ).save_pretrained(folder / "model")
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     flags = ["--tokenizer", folder / "model", "--output", folder / "data", "--context_length", 32]
     flags += ["--validation_fraction", 0.2, "--document_separator", " the "]
     prepare_data.main([str(flag) for flag in ["--input", folder / "text.txt", *flags]])
     write_task(folder / "yaml", "first")
-    write_task(
-        folder / "yaml", "second", num_fewshot=1, fewshot_split="train", target_delimiter=": "
-    )
+    more = {"num_fewshot": 1, "fewshot_split": "train", "target_delimiter": ": "}
+    write_task(folder / "yaml", "second", **more)
     prepare(folder, folder / "yaml", "tasks")
     return folder
 
@@ -184,22 +161,17 @@ def test_they_are_the_numbers_of_lm_eval_on_the_exported_model(world, alone, tmp
 
     folder, found = alone
     export_hf.main([str(folder / "run"), "--output", str(tmp_path / "hf")])
-    asked = {
-        "model": "hf",
-        "model_args": f"pretrained={tmp_path / 'hf'},dtype=float32",
-        "device": "cpu",
-    }
+    asked = {"model": "hf", "model_args": f"pretrained={tmp_path / 'hf'},dtype=float32"}
+    asked |= {"device": "cpu", "tasks": ["first", "second"], "bootstrap_iters": 0}
     manager = TaskManager(include_path=str(world / "yaml"), include_defaults=False)
-    said = lm_eval.simple_evaluate(
-        **asked, tasks=["first", "second"], task_manager=manager, bootstrap_iters=0
-    )
+    said = lm_eval.simple_evaluate(**asked, task_manager=manager)
     nats, size, end = 0.0, 0, found[-1]
     for task in ("first", "second"):
         of_task = said["results"][task]
         assert end[f"accuracy_of_{task}"] == pytest.approx(of_task["acc,none"], abs=1e-12)
         assert end[f"accuracy_norm_of_{task}"] == pytest.approx(of_task["acc_norm,none"], abs=1e-12)
         for sample in said["samples"][task]:
-            gold = sample["target"] if isinstance(sample["target"], int) else int(sample["target"])
+            gold = int(sample["target"])
             nats -= sample["filtered_resps"][gold][0]
             size += len(sample["arguments"][gold][1].encode())
     assert end["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
@@ -228,16 +200,8 @@ def test_any_ranks_and_paths_measure_the_same(world, alone, tmp_path, ranks, mor
 
 @LM_EVAL
 def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(world, tmp_path):
-    more = (
-        "--forgetting_budget",
-        "tasks:5",
-        "--eval_data",
-        f"tasks={world / 'tasks'}",
-        "--eval_iters",
-        3,
-    )
-    train_ranks(1, *run_of(world / "model", world / "data", tmp_path, "run", *more))
-    first = metrics(tmp_path / "run", "eval")[0]["tasks"]
+    more = ("--forgetting_budget", "tasks:5", "--eval_iters", 3)
+    first = run_with_tasks(world, tmp_path, 1, *more)[0]
     rows = datasets.load_from_disk(str(world / "tasks" / "validation"))[:24]
     whole = set(rows["document"][:-1]) - {rows["document"][-1]}
     assert len(whole) <= first["documents"] <= len(whole) + 1 and first["budget"] == 5
@@ -247,12 +211,9 @@ def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(
 
 @LM_EVAL
 def test_a_task_of_single_answers_is_judged_by_whether_they_are_greedy(world, tmp_path):
-    single = {
-        "output_type": "loglikelihood",
-        "doc_to_target": " {{choices[0]}}",
-        "doc_to_choice": None,
-    }
-    path = write_task(tmp_path, "single", **single, metric_list=[{"metric": "acc"}])
+    single = {"output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}"}
+    single |= {"doc_to_choice": None, "metric_list": [{"metric": "acc"}]}
+    path = write_task(tmp_path, "single", **single)
     rows = datasets.load_from_disk(str(prepare(world, path, "single")))["validation"]
     assert len(rows) == QUESTIONS and all(rows["alone"]) and all(rows["gold"])
 
@@ -286,29 +247,22 @@ def test_choices_that_a_task_shuffles_are_in_the_order_of_lm_eval(world, tmp_pat
     asked = {"model": "dummy", "tasks": ["shuffled"], "task_manager": manager, "bootstrap_iters": 0}
     samples = lm_eval.simple_evaluate(**asked)["samples"]["shuffled"]
     expected = {sample["doc_id"]: int(sample["target"]) for sample in samples}
-    golds = [
-        [row["gold"] for row in rows if row["document"] == number] for number in range(QUESTIONS)
-    ]
-    assert [gold.index(True) for gold in golds] == [expected[number] for number in range(QUESTIONS)]
+    for number in range(QUESTIONS):
+        golds = [row["gold"] for row in rows if row["document"] == number]
+        assert golds.index(True) == expected[number]
 
 
 @LM_EVAL
 def test_requests_keep_their_ends(world, tmp_path):
     path = write_task(tmp_path, "long", doc_to_text="{{question * 9}}")
-    whole, cut = (
-        datasets.load_from_disk(
-            str(prepare(world, path, f"long{length}", "--context_length", length))
-        )["validation"]
-        for length in (4096, 40)
-    )
+    made = [prepare(world, path, f"long{n}", "--context_length", n) for n in (4096, 40)]
+    whole, cut = (datasets.load_from_disk(str(folder))["validation"] for folder in made)
     assert len(whole[0]["input_ids"]) % 64 == 0 and len(cut[0]["input_ids"]) == 40
     for long, short in zip(whole, cut, strict=True):
         targets = [[token for token in row["labels"] if token != -100] for row in (long, short)]
         end = max(place for place, token in enumerate(long["labels"]) if token != -100) + 1
-        assert (
-            targets[0] == targets[1]
-            and short["input_ids"][-40:][: min(end, 40)] == long["input_ids"][:end][-40:]
-        )
+        assert targets[0] == targets[1]
+        assert short["input_ids"][-40:][: min(end, 40)] == long["input_ids"][:end][-40:]
 
 
 def refused(capsys, program, *flags):
@@ -320,36 +274,34 @@ def refused(capsys, program, *flags):
 
 @LM_EVAL
 def test_mistakes(world, tmp_path, capsys, monkeypatch):
+    tokenizer = ("--tokenizer", world / "model")
+
     def of(*flags):
         said = refused(capsys, prepare_data, "--output", tmp_path / "out", *flags)
         assert not (tmp_path / "out").exists()
         return said
 
-    tokenizer = ("--tokenizer", world / "model")
-    assert "and needs the first" in of("--tasks", "first") and "and needs" in of(
-        "--tasks", ", ", *tokenizer
-    )
+    def of_task(name, **more):
+        return of("--tasks", write_task(tmp_path, name, **more), *tokenizer)
+
+    assert "and needs the first" in of("--tasks", "first")
+    assert "and needs" in of("--tasks", ", ", *tokenizer)
     assert "not --packing" in of("--tasks", "first", *tokenizer, "--packing", "best_fit")
     assert "not --input" in of("--tasks", "first", *tokenizer, "--input", world / "text.txt")
     assert "no input" in of(*tokenizer)
-    written = write_task(
-        tmp_path, "written", output_type="generate_until", metric_list=[{"metric": "exact_match"}]
-    )
-    assert "'written' (generate_until) doesn't judge" in of("--tasks", written, *tokenizer)
-    otherwise = write_task(tmp_path, "otherwise", metric_list=[{"metric": "f1"}])
-    assert "'otherwise' (multiple_choice) doesn't judge" in of("--tasks", otherwise, *tokenizer)
-    unknown = write_task(tmp_path, "unknown", doc_to_target="-1")
-    assert "'unknown' says of no answer that it is right" in of("--tasks", unknown, *tokenizer)
-    assert "an answer of" in of(
-        "--tasks", world / "yaml" / "first.yaml", *tokenizer, "--context_length", 4
-    )
+    generates = {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
+    assert "'written' (generate_until) doesn't judge" in of_task("written", **generates)
+    said = of_task("otherwise", metric_list=[{"metric": "f1"}])
+    assert "'otherwise' (multiple_choice) doesn't judge" in said
+    said = of_task("unknown", doc_to_target="-1")
+    assert "'unknown' says of no answer that it is right" in said
+    first = ("--tasks", world / "yaml" / "first.yaml", *tokenizer)
+    assert "an answer of" in of(*first, "--context_length", 4)
     (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: nowhere/at_all\n")
     assert "lm_eval can't load this" in of("--tasks", tmp_path / "broken.yaml", *tokenizer)
     of_the_second = "{{question if choices|length == 3 else question.of.nothing}}"
-    template = write_task(tmp_path, "template", doc_to_text=of_the_second)
-    assert "can't build the requests of 'template': UndefinedError" in of(
-        "--tasks", template, *tokenizer
-    )
+    said = of_task("template", doc_to_text=of_the_second)
+    assert "can't build the requests of 'template': UndefinedError" in said
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert "pip install -e '.[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
 
@@ -357,9 +309,8 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
 @LM_EVAL
 def test_the_nearest_task_is_named(world, tmp_path, capsys):
     flags = ("--tasks", "hellaswog", "--tokenizer", world / "model", "--output", tmp_path / "out")
-    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in refused(
-        capsys, prepare_data, *flags
-    )
+    said = refused(capsys, prepare_data, *flags)
+    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in said
 
 
 @LM_EVAL
@@ -368,22 +319,10 @@ def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_p
     assert job.wait() == [2] and "has no split 'train', only 'validation'" in job.output[0]
     other = train_byte_level_bpe([" ".join(reversed(WORDS)) * 9], vocab_size=280)
     other.save_pretrained(tmp_path / "other")
-    flags = [
-        "--tasks", world / "yaml" / "first.yaml", "--tokenizer", tmp_path / "other",
-        "--output", tmp_path / "tasks",
-    ]
-    prepare_data.main([str(flag) for flag in flags])
-    job = Job(
-        1,
-        *run_of(
-            world / "model",
-            world / "data",
-            tmp_path,
-            "run",
-            "--eval_data",
-            f"tasks={tmp_path / 'tasks'}",
-        ),
-    )
+    flags = ["--tasks", world / "yaml" / "first.yaml", "--tokenizer", tmp_path / "other"]
+    prepare_data.main([str(flag) for flag in [*flags, "--output", tmp_path / "tasks"]])
+    more = ("--eval_data", f"tasks={tmp_path / 'tasks'}")
+    job = Job(1, *run_of(world / "model", world / "data", tmp_path, "run", *more))
     assert job.wait() == [2] and "was made with a different tokenizer" in job.output[0]
 
 
@@ -402,18 +341,16 @@ def test_a_group_in_a_folder_or_alone_is_its_tasks(world, tmp_path):
     folder = tmp_path / "yaml"
     for name in ("first", "second", "third"):
         write_task(folder, name, tag=["tagged"] if name == "third" else None)
-    group_of(
-        folder, "a_group", "first", {"task": "second", "num_fewshot": 2, "fewshot_split": "train"}
-    )
+    second = {"task": "second", "num_fewshot": 2, "fewshot_split": "train"}
+    group_of(folder, "a_group", "first", second)
     group_of(folder, "outer", "a_group", "tagged")
     counts = counts_of(prepare(world, folder, "grouped"))
     assert counts == {"first": QUESTIONS, "second": QUESTIONS, "third": QUESTIONS}
     rows = datasets.load_from_disk(str(world / "grouped"))["validation"]
-    many = {
-        name: max(sum(map(bool, row["input_ids"])) for row in rows if row["task"] == name)
-        for name in counts
-    }
-    assert many["second"] > 2 * many["third"], "as the group has it, with two examples"
+    longest = dict.fromkeys(counts, 0)
+    for row in rows:
+        longest[row["task"]] = max(longest[row["task"]], sum(map(bool, row["input_ids"])))
+    assert longest["second"] > 2 * longest["third"], "as the group has it, with two examples"
     alone = ",".join(str(folder / f"{name}.yaml") for name in ("a_group", "first", "second"))
     assert counts_of(prepare(world, alone, "alone")) == {"first": QUESTIONS, "second": QUESTIONS}
 
@@ -429,9 +366,7 @@ def test_no_task_disappears_beside_another_of_its_name(world, tmp_path, capsys):
     write_task(folder, "first", task="first")
     write_task(folder / "below", "second", task="mine")
     said = refused(capsys, prepare_data, "--tasks", folder, *flags)
-    assert f"'{folder}/below/second.yaml' and '{folder}/second.yaml' have the same name" in said, (
-        "of folders inside"
-    )
+    assert f"'{folder}/below/second.yaml' and '{folder}/second.yaml' have the same name" in said
     write_task(tmp_path, "alone", task="hellaswag")
     said = refused(capsys, prepare_data, "--tasks", f"hellaswag,{tmp_path / 'alone.yaml'}", *flags)
     assert f"has 'hellaswag' twice: by its name, and in '{tmp_path}/alone.yaml'" in said
@@ -441,29 +376,27 @@ def test_no_task_disappears_beside_another_of_its_name(world, tmp_path, capsys):
 def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
     import lm_eval.tasks
 
+    flags = ("--tokenizer", world / "model", "--output", tmp_path / "out")
+
     def of(path):
-        return refused(
-            capsys, prepare_data, "--tasks", path, "--tokenizer", world / "model",
-            "--output", tmp_path / "out",
-        )
+        return refused(capsys, prepare_data, "--tasks", path, *flags)
 
     assert "no task, but a group without tasks" in of(group_of(tmp_path, "empty"))
     assert "no task, but a group without tasks" in of(write_task(tmp_path, "of_old", group="older"))
     (tmp_path / "shared.yaml").write_text("num_fewshot: 2\n")
-    assert "shared.yaml' names no task or group; if others include it" in of(
-        tmp_path / "shared.yaml"
-    )
+    said = of(tmp_path / "shared.yaml")
+    assert "shared.yaml' names no task or group; if others include it" in said
     (tmp_path / "latin.yaml").write_bytes("task: señor\n".encode("latin-1"))
     assert "latin.yaml' can't be read: " in of(tmp_path / "latin.yaml")
     path = write_task(tmp_path, "data")
     with (tmp_path / "data.jsonl").open("ab") as file:
         file.write('{"question": "señor"}'.encode("latin-1"))
-    assert "data.yaml: lm_eval can't load this: " in (said := of(path)) and "utf-8" in said.lower()
+    said = of(path)
+    assert "data.yaml: lm_eval can't load this: " in said and "utf-8" in said.lower()
     manager = lm_eval.tasks.TaskManager  # lists only what is given: its own tasks take a while
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager(include_defaults=False))
-    assert "with 'elsewhere', which isn't known" in of(
-        group_of(tmp_path, "of_nothing", "elsewhere")
-    )
+    said = of(group_of(tmp_path, "of_nothing", "elsewhere"))
+    assert "with 'elsewhere', which isn't known" in said
 
 
 @LM_EVAL
@@ -475,8 +408,6 @@ def test_more_examples_than_documents(world, tmp_path, capsys, sampler):
         return ["--tasks", path, "--tokenizer", world / "model", "--output", tmp_path / "out"]
 
     said = refused(capsys, prepare_data, *of(QUESTIONS, "train"))
-    assert (
-        f"'many' has num_fewshot {QUESTIONS}, drawn from {QUESTIONS} documents, of which one is "
-        "asked itself"
-    ) in said
+    assert f"'many' has num_fewshot {QUESTIONS}, drawn from {QUESTIONS} documents, of which" in said
+    assert " of which one is asked itself" in said
     prepare_data.main([str(flag) for flag in [*of(QUESTIONS - 1, "train"), "--context_length", 64]])
