@@ -21,6 +21,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / f / "README.md" for f in ("data", "checkpoints")),
 ]
+BASH = re.compile(r"^```bash\n(.*?)^```", re.M | re.S)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 # `prepare/rows.py` or `prepare/rows.py: save_rows`
 NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`")
@@ -33,9 +34,8 @@ def prose(page):
 
 def found(name):
     """The file that a page names, from the root or from the package."""
-    return next(
-        (path for path in (ROOT / name, ROOT / "fabric_llm" / name) if path.is_file()), None
-    )
+    paths = (ROOT / name, ROOT / "fabric_llm" / name)
+    return next((path for path in paths if path.is_file()), None)
 
 
 @cache
@@ -46,19 +46,11 @@ def defined(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {
-                f"{node.name}.{inner.name}"
-                for inner in node.body
-                if isinstance(inner, ast.FunctionDef)
-            }
+            methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {
-                name.id
-                for target in targets
-                for name in ast.walk(target)
-                if isinstance(name, ast.Name)
-            }
+            for target in getattr(node, "targets", None) or [node.target]:
+                names |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
     return names
 
 
@@ -73,20 +65,14 @@ def test_what_a_page_names_is_there(page):
             if path is None or function and function not in defined(path):
                 wrong.append(f"{name}: {function}" if function else name)
         for function in CALLED.findall(paragraph):
-            if files and not any(
-                f".{name}".endswith(f".{function}") for path in files for name in defined(path)
-            ):
+            names = [f".{name}" for path in files for name in defined(path)]
+            if files and not any(name.endswith(f".{function}") for name in names):
                 wrong.append(f"{function}()")
-    for block in (
-        text for language, text in FENCED.findall(page.read_text()) if language == "bash"
-    ):
+    for block in BASH.findall(page.read_text()):
         scripts = re.findall(r"(?:python |^\s*)([\w/]+\.py)\b", block, re.M)
         wrong += [f"the command {script}" for script in scripts if not (ROOT / script).is_file()]
-    links = [
-        link.split("#")[0]
-        for link in re.findall(r"\]\(([^)\s]+)\)", prose(page))
-        if "://" not in link
-    ]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
+    links = [link.split("#")[0] for link in links]
     wrong += [f"the link {link}" for link in links if link and not (page.parent / link).exists()]
     assert not wrong, f"{page.relative_to(ROOT)} names what isn't there: {', '.join(wrong)}"
 
@@ -97,31 +83,24 @@ def test_the_readme_is_short():
 
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
-    pages = [
-        page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")
-    ]
-    assert [page for page in pages if f"]({page})" not in index and page != Path("README.md")] == []
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    pages.remove(Path("README.md"))
+    assert [page for page in pages if f"]({page})" not in index] == []
+
+
+def commands_of(page):
+    return "".join(BASH.findall(page.read_text())).replace("\\\n", " ").splitlines()
 
 
 def started_runs():
     """The flags of the runs of trained weights that the README and the recipe start, and of the
     preset, by place."""
-    places = {
-        page.name: page for page in PAGES if page.name in ("README.md", "continued_pretraining.md")
-    }
-    places["README.md"] = ROOT / "README.md"
     runs = {}
-    for name, page in places.items():
-        blocks = "".join(
-            text for language, text in FENCED.findall(page.read_text()) if language == "bash"
-        )
-        for line in blocks.replace("\\\n", " ").splitlines():
+    for page in (ROOT / "README.md", ROOT / "docs" / "continued_pretraining.md"):
+        for line in commands_of(page):
             if re.match(r"python train.py .*--model_name (BASE|meta-llama)", line):
-                runs[name] = parse_train(shlex.split(line)[2:])
-    preset = (
-        f"--config {ROOT / 'configs' / 'llama3_8b.yaml'} --devices 4 --train_data_dir d "
-        "--replay old"
-    )
+                runs[page.name] = parse_train(shlex.split(line)[2:])
+    preset = f"--config {ROOT}/configs/llama3_8b.yaml --devices 4 --train_data_dir d --replay old"
     return {**runs, "preset": parse_train(preset.split())}
 
 
@@ -140,16 +119,9 @@ def test_the_pages_start_runs_as_the_recipe_says():
 
 def test_the_commands_of_the_llama_page_have_such_flags(monkeypatch):
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "llama3_8b.md").read_text()
-    blocks = "".join(text for language, text in FENCED.findall(page) if language == "bash").replace(
-        "\\\n", " "
-    )
-    parsers = {
-        "plan": parse_plan,
-        "prepare_data": parse_prepare,
-        "train": parse_train,
-        "export_hf": parse_export,
-    }
+    blocks = "\n".join(commands_of(ROOT / "docs" / "llama3_8b.md"))
+    parsers = {"plan": parse_plan, "prepare_data": parse_prepare}
+    parsers |= {"train": parse_train, "export_hf": parse_export}
     commands = re.findall(r"python (\w+)\.py (.*?)(?:; do)?$", blocks, re.M)
     assert {script for script, _ in commands} == set(parsers)
     for script, flags in commands:
@@ -158,7 +130,6 @@ def test_the_commands_of_the_llama_page_have_such_flags(monkeypatch):
 
 def test_a_page_says_how_to_get_a_gated_model():
     page = (ROOT / "docs" / "runs.md").read_text()
-    assert all(
-        word in page for word in ("gated", "licence", "hf auth login", "HF_TOKEN", "HF_HUB_OFFLINE")
-    )
+    for words in ("gated", "licence", "hf auth login", "HF_TOKEN", "HF_HUB_OFFLINE"):
+        assert words in page
     assert "docs/runs.md#models-from-the-hub" in (ROOT / "README.md").read_text()

@@ -22,14 +22,8 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
     corpus = tmp_path / "text.jsonl"
     corpus.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     base = train_byte_level_bpe(texts, vocab_size=280)
-    config = LlamaConfig(
-        vocab_size=len(base),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=8,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=len(base), num_attention_heads=2, head_dim=8, **sizes)
     lowercase, ending = deepcopy(base), deepcopy(base)
     lowercase.backend_tokenizer.normalizer = Lowercase()
     ending.eos_token = base.convert_ids_to_tokens(7)
@@ -37,22 +31,13 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
         config.eos_token_id = base.eos_token_id
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-        flags = [
-            "--input",
-            corpus,
-            "--tokenizer",
-            tmp_path / name,
-            "--output",
-            tmp_path / f"{name}-data",
-        ]
-        prepare_data.main(
-            [str(flag) for flag in (*flags, "--context_length", 8, "--validation_fraction", 0.3)]
-        )
+        flags = f"--input {corpus} --tokenizer {tmp_path / name} --output {tmp_path / name}-data"
+        sizes = "--context_length 8 --validation_fraction 0.3"
+        prepare_data.main([*flags.split(), *sizes.split()])
 
     def said(model, data):
-        job = Job(
-            1, *run_of(tmp_path / model, tmp_path / f"{data}-data", tmp_path, f"{model}-{data}")
-        )
+        places = (tmp_path / model, tmp_path / f"{data}-data", tmp_path)
+        job = Job(1, *run_of(*places, f"{model}-{data}"))
         return job.wait(), job.output[0]
 
     assert said("base", "base")[0] == [0]
@@ -61,7 +46,5 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
     code, words = said("base", "ending")
     assert code == [2] and "end with token 7, and texts of" in words
     code, words = said("ending", "ending")
-    assert (
-        code == [0]
-        and f"{base.eos_token_id} ends a text: what is generated won't stop there" in words
-    )
+    assert code == [0]
+    assert f"{base.eos_token_id} ends a text: what is generated won't stop there" in words

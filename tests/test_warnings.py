@@ -32,14 +32,10 @@ def warned(flags, **facts):
     this data and model."""
     known = Has(**{**FACTS, **facts})
     config = Has(max_position_embeddings=known.positions, rope_parameters={})
+    names = ("strategy", "kind", "devices", "num_nodes")
     plan = Has(
-        placement=Has(
-            strategy=known.strategy, kind=known.kind, devices=known.devices,
-            num_nodes=known.num_nodes,
-        ),
-        schedule=Has(
-            max_step=known.max_step, global_batch_size=known.sequences, epochs=dict
-        ),
+        placement=Has(**{name: vars(known)[name] for name in names}),
+        schedule=Has(max_step=known.max_step, global_batch_size=known.sequences, epochs=dict),
         start=Has(step=known.start_step),
         data=Has(
             dataset=Has(context_length=known.context_length),
@@ -59,109 +55,111 @@ def warned(flags, **facts):
 
 
 def said_of(flags, **facts):
-    return warned(
-        parse_train(["--model_name", "m", "--train_data_dir", "d", *flags.split()]), **facts
-    )
+    words = ["--model_name", "m", "--train_data_dir", "d", *flags.split()]
+    return warned(parse_train(words), **facts)
 
 
-TABLE = [  # flags, facts, the beginning of the one warning
+FROM_FACTS = [  # flags, facts, the beginning of the one warning
     ("", {"weights": False}, "'m' holds no weights: training starts from random ones."),
-    ("--profile 3:5", {"start_step": 5}, (
-        "--profile 3:5 has no effect: the run goes on after step 5."
-    )),
-    ("--lr 2", {}, "--lr 2 is far above what language models are trained with"),
-    ("", {"sequences": 1, "context_length": 64}, (
-        "a step of 1 x 64 tokens is mostly noise to a trained model: give --global"
-    )),
-    ("", {"sequences": 2, "context_length": 32_767, "positions": None}, (
-        "a step of 2 x 32767 tokens is mostly noise"
-    )),
-    ("--warmup_steps 100", {}, (
-        "--warmup_steps 100 isn't less than the run's 100 steps: the "
-        "learning rate only rises, to 2e-05."
-    )),
-    ("--warmup_steps 400", {}, (
-        "--warmup_steps 400 isn't less than the run's 100 steps: the "
-        "learning rate only rises, to 5e-06."
-    )),
+    (
+        "--profile 3:5", {"start_step": 5},
+        "--profile 3:5 has no effect: the run goes on after step 5.",
+    ),
+    (
+        "", {"sequences": 1, "context_length": 64},
+        "a step of 1 x 64 tokens is mostly noise to a trained model: give --global",
+    ),
+    (
+        "", {"sequences": 2, "context_length": 32767, "positions": None},
+        "a step of 2 x 32767 tokens is mostly noise",
+    ),
     ("", {"shifted": ["'d'"]}, "the labels of 'd' are already shifted"),
     ("", {"unread": ("loss_mask", "text")}, "columns of 'd' that aren't read: loss_mask, text."),
     ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
-    ("", {"devices": 9, "strategy": "fsdp"}, (
-        "9 processes share 8 CPU cores and wait for each other: take --devices 8 at most."
-    )),
-    ("--limit_all_gathers false", {"strategy": "fsdp2"}, (
-        "--limit_all_gathers has no effect with --strategy fsdp2."
-    )),
     (
-        "--limit_all_gathers false --backward_prefetch none",
-        {"strategy": "fsdp2"},
+        "", {"devices": 9, "strategy": "fsdp"},
+        "9 processes share 8 CPU cores and wait for each other: take --devices 8 at most.",
+    ),
+    (
+        "--limit_all_gathers false --backward_prefetch none", {"strategy": "fsdp2"},
         "--limit_all_gathers and --backward_prefetch have no effect with --strategy fsdp2.",
     ),
     (
         "--auto_wrap_policy none --sharding_strategy SHARD_GRAD_OP --reduce_dtype bfloat16",
         {"strategy": "ddp"},
-        (
-            "--auto_wrap_policy, --sharding_strategy and --reduce_dtype have no effect with "
-            "--strategy ddp."
-        ),
+        "--auto_wrap_policy, --sharding_strategy and --reduce_dtype have no effect with "
+        "--strategy ddp.",
     ),
-    ("--auto_wrap_policy none", {}, "--auto_wrap_policy has no effect with one device."),
-    ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, (
-        "--reduce_dtype has no effect with --precision 32"
-    )),
+    (
+        "--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"},
+        "--reduce_dtype has no effect with --precision 32",
+    ),
     ("--cpu_offload true", {"strategy": "fsdp"}, "--cpu_offload has no effect on a CPU"),
-    ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, (
-        "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."
-    )),
-    ("--bf16_updates master --precision bf16-mixed", {}, (
-        "--bf16_updates has no effect with --precision bf16-mixed."
-    )),
-    ("--min_lr 1e-6 --lr_decay false", {}, "--min_lr has no effect with --lr_decay false."),
-    ("--lr_schedule linear --lr_decay false", {}, (
-        "--lr_schedule has no effect with --lr_decay false."
-    )),
-    ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect with --max_step 100."),
-    ("--resume_override lr", {}, "--resume_override has no effect without --resume."),
-    ("--decay_steps 5 --decay_shape linear", {}, (
-        "--decay_steps and --decay_shape have no effect without --lr_schedule wsd or infinite."
-    )),
-    ("--lr_schedule wsd --constant_lr 1e-6", {}, (
-        "--constant_lr has no effect with --lr_schedule wsd."
-    )),
-    ("--auto_wrap_policy none --tpu true", {"strategy": "xla"}, (
-        "--auto_wrap_policy has no effect with --tpu true."
-    )),
-    ("--spike_action skip", {}, "--spike_action has no effect without --spike_threshold."),
-    ("--ema_device same --ema_every 2", {}, (
-        "--ema_device and --ema_every have no effect without --ema_decay."
-    )),
-    ("--eval_step_interval 5 --eval_iters 0", {}, (
-        "--eval_step_interval has no effect with --eval_iters 0."
-    )),
-    ("--save_step_interval 100", {}, (
-        "--save_step_interval 100 isn't less than the run's 100 steps"
-    )),
-    ("--keep_every 5", {}, "--keep_every has no effect without --keep_last."),
-    ("--keep_best 2 --keep_last 1 --save_step_interval 5 --eval_iters 0", {}, (
-        "--keep_best has no effect with --eval_iters 0"
-    )),
-    ("--forgetting_action stop", {}, (
-        "--forgetting_action has no effect without --forgetting_budget."
-    )),
-    ("--keep_last 2", {}, "no --save_step_interval: the only checkpoint comes at the end"),
-    ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
-    ("--entity a --project b --log_model true", {}, (
-        "--entity, --project and --log_model have no effect without --logger wandb."
-    )),
-    ("--log_model all --logger csv,tensorboard", {}, (
-        "--log_model has no effect with --logger csv,tensorboard."
-    )),
-    ("--sample_tokens 9", {}, "--sample_tokens has no effect without --sample_prompts."),
-    ("", {"budgets": {"a": 0.2, "b": 0.001, "copy": 0.1}}, (
-        "the budget of a, 0.2 nats, is judged on 400 tokens, which tell it to about 0.045: "
-    )),
-]  # fmt: skip
+    (
+        "--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"},
+        "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD.",
+    ),
+    (
+        "--auto_wrap_policy none --tpu true", {"strategy": "xla"},
+        "--auto_wrap_policy has no effect with --tpu true.",
+    ),
+    (
+        "", {"budgets": {"a": 0.2, "b": 0.001, "copy": 0.1}},
+        "the budget of a, 0.2 nats, is judged on 400 tokens, which tell it to about 0.045: ",
+    ),
+]
+# Flags, and the beginning of the one warning.
+FROM_FLAGS = """
+--lr 2
+    --lr 2 is far above what language models are trained with
+--warmup_steps 100
+    --warmup_steps 100 isn't less than the run's 100 steps: the learning rate only rises, to 2e-05.
+--warmup_steps 400
+    --warmup_steps 400 isn't less than the run's 100 steps: the learning rate only rises, to 5e-06.
+--auto_wrap_policy none
+    --auto_wrap_policy has no effect with one device.
+--bf16_updates master --precision bf16-mixed
+    --bf16_updates has no effect with --precision bf16-mixed.
+--min_lr 1e-6 --lr_decay false
+    --min_lr has no effect with --lr_decay false.
+--lr_schedule linear --lr_decay false
+    --lr_schedule has no effect with --lr_decay false.
+--number_epochs 3 --max_step 100
+    --number_epochs has no effect with --max_step 100.
+--resume_override lr
+    --resume_override has no effect without --resume.
+--decay_steps 5 --decay_shape linear
+    --decay_steps and --decay_shape have no effect without --lr_schedule wsd or infinite.
+--lr_schedule wsd --constant_lr 1e-6
+    --constant_lr has no effect with --lr_schedule wsd.
+--spike_action skip
+    --spike_action has no effect without --spike_threshold.
+--ema_device same --ema_every 2
+    --ema_device and --ema_every have no effect without --ema_decay.
+--eval_step_interval 5 --eval_iters 0
+    --eval_step_interval has no effect with --eval_iters 0.
+--save_step_interval 100
+    --save_step_interval 100 isn't less than the run's 100 steps
+--keep_every 5
+    --keep_every has no effect without --keep_last.
+--keep_best 2 --keep_last 1 --save_step_interval 5 --eval_iters 0
+    --keep_best has no effect with --eval_iters 0
+--forgetting_action stop
+    --forgetting_action has no effect without --forgetting_budget.
+--keep_last 2
+    no --save_step_interval: the only checkpoint comes at the end
+--async_save true
+    --async_save has no effect without --save_step_interval
+--entity a --project b --log_model true
+    --entity, --project and --log_model have no effect without --logger wandb.
+--log_model all --logger csv,tensorboard
+    --log_model has no effect with --logger csv,tensorboard.
+--sample_tokens 9
+    --sample_tokens has no effect without --sample_prompts.
+"""
+LINES = FROM_FLAGS.strip().splitlines()
+PAIRS = zip(LINES[::2], LINES[1::2], strict=True)
+TABLE = [*FROM_FACTS, *((flags, {}, words.strip()) for flags, words in PAIRS)]
 
 
 @pytest.mark.parametrize(
@@ -180,10 +178,8 @@ def test_warnings(flags, facts, words):
         ("", {"sequences": 2, "context_length": 32_768, "positions": None}),
         ("", {"sequences": 1, "start_step": 1}),
         ("--lr 4e-3", {}),
-        (
-            "--limit_all_gathers true --backward_prefetch BACKWARD_PRE",
-            {"strategy": "fsdp2"},
-        ),  # the defaults, as written
+        # the defaults, as written
+        ("--limit_all_gathers true --backward_prefetch BACKWARD_PRE", {"strategy": "fsdp2"}),
         (
             "--limit_all_gathers false --backward_prefetch none --reduce_dtype bfloat16",
             {"strategy": "fsdp"},
@@ -214,12 +210,8 @@ def test_the_presets_are_meant(tmp_path):
 
     for config in sorted((ROOT / "configs").glob("*.yaml")):
         arguments = parse_train(["--config", str(config)])
-        facts = {
-            "strategy": "fsdp",
-            "kind": "cuda",
-            "max_step": arguments.training.max_step or 10_000,
-        }
-        assert warned(arguments, **facts) == [], config
+        steps = arguments.training.max_step or 10_000
+        assert warned(arguments, strategy="fsdp", kind="cuda", max_step=steps) == [], config
 
 
 def test_positions(toys):
@@ -227,19 +219,10 @@ def test_positions(toys):
     assert length(AutoConfig.from_pretrained(toys / "gpt2")) is None, (
         "learned ones are an error, see preflight.py"
     )
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    common = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+    yarn = {**common, "rope_type": "yarn", "factor": 4.0}
     assert length(LlamaConfig(max_position_embeddings=64, rope_parameters=yarn)) == 256
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-    }
+    llama3 = {**common, "rope_type": "llama3", "factor": 8.0}
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
 
@@ -251,30 +234,18 @@ def test_labels_that_are_shifted_are_found(toys, tmp_path):
     shifted = np.concatenate([tokens[:, 1:], np.full((12, 1), -100)], axis=1)
     masked = np.where(np.arange(24) < 20, -100, shifted)
     alike = np.ones_like(tokens)  # every token is the one after it
-    cases = [
-        (tokens, shifted, True),
-        (tokens, masked, True),
-        (tokens, tokens, False),
-        (alike, alike, False),
-    ]
-    cases += [(tokens, np.where(np.arange(24) < 20, -100, tokens), False), (tokens, None, False)]
+    cases = [(tokens, shifted, True), (tokens, masked, True), (tokens, tokens, False)]
+    cases += [(alike, alike, False), (tokens, None, False)]
+    cases += [(tokens, np.where(np.arange(24) < 20, -100, tokens), False)]
     for number, (ids, labels, expected) in enumerate(cases):
-        columns = {"input_ids": ids.tolist()} | (
-            {} if labels is None else {"labels": labels.tolist()}
-        )
+        columns = {"input_ids": ids.tolist()}
+        if labels is not None:
+            columns["labels"] = labels.tolist()
         split, folder = datasets.Dataset.from_dict(columns), tmp_path / f"data-{number}"
         datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder))
         assert shifts_labels(open_dataset(folder).train) == expected, number
-    words = (
-        *toy_run(toys, tmp_path),
-        "--train_data_dir",
-        tmp_path / "data-1",
-        "--max_step",
-        1,
-        "--eval_iters",
-        0,
-    )
-    job = Job(1, *words)
+    words = ("--train_data_dir", tmp_path / "data-1", "--max_step", 1, "--eval_iters", 0)
+    job = Job(1, *toy_run(toys, tmp_path), *words)
     assert job.wait() == [0], job.output
     assert job.output[0].count("data-1' are already shifted") == 1, job.output[0]
 
@@ -283,21 +254,11 @@ def test_rank_0_says_it_once(toys, tmp_path):
     """Of a real run of two ranks, in which the context is longer than the model's positions."""
     config = json.loads((toys / "llama" / "config.json").read_text())
     (tmp_path / "short").mkdir()
-    (tmp_path / "short" / "config.json").write_text(
-        json.dumps({**config, "max_position_embeddings": 16})
-    )
-    flags = (
-        *toy_run(toys, tmp_path / "disk" / "runs"),
-        "--model_name",
-        tmp_path / "short",
-        "--max_step",
-        1,
-        "--warmup_steps",
-        1,
-    )
-    job = Job(
-        2, *flags, "--strategy", "ddp", "--sharding_strategy", "SHARD_GRAD_OP", "--eval_iters", 0
-    )
+    config["max_position_embeddings"] = 16
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    flags = "--max_step 1 --warmup_steps 1 --strategy ddp --sharding_strategy SHARD_GRAD_OP"
+    flags = [*flags.split(), "--eval_iters", 0, "--model_name", tmp_path / "short"]
+    job = Job(2, *toy_run(toys, tmp_path / "disk" / "runs"), *flags)
     assert job.wait() == [0, 0], job.output
     warnings = [line for line in job.output[0].splitlines() if line.startswith("Warning: ")]
     warnings = [line for line in warnings if "--model_name is given 2 times" not in line]
