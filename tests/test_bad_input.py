@@ -43,11 +43,8 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert exit.value.code == code
         lines = error.strip().splitlines()
-        assert (
-            len(lines) == 1
-            and lines[0].startswith("train.py: error: ")
-            and lines[0].endswith((".", "?"))
-        ), error
+        assert len(lines) == 1 and lines[0].endswith((".", "?")), error
+        assert lines[0].startswith("train.py: error: ")
         assert not (tmp_path / "runs").exists()
         return lines[0].removeprefix("train.py: error: ")
 
@@ -109,7 +106,7 @@ def test_more_devices_than_there_are(refused, monkeypatch):
     assert "--devices 4: this machine has 2 GPUs." in refused("--devices", 4)
     monkeypatch.setenv("SLURM_LOCALID", "0")  # a batch script
     assert "--gpu-bind=none" not in refused("--devices", 4)
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 4)):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))  # srun --gpus-per-task=1 hides the others' GPUs
     assert "--gpu-bind=none" in refused("--devices", 4)
 
@@ -125,10 +122,8 @@ def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(
         flags = (*toy_run(toys, tmp_path), "--strategy", "ddp", "--precision", "32-true")
         train.main([str(word) for word in flags])
     said = capsys.readouterr().err
-    assert (
-        exit.value.code == 2
-        and "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda" in said
-    )
+    assert exit.value.code == 2
+    assert "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda" in said
 
 
 def test_yaml_keys(refused, tmp_path):
@@ -233,9 +228,8 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
     assert "it has no dataset_dict.json" in refused("--train_data_dir", tmp_path / "one")
     for name in ("train", "valid"):
-        datasets.Dataset.from_dict({"input_ids": [ROW] * 3}).save_to_disk(
-            str(tmp_path / "two" / name)
-        )
+        rows = datasets.Dataset.from_dict({"input_ids": [ROW] * 3})
+        rows.save_to_disk(tmp_path / "two" / name)
     sentence = refused("--train_data_dir", tmp_path / "two")
     command = re.search(r"`(echo .*)` writes it", sentence)[1]
     subprocess.run(command, shell=True, check=True)
@@ -245,22 +239,18 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
 @pytest.mark.longer
 def test_a_dataset_with_a_test_split_is_made_one_that_trains(refused, tmp_path):
     for name, splits in {"a": ["train", "test"], "b": ["test"]}.items():
-        _, folder = dataset(
-            tmp_path / name, **{split: {"input_ids": [ROW] * 200} for split in splits}
-        )
-        words = shlex.split(
-            re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1]
-        )
-        subprocess.run([sys.executable, *words], check=True, capture_output=True)
+        rows = {"input_ids": [ROW] * 200}
+        _, folder = dataset(tmp_path / name, **dict.fromkeys(splits, rows))
+        command = re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1]
+        subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
         made = open_dataset(f"{folder}-splits")
         assert len(made.train) + len(made.validation) == 200 * len(splits)
 
 
 def test_more_positions_than_the_model_has(refused, toys, tmp_path):
     rows = {"input_ids": [[1] * 65]}
-    sentence = refused(
-        *dataset(tmp_path / "long", train=rows, validation=rows), "--model_name", toys / "gpt2"
-    )
+    long = dataset(tmp_path / "long", train=rows, validation=rows)
+    sentence = refused(*long, "--model_name", toys / "gpt2")
     assert "65" in sentence and "64" in sentence
 
 
@@ -299,10 +289,8 @@ def test_data_of_another_tokenizer(refused, toys, tmp_path):
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
         tokenizer.save_pretrained(tmp_path / folder / ("tokenizer" if folder == "data" else ""))
     sentence = refused("--model_name", tmp_path / "model", "--train_data_dir", tmp_path / "data")
-    assert (
-        "12 tokens have different ids, such as 'a' (11 and 0), 'b' (10 and 1), 'c'" in sentence
-        and "--tokenizer" in sentence
-    )
+    assert "12 tokens have different ids, such as 'a' (11 and 0), 'b' (10 and 1), 'c'" in sentence
+    assert "--tokenizer" in sentence
     assert sentence.count(" and ") == 3
 
 
@@ -336,17 +324,13 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
         "fabric_llm.plan.data_plan.open_source",
         lambda folder, how, flags: asked.append(how) or open_dataset(folder, how),
     )
-    arguments = parse_train(
-        [str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)]
-    )
+    flags = (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)
+    arguments = parse_train([str(word) for word in flags])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        for name, value in (
-            ("RANK", rank),
-            ("LOCAL_RANK", local_rank),
-            ("WORLD_SIZE", 4),
-            ("LOCAL_WORLD_SIZE", 2),
-        ):
-            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         make_plan(arguments, place(arguments), tmp_path / "run", None)
     assert asked == ["auto", "size", "auto", "size"]
 
@@ -354,12 +338,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            ),
-            79,
-        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate()`"), 79),
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 79),
         (MemoryError(), 79),
         (OSError(28, "No space left on device"), 74),
@@ -376,49 +355,39 @@ def finished(toys, tmp_path_factory):
     """A finished run of two steps, checkpoints at 1 and 2."""
     output = tmp_path_factory.mktemp("finished")
     flags = toy_run(toys, output)
-    train_ranks(
-        1, *flags, "--run_name", "run", "--max_step", 2, "--save_step_interval", 1,
-        "--global_batch_size", 4,
-    )
+    more = "--run_name run --max_step 2 --save_step_interval 1 --global_batch_size 4"
+    train_ranks(1, *flags, *more.split())
     return output
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], ["holds checkpoints up to step-00000002", "--resume true", "--run_name"]),
+        ("", ["holds checkpoints up to step-00000002", "--resume true", "--run_name"]),
         (
-            ["--resume", "true", "--max_step", "2"],
-            ["is where this run ends", "step 2 of 2", "--max_step"],
+            "--resume true --max_step 2", ["is where this run ends", "step 2 of 2", "--max_step"],
         ),
         (
-            ["--resume", "true", "--max_step", "1", "--resume_override", "max_step"],
+            "--resume true --max_step 1 --resume_override max_step",
             ["is after step 2, and the run would end after step 1", "--checkpoint"],
         ),
-        (["--resume", "true"], ["max_step 2, not 9", "--resume_override max_step"]),
+        ("--resume true", ["max_step 2, not 9", "--resume_override max_step"]),
         (
-            [
-                "--resume", "true", "--lr", "1e-3", "--warmup_steps", "3",
-                "--resume_override", "max_step",
-            ],
+            "--resume true --lr 1e-3 --warmup_steps 3 --resume_override max_step",
             ["lr 2e-05, not 0.001; warmup_steps 0, not 3", "--resume_override lr,warmup_steps"],
         ),
-        (["--resume", "true", "--global_batch_size", "8"], ["global_batch_size 4, not 8"]),
-        (["--resume", "true", "--seed", "9"], ["seed 1234, not 9"]),
-        (["--resume", "true", "--precision", "32-true"], ["precision bf16-true, not 32-true"]),
-        (["--resume", "true", "--bf16_updates", "master"], ["bf16_updates stochastic, not master"]),
+        ("--resume true --global_batch_size 8", ["global_batch_size 4, not 8"]),
+        ("--resume true --seed 9", ["seed 1234, not 9"]),
+        ("--resume true --precision 32-true", ["precision bf16-true, not 32-true"]),
+        ("--resume true --bf16_updates master", ["bf16_updates stochastic, not master"]),
     ],
 )
 def test_a_run_that_is_there_already(refused, finished, flags, words):
-    files = [
-        finished / "run" / name
-        for name in ("STATUS.json", "events.jsonl", "metrics.jsonl", "arguments.yaml")
-    ]
+    names = ("STATUS.json", "events.jsonl", "metrics.jsonl", "arguments.yaml")
+    files = [finished / "run" / name for name in names]
     before = [file.read_bytes() for file in files]
-    given = (
-        "--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9,
-    )
-    sentence = refused(*instead(given, flags))
+    given = ("--run_name", "run", "--global_batch_size", 4, "--max_step", 9)
+    sentence = refused("--output_dir", finished, *instead(given, flags.split()))
     assert all(word in sentence for word in words), sentence
     assert [file.read_bytes() for file in files] == before, "it stays done"
 
@@ -430,18 +399,13 @@ def test_resume_alone_says_which_run_it_could_mean(refused, finished, tmp_path):
     assert "--run_name" in sentence and "'demo_llama-demo', 'run'" in sentence
     assert "--run_name run" in refused("--resume", "true", "--output_dir", finished, good=False)
     shutil.rmtree(both / "run")
-    assert (
-        directory(parse_train(["--resume", "true", "--output_dir", str(both)]))
-        == both / "demo_llama-demo"
-    )
+    arguments = parse_train(["--resume", "true", "--output_dir", str(both)])
+    assert directory(arguments) == both / "demo_llama-demo"
 
 
 def test_a_checkpoint_of_another_model(refused, finished, toys):
-    flags = (
-        "--resume", "true", "--checkpoint", finished / "run" / "step-00000001",
-        "--model_name", toys / "gpt2",
-    )
-    sentence = refused(*flags, "--global_batch_size", 4)
+    checkpoint = ("--resume", "true", "--checkpoint", finished / "run" / "step-00000001")
+    sentence = refused(*checkpoint, "--model_name", toys / "gpt2", "--global_batch_size", 4)
     assert "belongs to another model" in sentence and "gpt2" in sentence
 
 
@@ -450,11 +414,8 @@ def test_a_damaged_checkpoint(refused, finished, tmp_path):
     shutil.copytree(finished / "run" / "step-00000001", damaged)
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    sentence = refused(
-        "--resume", "true", "--checkpoint", damaged, "--global_batch_size", 4, code=66
-    )
+    flags = ("--resume", "true", "--checkpoint", damaged)
+    sentence = refused(*flags, "--global_batch_size", 4, code=66)
     assert "damaged" in sentence and "model.safetensors" in sentence
     weights.unlink()
-    assert "model.safetensors is missing" in refused(
-        "--resume", "true", "--checkpoint", damaged, code=66
-    )
+    assert "model.safetensors is missing" in refused(*flags, code=66)

@@ -45,15 +45,9 @@ def answers(commands, folder, **variables):
     imported."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     words = json.dumps([(program, [str(word) for word in flags]) for program, flags in commands])
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT],
-        input=words,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    given = {"input": words, "cwd": folder, "env": environment, "timeout": 60}
+    command = [sys.executable, "-c", LIGHT]
+    done = subprocess.run(command, **given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -292,7 +286,9 @@ train --config configs/smolm2_135m.yaml
 train --config typo.yaml
     2: line 2: unknown key 'learning_rat' in typo.yaml. Did you mean --lr?
 train --config typos.yaml
-    2: 'bf16' in line 1 (did you mean --precision bf16-true or bf16-mixed?), 'x' in line 3. See
+    2: typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision bf16-true or bf16-
+train --config typos.yaml
+    2: bf16-true or bf16-mixed?), 'x' in line 3. See
 train --config text.yaml
     2: line 3 of text.yaml: lr takes a number, not 'fast'.
 train --config small.yaml
@@ -393,7 +389,10 @@ def test_mistakes_are_told_before_torch_is_imported(place):
     lines = MISTAKES.strip().splitlines()
     table = [
         ("train", f"--output_dir {'x' * 300}", "2: File name too long"),
-        ("train", "--config no.yaml", "2: 'no.yaml' can't be read: No such file or directory.\n"),
+        (
+            "train", "--config none.yaml",
+            "2: --config 'none.yaml' can't be read: No such file or directory.\n",
+        ),
     ]
     for command, answer in zip(lines[::2], lines[1::2], strict=True):
         program, _, flags = command.partition(" ")
@@ -412,27 +411,19 @@ def test_mistakes_are_told_before_torch_is_imported(place):
 def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
     """Another machine may not see it yet, or see what rank 0 is changing; flags are the same
     everywhere."""
-    rank = {
-        "LOCAL_RANK": "1",
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_PORT": "29500",
-    }
-    commands = [
-        (*GOOD, "--resume", "true", "--run_name", "other"),
-        (*GOOD, "--resume", "true", "--lr", "-1"),
-    ]
-    (later, _), (now, said) = answers([("train", flags) for flags in commands], place, **rank)
+    rank = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    rank |= {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    resume = ("train", (*GOOD, "--resume", "true", "--run_name", "other"))
+    mistake = ("train", (*GOOD, "--resume", "true", "--lr", "-1"))
+    (later, _), (now, said) = answers([resume, mistake], place, **rank)
     assert "too late" in str(later), "it goes on to join the others"
     assert now == 2 and said == "", "the first process of the machine says it"
 
 
 def test_what_checks_imports_nothing_heavy():
     code = "import sys; from fabric_llm.plan import checks; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not set(HEAVY) & set(done.stdout.split())
 
@@ -547,20 +538,15 @@ ELSEWHERE = {  # what people paste from tutorials of other trainers -> what trai
 def test_a_flag_of_another_script_or_of_no_script_is_explained(tmp_path):
     found = answers([("train", (f"--{name}", "1")) for name in ELSEWHERE], tmp_path)
     for (name, words), (code, said) in zip(ELSEWHERE.items(), found, strict=True):
-        assert (
-            code == 2
-            and said == f"train.py: error: unknown flag --{name}. {words[0].upper()}{words[1:]}.\n"
-        )
+        sentence = f"{words[0].upper()}{words[1:]}."
+        assert code == 2 and said == f"train.py: error: unknown flag --{name}. {sentence}\n"
 
 
 def test_all_unknown_flags_are_told_at_once(tmp_path):
-    flags = (
-        "--lr 1e-4 --packing true --val_set_size=0.1 --optim adamw_torch --foo 2 --bf16 "
-        "--push_to_hub org/name"
-    )
-    [(code, said), (_, nested)] = answers(
-        [("train", flags.split()), ("train", ("--optim.lr", "1", "--lr.max", "1"))], tmp_path
-    )
+    flags = "--lr 1e-4 --packing true --val_set_size=0.1 --optim adamw_torch --foo 2 --bf16 "
+    many = ("train", [*flags.split(), "--push_to_hub", "org/name"])
+    dotted = ("train", ("--optim.lr", "1", "--lr.max", "1"))
+    [(code, said), (_, nested)] = answers([many, dotted], tmp_path)
     assert code == 2 and said == (
         "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), "
         "--val_set_size (it is --validation_fraction of prepare_data.py), --optim (the optimizer "
@@ -573,22 +559,15 @@ def test_all_unknown_flags_are_told_at_once(tmp_path):
 
 def test_none_of_a_tutorial_is_a_flag_that_isnt_given(tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text(
-        "model_name: m\ntrain_data_dir: d\nkeep_last: 3\ncheckpoint: None\noutput_dir: null\n"
-    )
-    flags = [
-        "--model_name", "m", "--train_data_dir", "d", "--keep_last", "None", "--max_hours", "None",
-    ]
+    given = "{model_name: m, train_data_dir: d, keep_last: 3, checkpoint: None, output_dir: null}"
+    config.write_text(given)
+    flags = "--model_name m --train_data_dir d --keep_last None --max_hours None".split()
     for words in ([*flags, "--checkpoint", "None"], [*flags, "--config", str(config)]):
         found = parse_train(words).flat()
         assert (found["checkpoint"], found["keep_last"], found["max_hours"]) == (None, None, None)
         assert found["output_dir"] == "checkpoints"
-    assert (
-        parse_train([*flags, "--backward_prefetch", "none", "--run_name", "none"]).flat()[
-            "run_name"
-        ]
-        == "none"
-    )
+    found = parse_train([*flags, "--backward_prefetch", "none", "--run_name", "none"])
+    assert found.checkpoint.run_name == "none"
 
 
 @pytest.mark.parametrize(
@@ -607,10 +586,8 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
     placement = SimpleNamespace(devices=ranks, kind=kind)
     if starts:
         return start.require_cores(flags, placement)
-    with pytest.raises(
-        ValueError,
-        match=f"--devices {ranks}: so many .* {cores} CPU cores .*--devices {cores}, at most 8",
-    ):
+    said = f"--devices {ranks}: so many .* {cores} CPU cores .*--devices {cores}, at most 8"
+    with pytest.raises(ValueError, match=said):
         start.require_cores(flags, placement)
     assert "oversubscribe" not in flags.kept(), "the next machine is another one"
 
@@ -619,42 +596,29 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
     ("script", "words", "sentence"),
     [
         (
-            "prepare_data.py",
-            "--input a --input b --output c",
+            "prepare_data.py", "--input a --input b --output c",
             "--input is given 2 times: give all its values behind one --input.",
         ),
         (
-            "prepare_data.py",
-            "--input a --pattern *.md --pattern=*.txt --output c",
+            "prepare_data.py", "--input a --pattern *.md --pattern=*.txt --output c",
             "--pattern is given 2 times",
         ),
         ("train.py", "--config a.yaml --config b.yaml", "--config is given 2 times: take one file"),
     ],
 )
 def test_a_flag_of_several_values_that_is_given_again_is_refused(script, words, sentence, tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *words.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, ROOT / script, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_what_is_trained_on_that_is_given_again_is_told(capsys):
-    assert (
-        parse_train(
-            (
-                "--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5"
-            ).split()
-        ).training.lr
-        == 2e-3
-    )
+    words = "--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5"
+    assert parse_train(words.split()).training.lr == 2e-3
     assert capsys.readouterr().err == ""
     parse_train("--model_name m --train_data_dir d --train_data_dir e".split())
-    assert (
-        capsys.readouterr().err == "Warning: --train_data_dir is given 2 times: e counts, not d.\n"
-    )
+    said = "Warning: --train_data_dir is given 2 times: e counts, not d.\n"
+    assert capsys.readouterr().err == said
     parse_train("--model_name m --train_data_dir d --eval_data=a=b --eval_data c=d".split())
     said = (
         "Warning: --eval_data is given 2 times: c=d counts, not a=b. It takes all of them in "

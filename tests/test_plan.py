@@ -599,13 +599,9 @@ def test_bytes_that_are_sent():
 
 @pytest.mark.longer
 def test_it_runs_from_the_shell(toys, tmp_path):
-    command = [
-        sys.executable, ROOT / "plan.py", "--model_name", toys / "gpt2", "--context_length", 64,
-        "--max_step", 3,
-    ]
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
+    flags = f"--model_name {toys}/gpt2 --context_length 64 --max_step 3".split()
+    command = [sys.executable, ROOT / "plan.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and "Next: python train.py --model_name" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 
@@ -638,9 +634,8 @@ def test_what_a_source_counts_is_what_is_compared(tmp_path):
 
 
 def predicted_twice(run, folder):
-    return published.predicted(run, folder), published.predicted(
-        run._replace(counted="active"), folder
-    )
+    active = run._replace(counted="active")
+    return published.predicted(run, folder), published.predicted(active, folder)
 
 
 def test_what_a_matrix_product_has_made_is_forgotten_with_it():

@@ -920,9 +920,12 @@ NO_PATH = "^input {} is neither a file or folder here nor .* from the hub$"  # n
 # --input, other arguments, and what is said
 MISTAKES = [
     ("in", {"tokenizer": None}, "^give --tokenizer, that of your model, or --train_tokenizer$"),
-    ("in", {"train_tokenizer": 300, "tokenizer": "x"}, "x and --train_tokenizer 300 are both"),
+    (
+        "in", {"train_tokenizer": 300, "tokenizer": "x"},
+        "--tokenizer x and --train_tokenizer 300 are both",
+    ),
     ("", {}, "no input: name at least one"),
-    ("body.parquet", {}, 'body.parquet has no field "text" .fields: body, id.: .* --text_field'),
+    ("body.parquet", {}, r'body.parquet has no field "text" \(fields: body, id\): .* --text_f'),
     ("body", {}, r'body \[rows\] has no field "text" \(fields: body, id\)'),
     ("prepared", {}, r"prepared \[rows\] holds tokens, not text: .* for --train_data_dir"),
     ("numbers.parquet", {}, r'numbers\.parquet holds int64, not strings, in its column "text"'),

@@ -30,7 +30,7 @@ import pytest
 import torch
 import yaml
 from conftest import CONTEXT, ROWS, VOCABULARY
-from ranks import run_ranks, train_ranks
+from ranks import run_ranks, toy_run, train_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -61,9 +61,7 @@ class Scene:
 
     def __init__(self, folder):
         self.work, self.outside = folder / "work", folder / "outside"
-        self.model, self.data, self.runs = (
-            self.work / "model", self.work / "data", self.work / "runs",
-        )
+        self.model, self.data, self.runs = (self.work / name for name in ("model", "data", "runs"))
         self.run, self.sharded = self.runs / "run", self.runs / "sharded"
         self.canary = self.outside / "canary"
         self.pickle = pickle.dumps(Payload(self.canary))
@@ -73,13 +71,11 @@ class Scene:
         torch.save(Payload(self.canary), path)
 
     def train(self, *flags, name="new"):
-        base = (
-            "--model_name", self.model, "--train_data_dir", self.data, "--output_dir", self.runs,
-        )
-        base += (
-            "--precision", "32-true", "--global_batch_size", 4, "--max_step", 3, "--eval_iters", 0,
-        )
-        return ("train", *base, *(("--run_name", name) if name is not None else ()), *flags)
+        base = toy_run(self.work, self.runs, model="model")
+        sizes = "--precision 32-true --global_batch_size 4 --max_step 3 --eval_iters 0"
+        base += tuple(sizes.split())
+        named = () if name is None else ("--run_name", name)
+        return ("train", *base, *named, *flags)
 
     def resume(self, *flags, name="run"):
         return self.train("--resume", "true", *flags, name=name)
@@ -88,11 +84,9 @@ class Scene:
         return ("export_hf", source or self.run, "--output", self.work / "exported", *flags)
 
     def prepare(self, *flags, tokenizer=None):
-        base = (
-            "--tokenizer", tokenizer or self.model, "--context_length", 8,
-            "--validation_fraction", 0.5,
-        )
-        return ("prepare_data", *base, "--output", self.work / "prepared", *flags)
+        base = ("--tokenizer", tokenizer or self.model, "--output", self.work / "prepared")
+        sizes = ("--context_length", 8, "--validation_fraction", 0.5)
+        return ("prepare_data", *base, *sizes, *flags)
 
 
 def step(run):
@@ -117,21 +111,16 @@ def seal(folder, **changes):
 def seal_data(folder, **changes):
     """The same for a dataset, as one of prepare_data.py."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    document = {
-        "packed": True,
-        "context_length": CONTEXT,
-        "max_token_id": VOCABULARY - 1,
-        "eos_token_id": 0,
-    }
-    document = {**document, "written": files.describe(folder, files.files_in(folder)), **changes}
+    document = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1}
+    written = files.describe(folder, files.files_in(folder))
+    document = {**document, "eos_token_id": 0, "written": written, **changes}
     (folder / "manifest.json").write_bytes(files.encode(document))
 
 
-def safetensors(header, data=b""):
-    content = json.dumps(header).encode()
-    return struct.pack("<Q", len(content)) + content + data
-
-
+# Weights whose header is the JSON of `TENSOR`, and which hold 64 bytes.
+TENSOR = {"lm_head.weight": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}
+HEADER = json.dumps(TENSOR).encode()
+PETABYTE = struct.pack("<Q", len(HEADER)) + HEADER + bytes(64)
 ATTACKS = {}
 
 
@@ -160,6 +149,10 @@ COMMANDS = {
     "export": Scene.export,
     "export sharded": lambda scene: scene.export(scene.sharded),
     "prepare": lambda scene: scene.prepare("--input", scene.data),
+    "prepare with it": lambda scene: scene.prepare(
+        "--input", scene.model / "config.json", tokenizer=scene.data / "tokenizer"
+    ),
+    "prepare evil": lambda scene: scene.prepare("--input", scene.work / "evil"),
 }
 
 
@@ -185,7 +178,7 @@ def plant(scene, what, file, command):
         path.symlink_to(scene.outside / what.removeprefix("link to "))
     else:
         content = {"pickle": scene.pickle, "code": scene.code.encode(), "deep": DEEP.encode()}
-        path.write_bytes(content[what])
+        path.write_bytes({**content, "petabyte": PETABYTE}[what])
         seal_what_holds(scene, path)
     return COMMANDS[command](scene)
 
@@ -226,6 +219,12 @@ PLANTED = [  # what, in the place of which file, command, exit code and words of
     ("pickle", f"{SHARDED}/weights/{PART}", "resume sharded", 66, "weights", "can't be read"),
     ("pickle", f"{SHARDED}/weights/{PART}", "train from it", 66, "weights", "can't be read"),
     ("pickle", f"{STEP}/tokenizer.json", "resume", 66, "tokenizer", "can't be read"),
+    # what is declared isn't there
+    ("petabyte", "model/model.safetensors", "train", 2, "model", "can't be read"),
+    ("petabyte", f"{STEP}/model.safetensors", "export", 66, "step-00000002", "can't be read"),
+    # what is prepared
+    ("code", "evil/evil.py", "prepare evil", 2, "evil", "matches"),
+    ("pickle", "evil/evil.parquet", "prepare evil", 2, "evil.parquet"),
     # links, and what blocks whoever opens it
     ("link to .", "runs/run/step-00000003", "resume", 77, "step-00000003", "link"),
     ("link to secret", f"{STEP}/weights.json", "resume", 77, "weights.json", "link"),
@@ -393,14 +392,6 @@ def checkpoint_with_pickled_weights(scene):
     return scene.resume()
 
 
-@attack(77, "pytorch_model.bin", "refused")
-def export_of_a_checkpoint_with_pickled_weights(scene):
-    (step(scene.run) / "model.safetensors").unlink()
-    (step(scene.run) / "pytorch_model.bin").write_bytes(scene.pickle)
-    seal(step(scene.run))
-    return scene.export()
-
-
 @attack(77, "rng_state.PTH", "refused")
 def checkpoint_with_a_pickled_random_state_that_is_not_listed(scene):
     (step(scene.run) / "trainer" / "rng_state.PTH").write_bytes(scene.pickle)
@@ -418,22 +409,13 @@ def pickled_metadata_in_a_checkpoint_as_a_model(scene):
 # -------------------------------------------------------------------- pickles and code in a dataset
 
 
-@attack(2, "train", "can't be read")
-def pickle_called_arrow(scene):
-    (scene.data / "manifest.json").unlink()
-    (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
-    return scene.train()
-
-
 @attack(0)
 def pickle_as_an_arrow_extension_type(scene):
     """What ran code in pyarrow before 14.0.1."""
     file = scene.data / "train" / "data-00000-of-00001.arrow"
     table = pa.ipc.open_stream(file.read_bytes()).read_all()
-    extension = {
-        b"ARROW:extension:name": b"arrow.py_extension_type",
-        b"ARROW:extension:metadata": scene.pickle,
-    }
+    extension = {b"ARROW:extension:name": b"arrow.py_extension_type"}
+    extension |= {b"ARROW:extension:metadata": scene.pickle}
     schema = pa.schema([table.schema.field(0).with_metadata(extension)])
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         writer.write_table(pa.table(table.columns, schema=schema))
@@ -446,19 +428,6 @@ def script_in_a_dataset(scene):
     for name in ("data.py", "train.py", "__init__.py", "train/train.py"):
         (scene.data / name).write_text(scene.code)
     return scene.train()
-
-
-@attack(2, "evil", "matches")
-def script_as_a_dataset_to_prepare(scene):
-    (scene.work / "evil").mkdir()
-    (scene.work / "evil" / "evil.py").write_text(scene.code)
-    return scene.prepare("--input", scene.work / "evil")
-
-
-@attack(2, "evil.parquet")
-def pickle_called_parquet_to_prepare(scene):
-    (scene.work / "evil.parquet").write_bytes(scene.pickle)
-    return scene.prepare("--input", scene.work / "evil.parquet")
 
 
 @attack(2, "evil.txt.gz")
@@ -516,50 +485,28 @@ def code_for_an_unknown_model(scene):
 
 @attack(0)
 def code_for_a_known_model(scene):
-    auto_map = {
-        "AutoConfig": "evil.Evil",
-        "AutoModelForCausalLM": "evil.Evil",
-        "AutoTokenizer": ["evil.E", None],
-    }
-    edit(
-        scene.model / "config.json",
-        auto_map=auto_map,
-        custom_pipelines={"evil": {"impl": "evil.Evil"}},
-    )
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    auto_map |= {"AutoTokenizer": ["evil.E", None]}
+    pipelines = {"evil": {"impl": "evil.Evil"}}
+    edit(scene.model / "config.json", auto_map=auto_map, custom_pipelines=pipelines)
     for name in ("evil.py", "modeling_evil.py", "configuration_evil.py", "modeling_llama.py"):
         (scene.model / name).write_text(scene.code)
     return scene.train()
 
 
-@attack(77, "model", "never run")
-def code_for_the_tokenizer_of_a_known_model(scene):
-    auto_map = {"AutoTokenizer": ["evil.Evil", None]}
-    edit(scene.model / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
-    (scene.model / "evil.py").write_text(scene.code)
-    return scene.train()
+def code_for_the_tokenizer(scene, folder, command):
+    changes = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.E", None]}}
+    (scene.work / folder / "evil.py").write_text(scene.code)
+    return edit_file(scene, f"{folder}/tokenizer_config.json", changes, command)
 
 
-@attack(77, "tokenizer", "never run")
-def code_for_the_tokenizer_of_a_dataset(scene):
-    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-    edit(
-        scene.data / "tokenizer" / "tokenizer_config.json",
-        tokenizer_class="EvilTokenizer",
-        auto_map=auto_map,
-    )
-    (scene.data / "tokenizer" / "evil.py").write_text(scene.code)
-    seal_data(scene.data)
-    return scene.train()
-
-
-@attack(77, "tokenizer", "never run")
-def code_for_the_tokenizer_to_prepare_with(scene):
-    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-    folder = scene.data / "tokenizer"
-    edit(folder / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
-    (folder / "evil.py").write_text(scene.code)
-    (scene.work / "text.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 9)
-    return scene.prepare("--input", scene.work / "text.jsonl", tokenizer=folder)
+for folder, command, said in (
+    ("model", "train", "model"),
+    ("data/tokenizer", "train", "tokenizer"),
+    ("data/tokenizer", "prepare with it", "tokenizer"),
+):
+    code = partial(code_for_the_tokenizer, folder=folder, command=command)
+    ATTACKS[f"code for the tokenizer in {folder}, {command}"] = (code, 77, said, "never run")
 
 
 @attack(0)
@@ -571,24 +518,9 @@ def code_for_generation(scene):
     return scene.train()
 
 
-@attack(2, "adapter")
-def adapter_of_another_model(scene):
-    adapter = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": str(scene.outside),
-        "auto_mapping": {"x": "evil"},
-    }
-    (scene.model / "adapter_config.json").write_text(json.dumps(adapter))
-    scene.zipped(scene.model / "adapter_model.bin")
-    return scene.train()
-
-
 @attack(0)
 def code_in_templates(scene):
-    call = (
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ "
-        "cycler.__init__.__globals__.os.system('touch %s') }}"
-    )
+    call = "{{ cycler.__init__.__globals__.os.system('touch %s') }}"
     (scene.model / "chat_template.jinja").write_text(call % scene.canary)
     processor = {"auto_map": {"AutoProcessor": "evil.Evil"}, "processor_class": "Evil"}
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -599,9 +531,8 @@ def code_in_templates(scene):
 
 @attack(77, "canary", "refused")
 def template_with_the_name_of_another_file(scene):
-    name = os.path.relpath(
-        scene.canary, scene.runs / "new" / "step-00000003" / "additional_chat_templates"
-    )
+    beside = scene.runs / "new" / "step-00000003" / "additional_chat_templates"
+    name = os.path.relpath(scene.canary, beside)
     templates = [{"name": "default", "template": "x"}, {"name": name, "template": "x"}]
     edit(scene.model / "tokenizer_config.json", chat_template=templates)
     return scene.train()
@@ -610,25 +541,18 @@ def template_with_the_name_of_another_file(scene):
 # ---------------------------------------------------------------- names and links that lead outside
 
 
-def manifest_that_names(scene, name):
-    files = {name: {"bytes": 0, "sha256": "0" * 64}}
-    seal(step(scene.run), files=files)
+def manifest_that_names(scene, file):
+    seal(step(scene.run), files={file: {"bytes": 0, "sha256": "0" * 64}})
     return scene.resume()
 
 
-@attack(77, "canary", "outside")
-def manifest_names_a_file_above(scene):
-    return manifest_that_names(scene, "../../../../outside/canary")
-
-
-@attack(77, "canary", "outside")
-def manifest_names_an_absolute_file(scene):
-    return manifest_that_names(scene, str(scene.canary))
-
-
-@attack(77, "canary", "outside")
-def manifest_names_a_file_with_backslashes(scene):
-    return manifest_that_names(scene, "..\\..\\canary")
+for name, file in (
+    ("a_file_above", "../../../../outside/canary"),
+    ("an_absolute_file", "/outside/canary"),
+    ("a_file_with_backslashes", "..\\..\\canary"),
+):
+    names = partial(manifest_that_names, file=file)
+    ATTACKS[f"manifest_names_{name}"] = (names, 77, "canary", "outside")
 
 
 @attack(77, "outside.safetensors")
@@ -648,12 +572,6 @@ def index_of_a_checkpoint_names_a_file_above(scene):
     return scene.resume()
 
 
-@attack(77, "outside")
-def dataset_lists_a_file_above(scene):
-    seal_data(scene.data, written={"../../outside/secret": {"bytes": 1, "sha256": "0" * 64}})
-    return scene.train()
-
-
 @attack(77, "outside.arrow")
 def dataset_reads_a_file_above(scene):
     (scene.data / "train" / "data-00000-of-00001.arrow").rename(scene.work / "outside.arrow")
@@ -664,11 +582,9 @@ def dataset_reads_a_file_above(scene):
 
 @attack(77, "secret.arrow")
 def dataset_to_prepare_reads_a_file_above(scene):
+    names = [{"filename": "../../../outside/secret.arrow"}]
     for split in ("train", "validation"):
-        edit(
-            scene.data / split / "state.json",
-            _data_files=[{"filename": "../../../outside/secret.arrow"}],
-        )
+        edit(scene.data / split / "state.json", _data_files=names)
     return scene.prepare("--input", scene.data)
 
 
@@ -722,21 +638,6 @@ def dataset_that_is_a_pipe(scene):
 # ------------------------------------------------------------------------------- sizes and shapes
 
 
-@attack(2, "model", "can't be read")
-def weights_that_declare_a_petabyte(scene):
-    header = {"lm_head.weight": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}
-    (scene.model / "model.safetensors").write_bytes(safetensors(header, bytes(64)))
-    return scene.train()
-
-
-@attack(66, "step-00000002", "can't be read")
-def checkpoint_that_declares_a_petabyte(scene):
-    header = {"lm_head.weight": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}
-    (step(scene.run) / "model.safetensors").write_bytes(safetensors(header, bytes(64)))
-    seal(step(scene.run))
-    return scene.export()
-
-
 @attack(66, "step-00000002", "has no model.safetensors")
 def checkpoint_without_weights(scene):
     (step(scene.run) / "model.safetensors").unlink()
@@ -744,42 +645,27 @@ def checkpoint_without_weights(scene):
     return scene.resume()
 
 
-def with_offsets(file, offset):
-    """Let a part say that it begins at `offset` of the whole tensors, which makes those larger."""
+def part_with_offsets(scene, part, offset, command):
+    """A part says that it begins at `offset` of the whole tensors, which makes those larger."""
+    file = scene.work / part
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     info = json.loads(metadata[CUSTOM_METADATA_KEY])
     for entry in info.values():
         entry["saved_offsets"] = [offset for _ in entry["saved_offsets"]]
     save_file(load_file(file), file, metadata={**metadata, CUSTOM_METADATA_KEY: json.dumps(info)})
+    seal_what_holds(scene, file)
+    return COMMANDS[command](scene)
 
 
-@attack(66, "weights hold")
-def weights_of_a_petabyte_in_parts(scene):
-    with_offsets(next((step(scene.sharded) / "weights").iterdir()), 2**45)
-    seal(step(scene.sharded))
-    return scene.resume(name="sharded")
-
-
-@attack(66, "weights hold")
-def exported_weights_of_a_petabyte_in_parts(scene):
-    with_offsets(next((step(scene.sharded) / "weights").iterdir()), 2**45)
-    seal(step(scene.sharded))
-    return scene.export(scene.sharded)
-
-
-@attack(66, "optimizer")
-def optimizer_of_a_petabyte_in_parts(scene):
-    with_offsets(step(scene.run) / "trainer" / "optimizer" / PART, 2**45)
-    seal(step(scene.run))
-    return scene.resume()
-
-
-@attack(66, "optimizer")
-def optimizer_with_negative_offsets(scene):
-    with_offsets(step(scene.run) / "trainer" / "optimizer" / PART, -3)
-    seal(step(scene.run))
-    return scene.resume()
+for part, offset, command, said in (
+    (f"{SHARDED}/weights/{PART}", 2**45, "resume sharded", "weights hold"),
+    (f"{SHARDED}/weights/{PART}", 2**45, "export sharded", "weights hold"),
+    (f"{STEP}/trainer/optimizer/{PART}", 2**45, "resume", "optimizer"),
+    (f"{STEP}/trainer/optimizer/{PART}", -3, "resume", "optimizer"),
+):
+    given = {"part": part, "offset": offset, "command": command}
+    ATTACKS[f"{part} from {offset} on, {command}"] = (partial(part_with_offsets, **given), 66, said)
 
 
 @attack(66, "optimizer")
@@ -792,9 +678,8 @@ def optimizer_without_its_tensors(scene):
 @attack(2, "tokenizer", "1000000000 labels")
 def tokenizer_beside_a_configuration(scene):
     """Which says what the tokenizer is, where that doesn't itself."""
-    (scene.data / "tokenizer" / "config.json").write_text(
-        json.dumps({"model_type": "llama", "num_labels": 10**9})
-    )
+    config = json.dumps({"model_type": "llama", "num_labels": 10**9})
+    (scene.data / "tokenizer" / "config.json").write_text(config)
     (scene.data / "tokenizer" / "tokenizer_config.json").unlink()
     seal_data(scene.data)
     return scene.train()
@@ -831,29 +716,25 @@ def manifest_with_sizes_in_words(scene):
 @attack(2, "manifest.json")
 def dataset_with_sizes_in_words(scene):
     written = json.loads((scene.data / "manifest.json").read_text())["written"]
-    seal_data(
-        scene.data,
-        written={name: {**entry, "bytes": str(entry["bytes"])} for name, entry in written.items()},
-    )
+    words = {name: {**entry, "bytes": str(entry["bytes"])} for name, entry in written.items()}
+    seal_data(scene.data, written=words)
     return scene.train()
 
 
-@attack(2, "manifest.json", "24")
-def dataset_that_lies_about_its_rows(scene):
-    seal_data(scene.data, context_length=10**12)
+def dataset_that_says(scene, changes):
+    seal_data(scene.data, **changes)
     return scene.train()
 
 
-@attack(2, "manifest.json", "130")
-def dataset_that_lies_about_its_tokens(scene):
-    seal_data(scene.data, max_token_id=5)
-    return scene.train()
-
-
-@attack(2, "manifest.json")
-def dataset_with_words_for_numbers(scene):
-    seal_data(scene.data, max_token_id="x", eos_token_id=[0], context_length=None)
-    return scene.train()
+ABOVE = {"../../outside/secret": {"bytes": 1, "sha256": "0" * 64}}
+WORDS = {"max_token_id": "x", "eos_token_id": [0], "context_length": None}
+for name, changes, *expected in (
+    ("dataset_lists_a_file_above", {"written": ABOVE}, 77, "outside"),
+    ("dataset_that_lies_about_its_rows", {"context_length": 10**12}, 2, "manifest.json", "24"),
+    ("dataset_that_lies_about_its_tokens", {"max_token_id": 5}, 2, "manifest.json", "130"),
+    ("dataset_with_words_for_numbers", WORDS, 2, "manifest.json"),
+):
+    ATTACKS[name] = (partial(dataset_that_says, changes=changes), *expected)
 
 
 def rows_beyond_the_end(scene):
@@ -880,35 +761,25 @@ def sealed_dataset_with_rows_beyond_its_end(scene):
     return scene.train("--verify_data", "size")
 
 
-def probe_that_says(scene, **changes):
+def probe_that_says(scene, changes):
     file = step(scene.run) / "trainer" / "probe.safetensors"
     save_file({**load_file(file), **changes}, file)
     seal(step(scene.run))
     return scene.export()
 
 
-@attack(66, "probe.safetensors")
-def probe_of_tokens_that_are_not_there(scene):
-    return probe_that_says(scene, input_ids=torch.full((1, 24), 2**40))
-
-
-@attack(66, "probe.safetensors")
-def probe_of_positions_that_are_not_there(scene):
-    return probe_that_says(scene, positions=torch.full((16,), -(2**40)))
+for name, value in (
+    ("input_ids", torch.full((1, 24), 2**40)),
+    ("positions", torch.full((16,), -(2**40))),
+):
+    says = partial(probe_that_says, changes={name: value})
+    ATTACKS[f"probe_of_{name}_that_are_not_there"] = (says, 66, "probe.safetensors")
 
 
 @attack(0)
 def metrics_of_nonsense(scene):
-    lines = [
-        '"x"',
-        "[1]",
-        "7",
-        '{"step": "x"}',
-        '{"step": [1]}',
-        DEEP,
-        "\udcff",
-        '{"step": 1, "evil": 2}',
-    ]
+    lines = ['"x"', "[1]", "7", '{"step": "x"}', '{"step": [1]}', DEEP, "\udcff"]
+    lines.append('{"step": 1, "evil": 2}')
     (scene.run / "metrics.jsonl").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     return scene.resume("--logger", "csv")
 
@@ -998,28 +869,20 @@ def test_attack(base, tmp_path, name):
         assert all(word in sentence for word in words), sentence
 
 
-def laughs(
-    form, names="seed lr min_lr beta1 beta2 grad_clip max_step num_workers weight_decay".split()
-):
+def laughs(form):
     """Nine lines that stand for 9**8 values. form: of what refers to the line before, with a
     `*`."""
-    lines = [f"{names[0]}: &a0 {{x: 1}}"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"{n}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}"
-                for k, n in enumerate(names[1:], 1)
-            ),
-        ]
-    )
+    names = "lr min_lr beta1 beta2 grad_clip max_step num_workers weight_decay".split()
+    lines = ["seed: &a0 {x: 1}"]
+    for k, name in enumerate(names, 1):
+        lines.append(f"{name}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}")
+    return "\n".join(lines)
 
 
 MERGES, ALIASES = laughs("{<<: [%s]}"), laughs("[%s]")
 BOMBS = {  # what a YAML file says -> words of the sentence
     "aliases": (
-        ALIASES,
-        "can't be read as YAML: 'a0' in line 1 is an alias, or what one stands for.",
+        ALIASES, "can't be read as YAML: 'a0' in line 1 is an alias, or what one stands for.",
     ),
     "merges": (MERGES, "'a0' in line 1 is an alias"),
     "alias": ("lr: *lr", "'lr' in line 1 is an alias"),
@@ -1042,19 +905,17 @@ IN_A_CONFIG = {  # what only the flags of a --config make of it
     "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "'lr' in evil.yaml is a text of"),
     "in a choice": (f"strategy: {json.dumps(MERGES)}", "'strategy' in evil.yaml is a text of"),
     "beside a choice": (
-        f"activation_checkpointing: {json.dumps(MERGES)}",
-        "in evil.yaml is a text of",
+        f"activation_checkpointing: {json.dumps(MERGES)}", "in evil.yaml is a text of",
     ),
     "in a mixture": (
-        f"model_name: m\ndata_mix: {json.dumps('{a: &a [*a]}')}",
+        'model_name: m\ndata_mix: "{a: &a [*a]}"',
         "--data_mix: it can't be read as YAML: 'a' in line 1",
     ),
     "escapes": ('"\\e[31mlr\\r": 1', "unknown key '\\x1b[31mlr\\r' in evil.yaml."),
 }
 MIXTURES = {  # the value of --data_mix -> words of the sentence
     "digits": (
-        "a=data:" + "9" * 50_000,
-        "the mixture has 50,007 characters; at most 32,768 are read.",
+        "a=data:" + "9" * 50_000, "the mixture has 50,007 characters; at most 32,768 are read.",
     ),
     "fewer digits": (
         "a=data:" + "9" * 20_000,
@@ -1097,14 +958,6 @@ sys.exit(importlib.import_module(program).main(words))
 """
 
 
-def nested(levels):
-    return (
-        {"type": "Lowercase"}
-        if levels == 0
-        else {"type": "Sequence", "normalizers": [nested(levels - 1)]}
-    )
-
-
 HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the sentence
     "config.json": {
         "rope": (
@@ -1123,8 +976,7 @@ HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the se
             "has a token with the number 4294967290; at most 16,777,216",
         ),
         "an added number": (
-            {"added_tokens": [{"id": 2**32 - 6}]},
-            "has a token with the number 4294967290",
+            {"added_tokens": [{"id": 2**32 - 6}]}, "has a token with the number 4294967290",
         ),
         "deep": ("[" * 100_000, "is nested too deeply to be read."),
     },
@@ -1150,13 +1002,12 @@ def refused_at_once(folder, *flags):
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stderr[-2000:])
-    assert " error: " in done.stderr and len(done.stderr) < 500 and done.stderr.endswith("\n"), (
-        done.stderr[:2000]
-    )
-    assert done.stderr[:-1].isprintable(), "one line, without what a terminal obeys"
+    said = done.stderr
+    assert (done.returncode, done.stdout) == (2, ""), said[-2000:]
+    assert " error: " in said and len(said) < 500 and said.endswith("\n"), said[:2000]
+    assert said[:-1].isprintable(), "one line, without what a terminal obeys"
     assert snapshot(folder) == left
-    return done.stderr
+    return said
 
 
 @pytest.mark.quick_cases(r"config: (aliases|in a mixture)|report")
@@ -1197,24 +1048,16 @@ def test_a_hostile_model_or_tokenizer_is_refused_at_once(tmp_path, program, file
 def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, tmp_path):
     scene = copy_of(base, tmp_path)
     pattern = {"Regex": "(1|1 |2|2 )*(([0-9 ]+)+)+$x"}
-    edit(
-        scene.model / "tokenizer.json",
-        normalizer={"type": "Replace", "pattern": pattern, "content": ""},
-    )
+    normalizer = {"type": "Replace", "pattern": pattern, "content": ""}
+    edit(scene.model / "tokenizer.json", normalizer=normalizer)
     (scene.work / "long.txt").write_text("1 2 3 4 5 6 7 8 9 10\n\n" * 50)
     words = [str(word) for word in scene.prepare("--input", scene.work / "long.txt")]
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent.parent / "prepare_data.py", *words[1:]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, Path(__file__).parent.parent / "prepare_data.py", *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == "", done.stderr
-    said = (
-        "prepare_data.py: error: the tokenizer fails on a text: Onig: Regex search error: "
-        "retry-limit-in-match over"
-    )
-    assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1, done.stderr
+    said = "the tokenizer fails on a text: Onig: Regex search error: retry-limit-in-match over"
+    assert done.stderr.startswith(f"prepare_data.py: error: {said}")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
@@ -1239,7 +1082,10 @@ def test_what_takes_too_much_is_interrupted(monkeypatch):
             except ValueError:
                 return
 
-    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    def now():
+        return resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+
+    limits = now()
     for build, sentence in (
         (lambda: bytearray(2**33), "more than 2.0 GiB of memory"),
         (lambda: torch.empty(2**33), "more than 2.0 GiB of memory"),
@@ -1247,10 +1093,7 @@ def test_what_takes_too_much_is_interrupted(monkeypatch):
     ):
         with pytest.raises(folders.TooMuch, match=sentence), folders.limited():
             build()
-        assert limits == (
-            resource.getrlimit(resource.RLIMIT_AS),
-            signal.getsignal(signal.SIGVTALRM),
-        )
+        assert limits == now()
     with pytest.raises(ZeroDivisionError), folders.limited():  # which whoever builds it sees
         1 / 0
 
@@ -1282,14 +1125,9 @@ def test_names_of_code_are_not_passed_on(base, tmp_path):
     """What is trained from a model with code of its own, which wasn't run, doesn't ask others to
     run it."""
     scene = copy_of(base, tmp_path)
+    auto_map = {"AutoModelForCausalLM": "evil/repo--modeling.Evil", "AutoTokenizer": ["x", None]}
     for file in ("config.json", "tokenizer_config.json"):
-        edit(
-            scene.model / file,
-            auto_map={
-                "AutoModelForCausalLM": "evil/repo--modeling.Evil",
-                "AutoTokenizer": ["x", None],
-            },
-        )
+        edit(scene.model / file, auto_map=auto_map)
     for command in (scene.train(), scene.export(scene.runs / "new")):
         [(code, said, _)] = run_ranks(1, end_of, *command)
         assert code == 0, said
