@@ -97,9 +97,8 @@ def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, e
         mine = rows[(base <= rows) & (rows < base + count)] - base
         for epoch in range(0, len(mine), count):
             part = mine[epoch : epoch + count]
-            assert len(set(part)) == len(part) and (
-                len(part) < count or set(part) == set(range(count))
-            )
+            assert len(set(part)) == len(part)
+            assert len(part) < count or set(part) == set(range(count))
 
 
 @settings(same, max_examples=10)
@@ -316,11 +315,8 @@ def save(folder, rows, context=CONTEXT, seed=0, value_type="int32", shards=1, **
 def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, value_type):
     folder = save(tmp_path / "data", 2500, value_type=value_type, shards=3)
     opened = open_dataset(folder)
-    assert (
-        isinstance(opened.train, Rows)
-        and len(opened.train.chunks) >= 3
-        and len(opened.train) == 2500
-    )
+    assert isinstance(opened.train, Rows) and len(opened.train.chunks) >= 3
+    assert len(opened.train) == 2500
     assert all(not chunk["input_ids"].flags.owndata for chunk in opened.train.chunks), (
         "no copy of the table"
     )
@@ -539,9 +535,8 @@ def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(
     _, output = whole
     kept = output / "whole" / "arguments.yaml"
     said = yaml.safe_load(kept.read_text())
-    assert (
-        parse(said["data_mix"]).names == ("new", "old", "long") and said["context_length"] is None
-    )
+    assert parse(said["data_mix"]).names == ("new", "old", "long")
+    assert said["context_length"] is None
     _, plan = planned(
         ["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2]
     )
@@ -714,10 +709,8 @@ def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
     job = Job(1, *flags(toys, tmp_path, mix, *more), before=poison)
     assert job.wait() == [0], job.output
     document = document_of(tmp_path / "run", STEPS)
-    assert (
-        document["guard"]["rewinds"] == 1
-        and document["progress"]["position"] == (STEPS + 2) * BATCH
-    )
+    assert document["guard"]["rewinds"] == 1
+    assert document["progress"]["position"] == (STEPS + 2) * BATCH
     last = metrics(tmp_path / "run", "sources")[-1]
     assert sum(
         one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))

@@ -611,9 +611,8 @@ def test_the_defaults_are_fast_and_pass(toys, tmp_path, packed_data, strategy, r
     )
     (code, said), *_ = run_ranks(ranks, train_with, nothing, words)
     assert code == 0, said
-    assert (
-        "packed attention, chunked loss" in said and "the gradients are equal to rounding" in said
-    )
+    assert "packed attention, chunked loss" in said
+    assert "the gradients are equal to rounding" in said
 
 
 @pytest.mark.quick_cases(r"auto")

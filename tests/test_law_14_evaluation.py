@@ -305,10 +305,8 @@ def test_a_run_of_an_older_version_is_not_judged_by_losses_of_other_rows(
         assert job.codes == [0] and "Evaluations read other rows" not in job.output[0], job.output
         assert metrics(tmp_path / "run", "eval")[-1]["validation"]["forgotten"] < 0
         return
-    assert (
-        job.codes == [2]
-        and "'validation' wasn't evaluated on these rows before step 1" in job.output[0]
-    )
+    assert job.codes == [2]
+    assert "'validation' wasn't evaluated on these rows before step 1" in job.output[0]
     assert "An older version read the first rows" in job.output[0]
     job = Job(1, *flags)
     assert job.wait() == [0], job.output

@@ -94,9 +94,8 @@ def refusal(folder, code=2):
 @pytest.mark.parametrize("family", ALL)
 def test_what_is_in_the_files_is_in_the_model(whole, family):
     read, left_out = opened(whole(family))
-    assert left_out == [] and np.array_equal(
-        numbers(read), numbers(tensors_of(whole(family)).values())
-    )
+    assert left_out == []
+    assert np.array_equal(numbers(read), numbers(tensors_of(whole(family)).values()))
 
 
 # ------------------------------------------------------------------------------- odd tensors, drawn
@@ -256,11 +255,8 @@ def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, famil
         tensors[name] = (tensors[name] * 100).to(dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
-    assert (
-        f"{len(scaled)} of them are" in said
-        and any(name in said for name in scaled)
-        and "quantization_config" in said
-    )
+    assert f"{len(scaled)} of them are" in said and any(name in said for name in scaled)
+    assert "quantization_config" in said
 
 
 @pytest.mark.parametrize("seed", SEEDS[:8])
@@ -417,11 +413,8 @@ def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
     tensors["model.embed_tokens.weight"][5] = float("inf")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
-    assert (
-        code == 76
-        and "holds NaN or infinity in model.embed_tokens.weight" in said
-        and "causal" not in said
-    )
+    assert code == 76 and "holds NaN or infinity in model.embed_tokens.weight" in said
+    assert "causal" not in said
 
 
 @pytest.mark.parametrize("read", ["model.safetensors", "model.safetensors.index.json"])

@@ -89,10 +89,8 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     command = shlex.split(
         re.search(r"Next: `(python -m fabric_llm\.average .*)` merges it with its base", reason)[1]
     )
-    assert command[3:5] == [str(work / "base"), str(work / "run")] and command[5:] == [
-        "--forgetting_budget",
-        "replay:0.15,copy:9",
-    ]
+    assert command[3:5] == [str(work / "base"), str(work / "run")]
+    assert command[5:] == ["--forgetting_budget", "replay:0.15,copy:9"]
     code, out, error = call(capsys, *command[3:])
     assert code == 0, error
     output = tmp_path / "hf" / "run-average"
@@ -130,12 +128,10 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
         re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1]
     )
     [chart] = data["charts"]
-    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"} and len(
-        chart["traces"][0]["x"]
-    ) > 3
-    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [
-        0, 0.15, 9,
-    ] and f"{share:.3f}" in page
+    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"}
+    assert len(chart["traces"][0]["x"]) > 3
+    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9,]
+    assert f"{share:.3f}" in page
 
 
 @pytest.mark.longer
@@ -145,11 +141,8 @@ def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
     )
     assert code == 0, error
     note = json.loads((tmp_path / "hf" / "average.json").read_text())
-    assert (
-        0 < note["parts"][1]["weight"] < 1
-        and note["weights"] == "knee"
-        and note["forgetting_budget"] == {}
-    )
+    assert 0 < note["parts"][1]["weight"] < 1 and note["weights"] == "knee"
+    assert note["forgetting_budget"] == {}
     ends = [note["line"][index]["eval_loss"] for index in (0, -1)]
     learned, forgotten = (
         (note["eval_loss"][name] - ends[0][name]) / (ends[1][name] - ends[0][name])

@@ -85,9 +85,8 @@ def test_what_is_scaled_already_is_not_scaled_again():
     with pytest.raises(ValueError, match=r"are scaled already \(llama3\); take theta:THETA"):
         positions.scaled(config, "yarn:2", 100)
     again, said = positions.scaled(config, "theta:1e6", 100)
-    assert (
-        again.rope_parameters["rope_theta"] == 1e6 and "llama3, factor 8, theta 1,000,000" in said
-    )
+    assert again.rope_parameters["rope_theta"] == 1e6
+    assert "llama3, factor 8, theta 1,000,000" in said
 
 
 @pytest.mark.parametrize(
@@ -125,10 +124,8 @@ def test_checkpoint_resume_and_export_carry_them(toys, tmp_path, strategy, ranks
     assert proof is not None
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["max_position_embeddings"] == 256
-    assert (
-        config["rope_parameters"]["rope_type"] == "yarn"
-        and config["rope_parameters"]["factor"] == 4
-    )
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+    assert config["rope_parameters"]["factor"] == 4
     [(code, said)] = run_ranks(
         1, refused, [str(word) for word in (*flags, "--rope", "theta:1e6", *go_on)], False
     )

@@ -30,10 +30,8 @@ def test_a_key_and_its_value_stand_once_before_they_are_asked_for(context):
     assert (
         questions(context, seed=4)[np.arange(len(rows))]["input_ids"] != table["input_ids"]
     ).any()
-    assert (
-        len(rows) == len(DEPTHS) * len(rows.lengths) * EACH
-        and not np.isin(table["input_ids"], LEFT_OUT).any()
-    )
+    assert len(rows) == len(DEPTHS) * len(rows.lengths) * EACH
+    assert not np.isin(table["input_ids"], LEFT_OUT).any()
     for number, (ids, labels) in enumerate(zip(table["input_ids"], table["labels"])):
         length, depth = rows.about(number)
         asked, pair = np.flatnonzero(labels != IGNORED), ids[length - 3 * rows.value : length]
@@ -83,10 +81,8 @@ def test_it_says_what_plain_transformers_says(toys, packed_data, alone):
     right, margins = (margins > 0).float().view(len(rows), -1), margins.view(len(rows), -1)
     first = alone[0]
     assert first["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
-    assert (
-        first["accuracy"] == pytest.approx(right.mean().item())
-        and first["exact"] == right.all(dim=1).float().mean()
-    )
+    assert first["accuracy"] == pytest.approx(right.mean().item())
+    assert first["exact"] == right.all(dim=1).float().mean()
     assert first["margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     for length in rows.lengths:
         for depth in DEPTHS:

@@ -56,10 +56,8 @@ def family(name, **changes):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_of_a_row_alone_it_is_that_of_transformers(name):
     model = family(name)
-    assert (
-        language_model.has_router_loss(model)
-        and language_model.router_coefficient(model, None) == 0.0
-    )
+    assert language_model.has_router_loss(model)
+    assert language_model.router_coefficient(model, None) == 0.0
     input_ids = torch.randint(1, 64, (3, 10))
     mask = torch.ones_like(input_ids)
     mask[1, 6:] = 0
@@ -153,10 +151,8 @@ def test_a_model_without_experts_takes_no_coefficient(toys, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main([str(flag) for flag in flags])
     said = capsys.readouterr().err
-    assert (
-        stop.value.code == 2
-        and "0.1: transformers knows no auxiliary loss of LlamaForCausalLM" in said
-    )
+    assert stop.value.code == 2
+    assert "0.1: transformers knows no auxiliary loss of LlamaForCausalLM" in said
 
 
 def test_what_is_asked_of_a_model_that_cannot_give_it_is_said():
@@ -165,9 +161,8 @@ def test_what_is_asked_of_a_model_that_cannot_give_it_is_said():
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert language_model.router_coefficient(
-        model, None
-    ) == 0.0 and "DeepseekV3ForCausalLM: none is trained" in language_model.router_warning(model)
+    assert language_model.router_coefficient(model, None) == 0.0
+    assert "DeepseekV3ForCausalLM: none is trained" in language_model.router_warning(model)
     assert language_model.router_warning(family("Mixtral", output_router_logits=True)) is None
     assert (
         language_model.router_coefficient(family("Mixtral", output_router_logits=True), None)

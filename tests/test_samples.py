@@ -120,16 +120,10 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
     said = [(one["event"], one["step"]) for one in found]
     once = [("saved", 4), ("ended", 4)]
     assert said == [("started", 0), ("saved", 2), *once, ("resumed", 2), *once]
-    assert (
-        found[0]["devices"] == 1
-        and found[4]["devices"] == 2
-        and found[4]["from"].endswith("step-00000002")
-    )
-    assert (
-        found[0]["model"] == "LlamaForCausalLM"
-        and found[0]["parameters"] > 1000
-        and found[0]["random"] is False
-    )
+    assert found[0]["devices"] == 1 and found[4]["devices"] == 2
+    assert found[4]["from"].endswith("step-00000002")
+    assert found[0]["model"] == "LlamaForCausalLM" and found[0]["parameters"] > 1000
+    assert found[0]["random"] is False
     assert found[-1]["code"] == 0
     assert verify_run(run, exports=False).findings == []
 
@@ -180,12 +174,8 @@ def test_a_bad_file_is_one_sentence(toys, data, tmp_path, capsys, name, content,
     with pytest.raises(SystemExit) as ended:
         train.main(flags(toys, data, tmp_path / "runs", "--sample_prompts", file))
     said = capsys.readouterr().err.splitlines()
-    assert (
-        ended.value.code == 2
-        and len(said) == 1
-        and words in said[0]
-        and "--sample_prompts" in said[0]
-    )
+    assert ended.value.code == 2 and len(said) == 1
+    assert words in said[0] and "--sample_prompts" in said[0]
 
 
 def test_no_tokenizer_is_one_sentence(toys, data, tmp_path, capsys):

@@ -43,10 +43,8 @@ def test_the_manifest_is_a_jobset():
 
 
 def test_the_task_is_one_of_skypilot():
-    assert (
-        mistakes(TASK, "skypilot_task.json") == []
-        and mistakes(TASK["resources"], "skypilot_resources.json") == []
-    )
+    assert mistakes(TASK, "skypilot_task.json") == []
+    assert mistakes(TASK["resources"], "skypilot_resources.json") == []
     assert mistakes({**TASK, "num_node": 2}, "skypilot_task.json") != []
     recovery = {"recover_on_exit_codes": [71, 300]}
     assert (
@@ -174,16 +172,13 @@ def test_a_pod_that_is_preempted_saves_and_the_next_one_goes_on(toys, tmp_path):
     pod.send_signal(signal.SIGTERM)
     assert pod.wait(60) == 75, (tmp_path / "log").read_text()[-3000:]
     saved = max(int(path.name[5:]) for path in run.glob("step-*"))
-    assert (
-        metrics(run, "step")[-1] == saved
-        and json.loads((run / "STATUS.json").read_text())["code"] == 75
-    )
+    assert metrics(run, "step")[-1] == saved
+    assert json.loads((run / "STATUS.json").read_text())["code"] == 75
     shutil.rmtree(tmp_path / "checkpoints")
     more = ("--max_step", saved + 5, "--keep_last", 2, "--resume_override", "max_step")
     assert start(toys, tmp_path, *more).wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert (
-        metrics(run, "step")[-1] == saved + 5 and "resumed from" in (tmp_path / "log").read_text()
-    )
+    assert metrics(run, "step")[-1] == saved + 5
+    assert "resumed from" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.longer

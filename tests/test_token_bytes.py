@@ -135,11 +135,8 @@ def test_unknown_tokens_are_counted_and_said(prepared):
     tokenizer = unigram()
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in UNKNOWN]
     text, unknown = manifest["text"], sum(some.count(tokenizer.unk_token_id) for some in ids)
-    assert (
-        unknown > 500
-        and text["unknown"] == unknown
-        and text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
-    )
+    assert unknown > 500 and text["unknown"] == unknown
+    assert text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
     assert (
         text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
     )
@@ -159,13 +156,10 @@ def test_letters_that_become_no_token_are_lost_too(prepared):
     _, manifest = prepared(
         letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"]
     )
-    assert (
-        not bytes_are_lost(manifest)
-        and manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
-    )
-    assert manifest["skipped"]["bad"] == 1 and "of which this tokenizer makes no token" in summary(
-        manifest
-    )
+    assert not bytes_are_lost(manifest)
+    assert manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
+    assert manifest["skipped"]["bad"] == 1
+    assert "of which this tokenizer makes no token" in summary(manifest)
 
 
 def test_a_set_that_has_lost_bytes_has_no_loss_in_bits_per_byte(toys, prepared, tmp_path):

@@ -120,9 +120,8 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     assert counts["checkpoints"] == 3 and counts["files"] == len(paths)
     assert counts["bytes"] == sum(p.stat().st_size for p in paths)
     assert counts["tensors"] == sum(len(load_file(p)) for p in paths if p.suffix == ".safetensors")
-    assert (
-        counts["parameters"] == document["export"]["parameters"] and counts["training_lines"] == 6
-    )
+    assert counts["parameters"] == document["export"]["parameters"]
+    assert counts["training_lines"] == 6
     assert os.listdir(tmp_path) == ["certificate.json"], "nothing is left"
     assert files.describe(run, files.files_in(run)) == before, "nothing is changed"
 
@@ -142,12 +141,8 @@ def test_every_damaged_file_is_named(run, capsys):
     (run / "step-00000006" / "more.txt").write_text("x")
     code, out, error = verified(capsys, run)
     wrong = [line for line in out.splitlines() if "WRONG" in line]
-    assert (
-        code == 66
-        and len(wrong) == 3
-        and error.endswith("And 2 more.\n")
-        and len(error.splitlines()) == 1
-    )
+    assert code == 66 and len(wrong) == 3
+    assert error.endswith("And 2 more.\n") and len(error.splitlines()) == 1
     assert "step-00000004" in wrong[0] and "config.json is missing" in wrong[0]
     assert PART.removeprefix("step-00000004/") in wrong[1] and "has changed" in wrong[1]
     assert "step-00000006" in wrong[2] and "more.txt isn't listed" in wrong[2]
@@ -251,9 +246,8 @@ def test_a_checkpoint_under_another_step(run, capsys):
     shutil.rmtree(run / "step-00000006")
     shutil.copytree(run / "step-00000004", run / "step-00000006")
     code, out, error = verified(capsys, run)
-    assert (
-        code == 66 and "step-00000006/MANIFEST.json" in error and "step 4, not of step 6" in error
-    )
+    assert code == 66 and "step-00000006/MANIFEST.json" in error
+    assert "step 4, not of step 6" in error
     assert "progress.json" in out
 
 
@@ -453,11 +447,8 @@ def test_no_run_no_checkpoint_and_bad_arguments(tmp_path, capsys):
         ["--drill", "--steps", 2],
     ):
         code, _, error = verified(capsys, *argv)
-        assert (
-            code == 2
-            and error.startswith("fabric_llm.verify: error: ")
-            and len(error.splitlines()) == 1
-        )
+        assert code == 2 and error.startswith("fabric_llm.verify: error: ")
+        assert len(error.splitlines()) == 1
 
 
 def test_help_imports_no_torch():
@@ -501,11 +492,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     done = drilled(tmp_path, *own, "--", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "certificate.json").read_text())
-    assert (
-        document["verdict"] == "identical"
-        and document["world_size"] == 2
-        and document["resumed_from"]
-    )
+    assert document["verdict"] == "identical" and document["world_size"] == 2
+    assert document["resumed_from"]
     assert document["compared"]["lines"] == 4 and document["compared"]["files"] == 4
     for words in ("SIGKILL on rank", "step 4/4  saved", "resuming from step-", "identical"):
         assert words in done.stdout
