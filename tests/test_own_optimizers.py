@@ -121,87 +121,26 @@ def trained(argv, code):
     return stopped, said.getvalue(), error.getvalue()
 
 
-def test_state_that_is_no_tensor_is_refused_after_the_first_step(toys, tmp_path):
-    code = """
-    class Counted(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step()
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["count"] = 1
-
-
-    @register.optimizer
-    def make(groups, names, store, flags):
-        return Counted(groups, lr=flags.training.lr)
-    """
-    words = [
-        *toy_run(toys, tmp_path),
-        "--max_step",
-        8,
-        "--devices",
-        1,
-        "--eval_iters",
-        0,
-        "--log_step_interval",
-        1,
-    ]
-    [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], code)
-    assert (
-        code == 2
-        and "the optimizer keeps 'count' as int, but checkpoints hold tensors alone" in error
-    ), error
-    assert "step 1/8" not in said
+def run_with(code, toys, folder, ranks, *more):
+    """What each rank of a run with an optimizer of one's own returns."""
+    words = "--max_step 8 --eval_iters 0 --log_step_interval 1 --devices".split()
+    words = [*toy_run(toys, folder), *words, ranks, *more]
+    return run_ranks(ranks, trained, [str(word) for word in words], code)
 
 
 def test_a_run_says_what_its_optimizer_loses(toys, tmp_path):
-    words = [
-        *toy_run(toys, tmp_path),
-        "--max_step",
-        8,
-        "--devices",
-        1,
-        "--eval_iters",
-        0,
-        "--log_step_interval",
-        1,
-    ]
-    words += ["--lr", 1e-7, "--global_batch_size", 4]
-    [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], SGD)
+    more = ("--lr", 1e-7, "--global_batch_size", 4)
+    [(code, said, error)] = run_with(SGD, toys, tmp_path, 1, *more)
     assert code == 0, error
     assert said.count("this optimizer keeps 0% of such updates") == 1
     assert "nothing is lost" not in said
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.longer)])
-def test_state_of_another_shape_is_saved_resumed_and_verified(toys, tmp_path, ranks):
-    """Such as factored moments, or none where a parameter has had no gradient."""
-    code = """
+ADAFACTOR = """
     @register.optimizer
     def make(groups, names, store, flags):
         return torch.optim.Adafactor(groups, lr=flags.training.lr)
-    """
-    (tmp_path / "mine.py").write_text(
-        "import torch\nfrom fabric_llm.base import register\n" + textwrap.dedent(code)
-    )
-    words = [*toy_run(toys, tmp_path), "--code", tmp_path / "mine.py", "--strategy", "ddp"]
-    words += ["--lr", 1e-2, "--eval_iters", 0, "--save_step_interval", 2]
-    words += ["--global_batch_size", 4, "--micro_batch_size", 2] if ranks == 1 else []
-    words += ["--global_batch_size", 4, "--micro_batch_size", 1] if ranks == 2 else []
-    train_ranks(ranks, *words, "--run_name", "whole", "--max_step", 4)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "step-00000004")
-    train_ranks(ranks, *words, "--run_name", "cut", "--max_step", 4, "--resume", "true")
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    last = [tmp_path / name / "step-00000004" for name in ("whole", "cut")]
-    states = [reading.optimizer_state(path) for path in last]
-    shapes = {name.rpartition(".")[2] for name in states[0]}
-    assert {"row_var", "col_var"} <= shapes
-    for name, shape in states[0].shapes.items():
-        size = math.prod(shape)
-        assert torch.equal(*(state.elements(name, 0, size) for state in states)), name
-    assert verify.main([str(tmp_path / "cut"), "--no_export"]) == 0
-
-
+"""
 FLAT = """
     class Flat(torch.optim.Optimizer):
         def __init__(self, groups, lr):
@@ -223,23 +162,45 @@ FLAT = """
 """
 
 
-def test_state_as_long_as_its_parameter_may_have_another_shape(toys, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import torch\nfrom fabric_llm.base import register\n" + textwrap.dedent(FLAT)
-    )
-    words = [*toy_run(toys, tmp_path), "--code", tmp_path / "mine.py", "--lr", 1e-2]
-    words += ["--eval_iters", 0, "--save_step_interval", 2, "--global_batch_size", 2]
-    train_ranks(1, *words, "--run_name", "whole", "--max_step", 4)
+@pytest.mark.parametrize(
+    ("code", "ranks", "kept"),
+    [
+        (ADAFACTOR, 1, {"row_var", "col_var"}),
+        pytest.param(ADAFACTOR, 2, {"row_var", "col_var"}, marks=pytest.mark.longer),
+        (FLAT, 1, {"sum"}),
+    ],
+    ids=["factored", "factored on two ranks", "as long as its parameter"],
+)
+def test_state_of_another_shape_is_saved_resumed_and_verified(toys, tmp_path, code, ranks, kept):
+    """Such as factored moments, or none where a parameter has had no gradient."""
+    module = "import torch\nfrom fabric_llm.base import register\n" + textwrap.dedent(code)
+    (tmp_path / "mine.py").write_text(module)
+    words = "--strategy ddp --lr 1e-2 --eval_iters 0 --save_step_interval 2 --max_step 4 "
+    words += f"--global_batch_size 4 --micro_batch_size {2 // ranks}"
+    words = [*toy_run(toys, tmp_path), "--code", tmp_path / "mine.py", *words.split()]
+    train_ranks(ranks, *words, "--run_name", "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "step-00000004")
-    train_ranks(1, *words, "--run_name", "cut", "--max_step", 4, "--resume", "true")
+    train_ranks(ranks, *words, "--run_name", "cut", "--resume", "true")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    last = [tmp_path / name / "step-00000004" for name in ("whole", "cut")]
+    states = [reading.optimizer_state(path) for path in last]
+    assert kept <= {name.rpartition(".")[2] for name in states[0]}
+    for name, shape in states[0].shapes.items():
+        size = math.prod(shape)
+        assert torch.equal(*(state.elements(name, 0, size) for state in states)), name
+    assert verify.main([str(tmp_path / "cut"), "--no_export"]) == 0
 
 
 @pytest.mark.parametrize(
     "ranks, change, sentence",
     [
         (1, 'group["k"] = group.get("k", 0) + 1', "changes 'k of group 0' in its param_groups"),
+        (
+            1,
+            'self.state[group["params"][0]]["count"] = 1',
+            "the optimizer keeps 'count' as int, but checkpoints hold tensors alone",
+        ),
         (2, 'self.state[group["params"][0]]["s"] = torch.ones(1)', "take --strategy ddp"),
     ],
 )
@@ -258,8 +219,6 @@ def test_what_no_checkpoint_could_hold_is_told_after_the_first_step(
     def make(groups, names, store, flags):
         return Own(groups, lr=flags.training.lr)
     """
-    words = [*toy_run(toys, tmp_path), "--max_step", 8, "--devices", ranks, "--eval_iters", 0]
-    words += ["--log_step_interval", 1]
-    for ended, said, error in run_ranks(ranks, trained, [str(word) for word in words], code):
+    for ended, said, error in run_with(code, toys, tmp_path, ranks):
         assert ended == 2 and "step 1/8" not in said
         assert sentence in error or ranks == 2 and not error

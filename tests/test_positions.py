@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import toy_config
 from ranks import metrics, run_ranks, toy_run, train_ranks
-from test_float8 import refused
+from test_law_13_fast_paths import nothing, train_with
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model import loading, positions, weights
@@ -58,7 +58,6 @@ def test_layers_that_see_a_window_keep_their_positions():
     [
         ("gpt2", "yarn:4", "has no rotary positions that its configuration sets"),
         ("gptj", "theta:8e6", "has no rotary positions that its configuration sets"),
-        ("bloom", "linear:2", "has no rotary positions that its configuration sets"),
         ("llama", "theta:10000", "has the same positions with it as before"),
     ],
 )
@@ -89,54 +88,34 @@ def test_what_is_scaled_already_is_not_scaled_again():
     assert "llama3, factor 8, theta 1,000,000" in said
 
 
-@pytest.mark.parametrize(
-    "given", ["yarn", "yarn:1", "yarn:many", "ntk:4", "theta:-1", "linear:1e99"]
-)
+WRONG = ("yarn", "yarn:1", "yarn:many", "ntk:4", "theta:-1", "linear:1e99")
+
+
+@pytest.mark.parametrize("given", WRONG)
 def test_other_words_are_refused(given):
-    with pytest.raises(
-        ValueError,
-        match="--rope takes theta:THETA, such as theta:8e6, or yarn, linear, llama3 with a factor",
-    ):
+    sentence = "--rope takes theta:THETA, such as theta:8e6, or yarn, linear, llama3 with a factor"
+    with pytest.raises(ValueError, match=sentence):
         positions.parse(given)
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp2", 2)])
 def test_checkpoint_resume_and_export_carry_them(toys, tmp_path, strategy, ranks):
-    flags = (
-        *toy_run(toys, tmp_path),
-        "--run_name",
-        "run",
-        "--max_step",
-        4,
-        "--save_step_interval",
-        2,
-    )
-    flags += ("--strategy", strategy, "--global_batch_size", 4)
+    words = f"--max_step 4 --save_step_interval 2 --strategy {strategy} --global_batch_size 4"
+    flags = (*toy_run(toys, tmp_path), "--run_name", "run", *words.split())
     train_ranks(ranks, *flags, "--rope", "yarn:4")
     expected = metrics(tmp_path / "run")
-    train_ranks(ranks, *flags[:2], *flags[2:], "--run_name", "plain")
+    train_ranks(ranks, *flags, "--run_name", "plain")
     assert metrics(tmp_path / "plain") != expected
     go_on = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000002")
     train_ranks(ranks, *flags, "--rope", "yarn:4", *go_on)
     assert metrics(tmp_path / "run") == expected
-    proof = export(tmp_path / "run" / "step-00000004", tmp_path / "hf")
-    assert proof is not None
+    assert export(tmp_path / "run" / "step-00000004", tmp_path / "hf") is not None
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["max_position_embeddings"] == 256
     assert config["rope_parameters"]["rope_type"] == "yarn"
     assert config["rope_parameters"]["factor"] == 4
-    [(code, said)] = run_ranks(
-        1, refused, [str(word) for word in (*flags, "--rope", "theta:1e6", *go_on)], False
-    )
+    other = (*flags, "--rope", "theta:1e6")
+    [(code, said)] = run_ranks(1, train_with, nothing, (*other, *go_on))
     assert code == 2 and "rope yarn:4, not theta:1e6" in said
-    train_ranks(
-        1,
-        *toy_run(toys, tmp_path)[2:],
-        "--model_name",
-        tmp_path / "hf",
-        "--rope",
-        "theta:1e6",
-        "--max_step",
-        1,
-    )
+    train_ranks(1, *other, "--model_name", tmp_path / "hf", "--max_step", 1, "--run_name", "again")

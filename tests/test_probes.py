@@ -27,27 +27,22 @@ def test_a_key_and_its_value_stand_once_before_they_are_asked_for(context):
     rows = questions(context)
     table, again = rows[np.arange(len(rows))], questions(context)[np.arange(len(rows))]
     assert all((table[name] == again[name]).all() for name in table)
-    assert (
-        questions(context, seed=4)[np.arange(len(rows))]["input_ids"] != table["input_ids"]
-    ).any()
+    other = questions(context, seed=4)[np.arange(len(rows))]
+    assert (other["input_ids"] != table["input_ids"]).any()
     assert len(rows) == len(DEPTHS) * len(rows.lengths) * EACH
     assert not np.isin(table["input_ids"], LEFT_OUT).any()
     for number, (ids, labels) in enumerate(zip(table["input_ids"], table["labels"])):
         length, depth = rows.about(number)
         asked, pair = np.flatnonzero(labels != IGNORED), ids[length - 3 * rows.value : length]
-        assert asked.tolist() == list(range(length - rows.value, length)), (
-            "the value at the end is what is asked for"
-        )
+        # the value at the end is what is asked for
+        assert asked.tolist() == list(range(length - rows.value, length))
         assert (labels[asked] == ids[asked]).all()
         found = [at for at in range(length - len(pair)) if (ids[at : at + len(pair)] == pair).all()]
         wanted = (length - 2 * len(pair)) * depth // 100
-        assert found == [wanted] or (rows.value == 1 and wanted in found), (
-            "chance repeats three tokens of few"
-        )
+        # chance repeats three tokens of few
+        assert found == [wanted] or (rows.value == 1 and wanted in found)
         assert wanted + len(pair) <= length - len(pair), "and not in the question"
-    assert {rows.about(n)[1] for n in range(len(DEPTHS))} == set(DEPTHS), (
-        "the first ones have all depths"
-    )
+    assert {rows.about(n)[1] for n in range(len(DEPTHS))} == set(DEPTHS), "the first have all"
 
 
 def measured(folder):
@@ -71,14 +66,12 @@ def test_it_says_what_plain_transformers_says(toys, packed_data, alone):
     with torch.no_grad():
         logits = model(table["input_ids"]).logits[:, :-1]
     labels, asked = table["labels"][:, 1:], table["labels"][:, 1:] != IGNORED
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")[asked].view(
-        len(rows), -1
-    )
-    own = logits.gather(2, labels.clamp(min=0)[..., None])
-    margins = (
-        own - logits.scatter(2, labels.clamp(min=0)[..., None], -torch.inf).amax(2, keepdim=True)
-    )[..., 0][asked]
-    right, margins = (margins > 0).float().view(len(rows), -1), margins.view(len(rows), -1)
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    losses = losses[asked].view(len(rows), -1)
+    targets = labels.clamp(min=0)[..., None]
+    best_other = logits.scatter(2, targets, -torch.inf).amax(2, keepdim=True)
+    margins = (logits.gather(2, targets) - best_other)[..., 0][asked].view(len(rows), -1)
+    right = (margins > 0).float()
     first = alone[0]
     assert first["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     assert first["accuracy"] == pytest.approx(right.mean().item())
@@ -87,9 +80,8 @@ def test_it_says_what_plain_transformers_says(toys, packed_data, alone):
     for length in rows.lengths:
         for depth in DEPTHS:
             some = [n for n in range(len(rows)) if rows.about(n) == (length, depth)]
-            assert first[f"margin_of_{length}_at_{depth}"] == pytest.approx(
-                margins[some].mean().item(), rel=1e-4
-            )
+            margin = margins[some].mean().item()
+            assert first[f"margin_of_{length}_at_{depth}"] == pytest.approx(margin, rel=1e-4)
         some = [n for n in range(len(rows)) if rows.about(n)[0] == length]
         assert first[f"accuracy_of_{length}"] == pytest.approx(right[some].mean().item(), rel=1e-5)
     assert "bits_per_byte" not in first and "loss_from_0" not in first
@@ -99,17 +91,14 @@ def test_it_says_what_plain_transformers_says(toys, packed_data, alone):
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, ("--strategy", "fsdp2", "--context_parallel", 2)),
-        (2, ("--strategy", "fsdp", "--loss", "full")),
-        (1, ("--eval_batch_size", 7, "--loss", "full")),
+        (2, "--strategy fsdp2 --context_parallel 2"),
+        (2, "--strategy fsdp --loss full"),
+        (1, "--eval_batch_size 7 --loss full"),
     ],
 )
 def test_any_ranks_and_paths_measure_the_same(toys, packed_data, tmp_path, alone, ranks, more):
-    flags = run_of(
-        toys / "llama", packed_data, tmp_path, "run", "--probes", "retrieval", "--eval_iters", 9,
-        *more,
-    )
-    train_ranks(ranks, *flags)
+    more = f"--probes retrieval --eval_iters 9 {more}".split()
+    train_ranks(ranks, *run_of(toys / "llama", packed_data, tmp_path, "run", *more))
     first = measured(tmp_path / "run")[0]
     assert first.keys() == alone[0].keys()
     for name, value in alone[0].items():
@@ -117,13 +106,9 @@ def test_any_ranks_and_paths_measure_the_same(toys, packed_data, tmp_path, alone
 
 
 def test_a_budget_of_it_stops_a_run(toys, packed_data, tmp_path):
-    budget = (
-        "--forgetting_budget", "retrieval:0", "--forgetting_action", "stop",
-        "--eval_step_interval", 1,
-    )
-    flags = run_of(
-        toys / "llama", packed_data, tmp_path, "run", *budget, "--eval_iters", 9, "--lr", 3e-2
-    )
+    more = "--forgetting_budget retrieval:0 --forgetting_action stop --eval_step_interval 1 "
+    more += "--eval_iters 9 --lr 3e-2"
+    flags = run_of(toys / "llama", packed_data, tmp_path, "run", *more.split())
     assert Job(1, *flags).wait() == [76]
     assert "retrieval" in metrics(tmp_path / "run", "reason")[-1]
 
@@ -135,10 +120,10 @@ def test_a_model_that_finds_is_right_by_its_margin():
     logits = 3.0 * F.one_hot(ids[:, 1:], 96).float()
     numbers = torch.arange(len(rows))[:, None].expand_as(ids[:, 1:])
     targets = torch.stack([table["labels"][:, 1:].flatten(), numbers.flatten()], dim=1)
-    sums = by_row(len(rows), logits.flatten(0, 1), targets)[1:].view(-1, 3).double().numpy()
-    found = rows.answered(sums, np.full(len(rows), rows.value))
+    def answered(logits):
+        sums = by_row(len(rows), logits, targets)[1:].view(-1, 3).double().numpy()
+        return rows.answered(sums, np.full(len(rows), rows.value))
+
+    found = answered(logits.flatten(0, 1))
     assert found["accuracy"] == found["exact"] == 1 and found["margin"] == pytest.approx(3.0)
-    flat = (
-        by_row(len(rows), torch.zeros(len(targets), 96), targets)[1:].view(-1, 3).double().numpy()
-    )
-    assert rows.answered(flat, np.full(len(rows), rows.value))["accuracy"] == 0, "a tie isn't right"
+    assert answered(torch.zeros(len(targets), 96))["accuracy"] == 0, "a tie isn't right"

@@ -1,38 +1,23 @@
 """The auxiliary loss of mixture-of-experts models: what it is, when it is trained. Over
 micro-batches and ranks: law 1."""
 
-import json
+import sys
 
 import pytest
 import torch
 import transformers
+from families import COMMON
 from ranks import metrics, toy_run, train_ranks
 
 import train
 from fabric_llm.model import language_model
-from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.language_model import LanguageModel, load_balancing_loss
 from fabric_llm.model.layers import checkpoint_activations
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
-SMALL |= {
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-SMALL |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+SMALL = {**COMMON, "intermediate_size": 24, "vocab_size": 64, "pad_token_id": 0}
+SMALL |= {"num_experts_per_tok": 2, "initializer_range": 0.3}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 16}
 FAMILIES = {
     "Mixtral": {},
     "Qwen2Moe": {},
@@ -48,9 +33,8 @@ FAMILIES = {
 def family(name, **changes):
     given = {**SMALL, **EXPERTS, **FAMILIES[name], **changes}
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{name}Config")(**given)
-    ).train()
+    config = getattr(transformers, f"{name}Config")(**given)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -64,21 +48,17 @@ def test_of_a_row_alone_it_is_that_of_transformers(name):
     for attention_mask in (None, mask):
         given = {"output_router_logits": True, "use_cache": False}
         out = model(input_ids, attention_mask=attention_mask, **given)
-        found = language_model.load_balancing_loss(
-            out.router_logits, 3, model.num_experts_per_tok, attention_mask
-        )
+        experts = model.num_experts_per_tok
+        found = load_balancing_loss(out.router_logits, 3, experts, attention_mask)
         for row in range(3):
             theirs = router_loss_of_transformers(model, out.router_logits, row, attention_mask)
             torch.testing.assert_close(found[row], theirs, rtol=1e-5, atol=0)
     whole = model(input_ids[:1], **given).aux_loss
-    torch.testing.assert_close(
-        language_model.load_balancing_loss(out.router_logits, 3, 2)[0], whole, rtol=1e-4, atol=0
-    )
+    found = load_balancing_loss(out.router_logits, 3, 2)[0]
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=0)
 
 
 def router_loss_of_transformers(model, router_logits, row, attention_mask):
-    import sys
-
     function = sys.modules[type(model).__module__].load_balancing_loss_func
     logits = tuple(layer.view(3, 10, -1)[row] for layer in router_logits)
     mask = None if attention_mask is None else attention_mask[row : row + 1]
@@ -99,20 +79,14 @@ def test_what_is_recomputed_is_not_counted_twice():
     for plain, recomputed in zip(*grads, strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=1e-6, atol=1e-7)
 
+KEYS = ("loss", "aux_loss", "grad_norm", "eval_loss")
+
 
 def steps(toys, folder, *more, model="mixtral"):
-    flags = (
-        "--run_name", "run", "--precision", "32-true", "--global_batch_size", 4, "--max_step", 2,
-        "--lr", 1e-2,
-    )
-    train_ranks(1, *toy_run(toys, folder, model=model), *flags, "--eval_iters", 2, *more)
-    run = folder / "run"
-    return (
-        metrics(run),
-        metrics(run, "aux_loss"),
-        metrics(run, "grad_norm"),
-        metrics(run, "eval_loss"),
-    )
+    words = "--run_name run --precision 32-true --global_batch_size 4 --max_step 2 --lr 1e-2 "
+    words = [*words.split(), "--eval_iters", 2, *more]
+    train_ranks(1, *toy_run(toys, folder, model=model), *words)
+    return tuple(metrics(folder / "run", key) for key in KEYS)
 
 
 @pytest.mark.longer
@@ -121,9 +95,8 @@ def test_it_is_trained_as_the_configuration_or_the_flag_says_and_logged_by_itsel
     without = steps(toys, tmp_path / "off", "--router_aux_loss_coef", 0)
     # 2 where all is even
     assert without[1] == [] and len(aux) == 2 and all(1.5 < value < 8 for value in aux)
-    assert loss[0] == without[0][0] and evaluated[0] == without[3][0], (
-        "the reported loss is the cross-entropy alone"
-    )
+    # The reported loss is the cross-entropy alone.
+    assert loss[0] == without[0][0] and evaluated[0] == without[3][0]
     assert norm[0] != without[2][0] and loss[1] != without[0][1]
     same = steps(toys, tmp_path / "given", "--router_aux_loss_coef", 0.3)
     assert same == (loss, aux, norm, evaluated)
@@ -132,18 +105,12 @@ def test_it_is_trained_as_the_configuration_or_the_flag_says_and_logged_by_itsel
 
 
 def test_it_is_on_where_only_the_flag_says_so(toys, tmp_path):
-    document = json.loads((toys / "mixtral" / "config.json").read_text())
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        json.dumps({**document, "output_router_logits": False})
-    )
-    assert steps(toys, tmp_path / "off", model=tmp_path / "model")[1] == []
-    assert (
-        len(
-            steps(toys, tmp_path / "on", "--router_aux_loss_coef", 0.1, model=tmp_path / "model")[1]
-        )
-        == 2
-    )
+    model = tmp_path / "model"
+    config = transformers.AutoConfig.from_pretrained(toys / "mixtral", output_router_logits=False)
+    config.save_pretrained(model)
+    assert steps(toys, tmp_path / "off", model=model)[1] == []
+    on = steps(toys, tmp_path / "on", "--router_aux_loss_coef", 0.1, model=model)
+    assert len(on[1]) == 2
 
 
 def test_a_model_without_experts_takes_no_coefficient(toys, tmp_path, capsys):
@@ -156,15 +123,12 @@ def test_a_model_without_experts_takes_no_coefficient(toys, tmp_path, capsys):
 
 
 def test_what_is_asked_of_a_model_that_cannot_give_it_is_said():
-    config = transformers.DeepseekV3Config(
-        **SMALL, n_routed_experts=4, n_group=1, topk_group=1, output_router_logits=True
-    )
+    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "output_router_logits": True}
+    config = transformers.DeepseekV3Config(**SMALL, **more)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert language_model.router_coefficient(model, None) == 0.0
     assert "DeepseekV3ForCausalLM: none is trained" in language_model.router_warning(model)
-    assert language_model.router_warning(family("Mixtral", output_router_logits=True)) is None
-    assert (
-        language_model.router_coefficient(family("Mixtral", output_router_logits=True), None)
-        == 0.001
-    )
+    mixtral = family("Mixtral", output_router_logits=True)
+    assert language_model.router_warning(mixtral) is None
+    assert language_model.router_coefficient(mixtral, None) == 0.001

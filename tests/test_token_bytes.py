@@ -28,14 +28,12 @@ def sentencepiece_bpe():
     """As Llama 2's: spaces are part of words, and what isn't known becomes bytes."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(fallback)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     some = [text.replace("🎉", "").replace("日", "") for text in TEXTS]
-    backend.train_from_iterator(
-        some, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(some, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
@@ -45,9 +43,8 @@ def unigram():
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     backend.decoder = decoders.Metaspace(prepend_scheme="never")
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
-    )
+    special = ["<unk>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>")
     backend.train_from_iterator(TEXTS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
@@ -56,9 +53,8 @@ def unigram():
 def test_the_tokens_of_a_text_have_its_bytes(make):
     tokenizer = make()
     counts = bytes_of_tokens(tokenizer, len(tokenizer) + 3)
-    assert counts.shape == (len(tokenizer) + 3,) and (counts[-3:] == 0).all(), (
-        "rows beyond the tokenizer's"
-    )
+    assert counts.shape == (len(tokenizer) + 3,)
+    assert (counts[-3:] == 0).all(), "rows beyond the tokenizer's"
     assert (counts[tokenizer.all_special_ids] == 0).all()
     for text in set(TEXTS):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,12 +62,15 @@ def test_the_tokens_of_a_text_have_its_bytes(make):
             assert counts[ids].sum() == len(text.encode()), text
 
 
+def bytes_of(tokenizer, text):
+    return bytes_of_tokens(tokenizer, len(tokenizer))[tokenizer(text)["input_ids"]].sum()
+
+
 def test_added_words_count_as_they_are_written():
     tokenizer = byte_level()
     tokenizer.add_tokens(["Donaudampfschiff", "ß!"])
-    counts = bytes_of_tokens(tokenizer, len(tokenizer))
     text = "das Donaudampfschiff ß! fährt"
-    assert counts[tokenizer(text)["input_ids"]].sum() == len(text.encode())
+    assert bytes_of(tokenizer, text) == len(text.encode())
 
 
 def test_tokens_beyond_a_models_vocabulary_are_left_out():
@@ -79,16 +78,10 @@ def test_tokens_beyond_a_models_vocabulary_are_left_out():
 
 
 def letters():
-    """A vocabulary of letters without a decoder, as those of DNA:
-
-    what else a text holds is dropped without a word.
-    """
-    backend = Tokenizer(
-        models.BPE(
-            {letter: number for number, letter in enumerate(["A", "C", "G", "T", "CG"])},
-            [("C", "G")],
-        )
-    )
+    """A vocabulary of letters without a decoder, as those of DNA: what else a text holds is dropped
+    without a word."""
+    vocabulary = {letter: number for number, letter in enumerate(["A", "C", "G", "T", "CG"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("C", "G")]))
     backend.add_special_tokens(["<end>"])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
@@ -101,8 +94,7 @@ def test_letters_without_a_decoder_stand_for_themselves():
 def test_bytes_without_a_decoder_are_bytes():
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.decoder = None
-    text = TEXTS[0]
-    assert bytes_of_tokens(tokenizer, 400)[tokenizer(text)["input_ids"]].sum() == len(text.encode())
+    assert bytes_of(tokenizer, TEXTS[0]) == len(TEXTS[0].encode())
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +104,13 @@ def prepared(tmp_path_factory):
     def make(tokenizer, texts):
         folder = tmp_path_factory.mktemp("prepared")
         tokenizer.save_pretrained(folder / "tokenizer")
-        (folder / "a.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / "a.jsonl").write_text("".join(lines))
+        manifest = prepare(
+            inputs=[folder / "a.jsonl"], output=folder / "data", context_length=24,
+            tokenizer=str(folder / "tokenizer"), validation_fraction=0.3,
         )
-        given = dict(
-            output=folder / "data",
-            tokenizer=str(folder / "tokenizer"),
-            context_length=24,
-            validation_fraction=0.3,
-        )
-        return folder / "data", prepare(inputs=[folder / "a.jsonl"], **given)
+        return folder / "data", manifest
 
     return make
 
@@ -137,9 +126,8 @@ def test_unknown_tokens_are_counted_and_said(prepared):
     text, unknown = manifest["text"], sum(some.count(tokenizer.unk_token_id) for some in ids)
     assert unknown > 500 and text["unknown"] == unknown
     assert text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
-    assert (
-        text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
-    )
+    assert text["bytes"] == sum(len(text.encode()) for text in UNKNOWN)
+    assert text["bytes"] > 2 * text["bytes_of_tokens"]
     assert bytes_are_lost(manifest)
     said = summary(manifest)
     assert f"warning    {unknown:,} tokens (" in said and " %) are <unk>: " in said
@@ -148,14 +136,12 @@ def test_unknown_tokens_are_counted_and_said(prepared):
 
 
 def test_letters_that_become_no_token_are_lost_too(prepared):
-    _, manifest = prepared(
-        letters(), [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)]
-    )
+    some = [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)]
+    _, manifest = prepared(letters(), some)
     assert manifest["text"]["unknown"] == 0 and bytes_are_lost(manifest)
     assert "so evaluations give no bits per byte" in summary(manifest)
-    _, manifest = prepared(
-        letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"]
-    )
+    all_but_one = ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"]
+    _, manifest = prepared(letters(), all_but_one)
     assert not bytes_are_lost(manifest)
     assert manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
     assert manifest["skipped"]["bad"] == 1
@@ -164,9 +150,8 @@ def test_letters_that_become_no_token_are_lost_too(prepared):
 
 def test_a_set_that_has_lost_bytes_has_no_loss_in_bits_per_byte(toys, prepared, tmp_path):
     known, unknown = (prepared(unigram(), texts)[0] for texts in (KNOWN, UNKNOWN))
-    train_ranks(
-        1, *run_of(toys / "llama", known, tmp_path, "run", "--eval_data", f"other={unknown}")
-    )
+    beside = ("--eval_data", f"other={unknown}")
+    train_ranks(1, *run_of(toys / "llama", known, tmp_path, "run", *beside))
     found = metrics(tmp_path / "run", "eval")[0]
     assert found["validation"]["bits_per_byte"] > 0 and found["other"]["loss"] > 0
     assert "bits_per_byte" not in found["other"]
