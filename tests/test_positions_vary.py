@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from conftest import CONTEXT, END, documents
 from families import VOCABULARY, toy_config
 from ranks import metrics, run_ranks, train_ranks
-from test_float8 import refused
+from test_law_13_fast_paths import nothing, train_with
 from transformers import AutoModelForCausalLM
 
 # 96 tokens: 4 rows, of which the longest documents differ
-LENGTHS = [
-    4, 20, 3, 9, 12, 2, 22, 5, 3, 16,
-]
+LENGTHS = [4, 20, 3, 9, 12, 2, 22, 5, 3, 16]
 STEPS = 4
 
 
@@ -32,20 +30,13 @@ def config_of(kind):
         return config
     config = toy_config("phi3" if kind == "longrope" else "llama")
     theta = config.rope_parameters["rope_theta"]
-    factors = {
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 10,
-    }
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    factors["original_max_position_embeddings"] = 10
     more = {"longrope": factors, "dynamic": {"factor": 8.0}}[kind]
     config.max_position_embeddings = 10 if kind == "dynamic" else 80
     config.original_max_position_embeddings = 10
-    config.rope_parameters = {
-        "rope_type": kind,
-        "rope_theta": theta,
-        "partial_rotary_factor": 1.0,
-        **more,
-    }
+    config.rope_parameters = {"rope_type": kind, "rope_theta": theta, **more}
+    config.rope_parameters["partial_rotary_factor"] = 1.0
     return config
 
 
@@ -61,37 +52,28 @@ def made(tmp_path_factory):
     for name, context in (("packed", CONTEXT), ("short", 8), ("middle", 12)):
         split = datasets.Dataset.from_dict({"input_ids": tokens.view(-1, context).tolist()})
         datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder / name))
-        manifest = {
-            "packed": True,
-            "context_length": context,
-            "max_token_id": VOCABULARY - 1,
-            "eos_token_id": END,
-        }
+        manifest = {"packed": True, "context_length": context, "eos_token_id": END}
+        manifest["max_token_id"] = VOCABULARY - 1
         (folder / name / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
 def flags(made, output, kind, data, *more):
-    words = (
-        "--model_name", made / kind, "--train_data_dir", made / data, "--output_dir", output,
-        "--precision", "32-true",
-    )
-    return (*words, "--max_step", STEPS, "--global_batch_size", 4, "--lr", 1e-2, *more)
+    folders = ("--model_name", made / kind, "--train_data_dir", made / data, "--output_dir", output)
+    words = f"--precision 32-true --max_step {STEPS} --global_batch_size 4 --lr 1e-2 --devices 1"
+    return (*folders, *words.split(), *more)
 
 
 def plain_loss(folder, data):
     """The mean over all targets of rows that a fresh model sees one by one."""
     rows = torch.tensor(datasets.load_from_disk(str(data))["train"]["input_ids"])
-    logits = torch.cat(
-        [AutoModelForCausalLM.from_pretrained(folder)(row[None]).logits for row in rows]
-    )
+    models = (AutoModelForCausalLM.from_pretrained(folder) for _ in rows)
+    logits = torch.cat([model(row[None]).logits for model, row in zip(models, rows)])
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["longrope", *(pytest.param(kind, marks=pytest.mark.longer) for kind in ("dynamic", "chunks"))],
-)
+@pytest.mark.quick_cases(r"longrope")
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "chunks"])
 def test_a_row_is_itself_whatever_it_is_read_with(made, tmp_path, kind):
     run = {}
     for micro_batch in (1, 4):
@@ -99,47 +81,29 @@ def test_a_row_is_itself_whatever_it_is_read_with(made, tmp_path, kind):
         train_ranks(1, *flags(made, tmp_path / str(micro_batch), kind, "packed", *more))
         run[micro_batch] = metrics(tmp_path / str(micro_batch) / "run")
     assert run[1] == pytest.approx(run[4], abs=1e-5)
-    assert run[4][0] == pytest.approx(plain_loss(made / kind, made / "packed"), abs=1e-5), (
-        "what the run says it trains"
-    )
+    # what the run says it trains
+    assert run[4][0] == pytest.approx(plain_loss(made / kind, made / "packed"), abs=1e-5)
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "chunks"])
 def test_documents_that_cannot_be_kept_apart_are_refused(made, tmp_path, kind):
-    words = [
-        str(word)
-        for word in (
-            *flags(made, tmp_path, kind, "packed", "--document_masking", "true"),
-            "--devices",
-            1,
-        )
-    ]
-    [(code, said)] = run_ranks(1, refused, words, False)
+    words = flags(made, tmp_path, kind, "packed", "--document_masking", "true")
+    [(code, said)] = run_ranks(1, train_with, nothing, words)
     assert code == 2 and "doesn't keep packed documents apart" in said, said
 
 
 @pytest.mark.longer
 def test_rows_of_several_lengths_are_refused_where_the_longest_is_remembered(made, tmp_path):
-    words = flags(
-        made,
-        tmp_path,
-        "dynamic",
-        "packed",
-        "--document_masking",
-        "false",
-        "--eval_data",
-        f"other={made / 'middle'}",
-    )
-    [(code, said)] = run_ranks(1, refused, [str(word) for word in (*words, "--devices", 1)], False)
-    assert (
-        code == 2 and "depend on the longest one that it sees, which no checkpoint holds" in said
-    ), said
+    other = ("--document_masking", "false", "--eval_data", f"other={made / 'middle'}")
+    words = flags(made, tmp_path, "dynamic", "packed", *other)
+    [(code, said)] = run_ranks(1, train_with, nothing, words)
+    assert code == 2, said
+    assert "depend on the longest one that it sees, which no checkpoint holds" in said
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "chunks"])
 def test_documents_that_are_short_enough_are_kept_apart(made, tmp_path, kind):
-    train_ranks(
-        1, *flags(made, tmp_path, kind, "short", "--run_name", "run", "--document_masking", "true")
-    )
+    more = ("--run_name", "run", "--document_masking", "true")
+    train_ranks(1, *flags(made, tmp_path, kind, "short", *more))

@@ -21,10 +21,7 @@ from fabric_llm.plan import run_directory
 from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
 
-FLAGS = (
-    "--global_batch_size", 4, "--max_step", 4, "--save_step_interval", 2, "--eval_iters", 1,
-    "--lr", 1e-2,
-)
+FLAGS = "--global_batch_size 4 --max_step 4 --save_step_interval 2 --eval_iters 1 --lr 1e-2".split()
 TOKENS = 5
 
 
@@ -36,17 +33,15 @@ def data(tmp_path_factory):
     words = {"end": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="end"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(
-        folder / "tokenizer"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end")
+    tokenizer.save_pretrained(folder / "tokenizer")
     (folder.parent / "prompts.txt").write_text("w1 w2 w3\n\nw7\n")
     return folder
 
 
 def flags(toys, data, output, *more):
-    return [
-        str(w) for w in instead(toy_run(toys, output), ("--train_data_dir", data, *FLAGS, *more))
-    ]
+    words = instead(toy_run(toys, output), ("--train_data_dir", data, *FLAGS, *more))
+    return [str(word) for word in words]
 
 
 def sampled(data):
@@ -59,16 +54,13 @@ def lines(file):
 
 def greedy(checkpoint, prompt):
     """What plain transformers makes of a prompt."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(checkpoint),
-        AutoModelForCausalLM.from_pretrained(checkpoint),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         for _ in range(TOKENS):
-            ids = torch.cat(
-                [ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1
-            )
+            next_one = model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, next_one], dim=1)
     return continuation(tokenizer, tokenizer(prompt)["input_ids"], ids[0].tolist())
 
 
@@ -81,22 +73,17 @@ def test_samples_are_those_of_plain_transformers_and_change_nothing(
     toys, data, tmp_path, strategy, ranks, kind
 ):
     common = ("--strategy", strategy, "--state_dict_type", kind, "--precision", "32-true")
-    train_ranks(ranks, *flags(toys, data, tmp_path, *common, "--run_name", "plain"))
-    train_ranks(
-        ranks, *flags(toys, data, tmp_path, *common, *sampled(data), "--run_name", "sampled")
-    )
-    assert metrics(tmp_path / "plain") == metrics(tmp_path / "sampled")
-    assert metrics(tmp_path / "plain", "eval_loss") == metrics(tmp_path / "sampled", "eval_loss")
+    for name, more in (("plain", ()), ("sampled", sampled(data))):
+        train_ranks(ranks, *flags(toys, data, tmp_path, *common, *more, "--run_name", name))
+    for key in ("loss", "eval_loss"):
+        assert metrics(tmp_path / "plain", key) == metrics(tmp_path / "sampled", key)
     found = lines(tmp_path / "sampled" / "samples.jsonl")
-    assert [(one["step"], one["prompt"]) for one in found] == [
-        (s, p) for s in (0, 2, 4) for p in ("w1 w2 w3", "w7")
-    ]
+    wanted = [(step, prompt) for step in (0, 2, 4) for prompt in ("w1 w2 w3", "w7")]
+    assert [(one["step"], one["prompt"]) for one in found] == wanted
     assert {(one["how"], one["tokens"]) for one in found} == {("greedy", TOKENS)}
     if kind == "full":
-        weights = [
-            load_file(tmp_path / name / "step-00000004" / "model.safetensors")
-            for name in ("plain", "sampled")
-        ]
+        last = [tmp_path / name / "step-00000004" for name in ("plain", "sampled")]
+        weights = [load_file(folder / "model.safetensors") for folder in last]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
         for one in found:
             if one["step"]:
@@ -107,13 +94,12 @@ def test_samples_are_those_of_plain_transformers_and_change_nothing(
 @pytest.mark.longer
 def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data, tmp_path):
     run = tmp_path / "run"
-    train_ranks(1, *flags(toys, data, tmp_path, *sampled(data), "--run_name", "run"))
+    words = flags(toys, data, tmp_path, *sampled(data), "--run_name", "run")
+    train_ranks(1, *words)
     before = lines(run / "samples.jsonl")
     shutil.rmtree(run / "step-00000004")
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text() + '{"time": "2026-')
-    train_ranks(
-        2, *flags(toys, data, tmp_path, *sampled(data), "--run_name", "run", "--resume", "true")
-    )
+    train_ranks(2, *words, "--resume", "true")
     after = lines(run / "samples.jsonl")
     assert [one["step"] for one in after] == [0, 0, 2, 2, 4, 4] and after[:4] == before[:4]
     found = run_directory.read_events(run)
@@ -155,11 +141,7 @@ def test_samples_are_there_after_a_kill_in_a_branch_and_not_of_steps_that_are_un
         ("p.txt", b"\n \n", "holds 0 prompts; it takes 1 to 64"),
         ("p.txt", b"\xff\xfe\x00", "isn't UTF-8"),
         ("p.txt", b"w1\n" * 2**19, "larger than 1 MiB"),
-        (
-            "p.txt",
-            "\n".join(f"w{i}" for i in range(65)).encode(),
-            "holds 65 prompts; it takes 1 to 64",
-        ),
+        ("p.txt", b"\n".join(b"w%d" % i for i in range(65)), "holds 65 prompts; it takes 1 to 64"),
         ("p.jsonl", b'{"prompt": "a"}\nw1\n', "line 2 isn't a JSON object"),
         ("p.jsonl", b'{"prompt": 3}', "line 1 isn't a JSON object"),
         ("p.jsonl", b"[" * 5000, "line 1 isn't a JSON object"),

@@ -6,8 +6,7 @@ import torch
 from families import write_data, write_model
 from ranks import run_ranks, toy_run, train_ranks
 from test_context_parallel import assert_same, numbers, run_of
-from test_float8 import refused
-from test_law_13_fast_paths import Largest, batch, causal_lm, gradients
+from test_law_13_fast_paths import Largest, batch, causal_lm, gradients, nothing, train_with
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fabric_llm.forecast.memory import UNMASKED, tiled_modules
@@ -39,24 +38,19 @@ def test_gradients_are_those_of_whole_rows(name):
 
 
 def test_modules_in_which_tokens_meet_or_dropout_draws_are_left_whole():
-    assert not any("mlp" in name for name in tiled(causal_lm("gpt2", resid_pdrop=0.1))), (
-        "its MLP has dropout"
-    )
+    with_dropout = tiled(causal_lm("gpt2", resid_pdrop=0.1))
+    assert not any("mlp" in name for name in with_dropout), "its MLP has dropout"
     assert any("mlp" in name for name in tiled(causal_lm("gpt2", resid_pdrop=0.0)))
     found = tiled(causal_lm("llama"))
-    assert {name.rpartition(".")[2] for name in found} == {
-        "mlp",
-        "input_layernorm",
-        "post_attention_layernorm",
-    }
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    assert {name.rpartition(".")[2] for name in found} == {"mlp", *norms}
     found = {name: tiled(causal_lm(name)) for name in ("llama", "mixtral", "gemma3_text")}
     for name in found:
         model = causal_lm(name)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.config._attn_implementation = UNMASKED
-            assert (
-                tiled_modules(loading.build_skeleton(model.config, torch.bfloat16)) == found[name]
-            ), "plan.py asks without weights"
+            skeleton = loading.build_skeleton(model.config, torch.bfloat16)
+            assert tiled_modules(skeleton) == found[name], "plan.py asks without weights"
 
 
 def test_modules_of_layers_whose_weights_are_there_one_after_the_other_are_found(tmp_path):
@@ -95,9 +89,8 @@ RUNS = [
 @pytest.mark.quick_cases(r"2-more3")
 @pytest.mark.parametrize(("ranks", "more"), RUNS)
 def test_a_run_is_the_run_without(toys, packed_data, tmp_path, alone, ranks, more):
-    train_ranks(
-        ranks, *run_of(toys / "llama", packed_data, tmp_path, "run", "--tiled_mlp", "true", *more)
-    )
+    words = run_of(toys / "llama", packed_data, tmp_path, "run", "--tiled_mlp", "true", *more)
+    train_ranks(ranks, *words)
     assert_same(numbers(tmp_path, "run"), alone)
 
 
@@ -117,34 +110,22 @@ def test_other_precisions_round_alike(toys, packed_data, tmp_path, ranks, more, 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "falcon_h1", "lfm2"])
 def test_families_with_experts_and_mixers(tmp_path, family):
     data, model = write_data(tmp_path / "data"), write_model(family, tmp_path / family)
+    more = ("--router_aux_loss_coef", 0) if family == "mixtral" else ()
     for name, tiled in (("whole", "false"), ("tiles", "true")):
-        more = (
-            ("--tiled_mlp", tiled, "--router_aux_loss_coef", 0)
-            if family == "mixtral"
-            else ("--tiled_mlp", tiled)
-        )
-        train_ranks(1, *run_of(model, data, tmp_path, name, *more))
+        train_ranks(1, *run_of(model, data, tmp_path, name, "--tiled_mlp", tiled, *more))
     assert_same(numbers(tmp_path, "tiles"), numbers(tmp_path, "whole"), rel=2e-5)
 
 
 @pytest.mark.parametrize(
     ("model", "more", "sentence"),
     [
-        ("gpt2", (), "its MLPs have dropout, or don't take each token by itself"),
-        ("llama", ("--compile", "true"), "take it, or --compile true"),
-        ("mixtral", ("--router_aux_loss_coef", 0.1), "--router_aux_loss_coef"),
+        ("gpt2", "", "its MLPs have dropout, or don't take each token by itself"),
+        ("llama", "--compile true", "take it, or --compile true"),
+        ("mixtral", "--router_aux_loss_coef 0.1", "--router_aux_loss_coef"),
     ],
 )
 def test_what_cannot_be_tiled_is_refused(toys, tmp_path, model, more, sentence):
-    flags = (
-        *toy_run(toys, tmp_path),
-        "--model_name",
-        toys / model,
-        "--max_step",
-        1,
-        "--tiled_mlp",
-        "true",
-        *more,
-    )
-    [(code, said)] = run_ranks(1, refused, [str(word) for word in (*flags, "--devices", 1)], False)
+    words = f"--max_step 1 --tiled_mlp true --devices 1 {more}".split()
+    words = [*toy_run(toys, tmp_path, model=model), *words]
+    [(code, said)] = run_ranks(1, train_with, nothing, words)
     assert code == 2 and sentence in said, said
