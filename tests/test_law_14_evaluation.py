@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from conftest import CONTEXT, END, VOCABULARY
 from ranks import Job, metrics, toy_run
-from test_prepare_packing import EOS, packed
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.data.columns import IGNORED, Rows
@@ -30,10 +29,10 @@ SPLITS = 30
 def seen(split, eval_batch_size, eval_iters, world_size):
     """The rows of a split that all ranks evaluate, in any order. The first token of each row is its
     number."""
-    text, of_set = (
-        TokenDataset(Path("data"), rows, rows, 4, 1, {}) for rows in (numbered(1), split)
-    )
-    data = DataPlan({"text": text}, {"set": of_set}, eval_batch_size * eval_iters, {}, [], None, False)
+    of_set = TokenDataset(Path("data"), split, split, 4, 1, {})
+    text = TokenDataset(Path("data"), numbered(1), numbered(1), 4, 1, {})
+    rows = eval_batch_size * eval_iters
+    data = DataPlan({"text": text}, {"set": of_set}, rows, {}, [], None, False)
     sizes = SimpleNamespace(eval_batch_size=eval_batch_size, eval_iters=eval_iters)
     flags = SimpleNamespace(training=SimpleNamespace(seed=1), evaluation=sizes)
     rows, passes = [], set()
@@ -57,15 +56,7 @@ def numbered(count):
 def drawn():
     """(rows of a split, batch size, batches of an evaluation) of many."""
     generator = np.random.default_rng(14)
-    found = [
-        (1, 1, 1),
-        (7, 7, 1),
-        (400, 8, 50),
-        (401, 8, 50),
-        (2000, 8, 50),
-        (800, 8, 50),
-        (3, 8, 50),
-    ]
+    found = [(1, 1, 1), (7, 7, 1), *((count, 8, 50) for count in (3, 400, 401, 800, 2000))]
     for _ in range(SPLITS):
         count = int(10 ** generator.uniform(0, 3.6))
         found.append((count, int(generator.integers(1, 17)), int(10 ** generator.uniform(0, 1.8))))
@@ -79,10 +70,8 @@ def test_each_row_at_most_once_and_the_same_on_any_ranks_and_in_any_batches(draw
         rows = seen(split, size, iters, world_size)
         assert len(rows) == len(set(rows)) == wanted
         assert sorted(rows) == sorted(seen(split, 1, size * iters, 1))
-        if wanted == count:
-            assert world_size > 1 or rows == list(range(count)), (
-                "a split that is read whole, in its order"
-            )
+        if wanted == count and world_size == 1:
+            assert rows == list(range(count)), "a split that is read whole, in its order"
 
 
 def test_sources_in_written_order_have_their_shares(drawn):
@@ -91,9 +80,8 @@ def test_sources_in_written_order_have_their_shares(drawn):
     for count, size, iters in drawn:
         rows = np.array(seen(numbered(count), size, iters, 1))
         for edge in generator.integers(0, count + 1, 20):
-            assert abs((rows < edge).sum() - len(rows) * edge / count) <= 1, (
-                count, size, iters, edge,
-            )
+            far = abs((rows < edge).sum() - len(rows) * edge / count)
+            assert far <= 1, (count, size, iters, edge)
 
 
 def test_rows_that_alternate_have_their_shares(drawn):
@@ -103,24 +91,8 @@ def test_rows_that_alternate_have_their_shares(drawn):
         for kinds in (2, 3, 4, 5, 8):
             share = (np.arange(count) % kinds == 0).mean()
             deviation = math.sqrt(max(len(rows) * share * (1 - share), 1))
-            assert abs((rows % kinds == 0).sum() - len(rows) * share) < 4.5 * deviation, (
-                count, size, iters, kinds,
-            )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_documents_end_in_the_rows_of_best_fit_that_are_evaluated(seed):
-    """It fills the first rows with long documents' first parts: none ends there."""
-    generator = np.random.default_rng(seed)
-    lengths = generator.choice([30, 300, 700], 300, p=[0.3, 0.4, 0.3]) + generator.integers(
-        0, 30, 300
-    )
-    rows, _ = packed([[*generator.integers(1, 90, n - 1), EOS] for n in lengths], 64)
-    split = Rows([{"input_ids": np.concatenate([np.arange(len(rows))[:, None], rows], axis=1)}])
-    ends = (rows == EOS).any(axis=1)
-    read = seen(split, 8, len(rows) // 40, 2)
-    share = ends.mean()
-    assert abs(ends[read].mean() - share) < 4 * math.sqrt(share * (1 - share) / len(read)) < share
+            far = abs((rows % kinds == 0).sum() - len(rows) * share)
+            assert far < 4.5 * deviation, (count, size, iters, kinds)
 
 
 # ------------------------------------------------------------------------------- probes and tasks
@@ -169,17 +141,6 @@ def test_a_document_that_is_longer_than_all_batches_is_read_whole():
 SHARE, ALL, READ = 0.25, 240, 48  # of the second language; rows of the split, and of an evaluation
 
 
-def write(folder, train, validation, manifest=None):
-    splits = {"train": train, "validation": validation}
-    rows = {
-        name: datasets.Dataset.from_dict({"input_ids": ids.tolist()})
-        for name, ids in splits.items()
-    }
-    datasets.DatasetDict(rows).save_to_disk(str(folder))
-    if manifest is not None:
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 @pytest.fixture(scope="module")
 def languages(tmp_path_factory):
     """A dataset of one language in `train`, and in `validation` behind it of another one, that
@@ -193,29 +154,20 @@ def languages(tmp_path_factory):
 
     known, new = language(int(ALL * (1 - SHARE)), 1), language(int(ALL * SHARE), VOCABULARY // 2)
     folder = tmp_path_factory.mktemp("languages") / "data"
-    write(folder, language(400, 1), np.concatenate([known, new]))
+    splits = {"train": language(400, 1), "validation": np.concatenate([known, new])}
+    rows = {name: {"input_ids": ids.tolist()} for name, ids in splits.items()}
+    rows = {name: datasets.Dataset.from_dict(columns) for name, columns in rows.items()}
+    datasets.DatasetDict(rows).save_to_disk(str(folder))
     return folder
 
 
 @pytest.fixture(scope="module")
 def run_of_languages(toys, languages, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    flags = (
-        *toy_run(toys, folder),
-        "--train_data_dir",
-        languages,
-        "--run_name",
-        "run",
-        "--lr",
-        1e-2,
-        "--max_step",
-        24,
-    )
-    flags += (
-        "--global_batch_size", 8, "--precision", "32-true", "--eval_batch_size", 4,
-        "--eval_iters", READ // 4,
-    )
-    job = Job(2, *flags, "--strategy", "fsdp2")
+    flags = "--run_name run --lr 1e-2 --max_step 24 --global_batch_size 8 --precision 32-true "
+    flags += f"--eval_batch_size 4 --eval_iters {READ // 4} --strategy fsdp2"
+    data = ("--train_data_dir", languages)
+    job = Job(2, *toy_run(toys, folder), *data, *flags.split())
     assert job.wait() == [0, 0], job.output
     return folder / "run", job.output[0]
 
@@ -226,12 +178,10 @@ def test_the_loss_is_about_that_of_all_rows(languages, run_of_languages):
     model = AutoModelForCausalLM.from_pretrained(folder / "step-00000024")
     rows = torch.tensor(datasets.load_from_disk(str(languages))["validation"]["input_ids"])
     with torch.no_grad():
-        losses = F.cross_entropy(
-            model(rows).logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none"
-        ).mean(dim=1)
-    assert losses[-ALL // 8 :].mean() > losses[: ALL // 2].mean() + 1, (
-        "the second language wasn't learned"
-    )
+        logits = model(rows).logits[:, :-1].transpose(1, 2)
+    losses = F.cross_entropy(logits, rows[:, 1:], reduction="none").mean(dim=1)
+    second, first = losses[-ALL // 8 :].mean(), losses[: ALL // 2].mean()
+    assert second > first + 1, "the second language wasn't learned"
     said = metrics(folder, "eval_loss")[-1]
     assert abs(said - losses.mean().item()) < 0.15
     sampled = losses.reshape(READ, -1)  # what any choice of one row in each stretch could give
@@ -246,9 +196,8 @@ def test_it_says_how_many_rows_of_how_many(run_of_languages, tmp_path, capsys):
     folder, output = run_of_languages
     assert output.count(f"Evaluations read {READ} of {ALL} rows of validation, evenly spread.") == 1
     assert len(re.findall(rf"validation loss \d\.\d+ \(on {READ} of {ALL} rows\)", output)) == 2
-    assert [
-        (one["validation"]["rows"], one["validation"]["of_rows"]) for one in metrics(folder, "eval")
-    ] == [(READ, ALL)] * 2
+    for one in metrics(folder, "eval"):
+        assert (one["validation"]["rows"], one["validation"]["of_rows"]) == (READ, ALL)
     assert parts_read(read_run(folder)) == [f"validation on {READ} of {ALL} rows"]
     card = f"These are of {READ} of the {ALL} rows of validation, evenly spread."
     export_hf.main([str(folder), "--output", str(tmp_path / "hf")])
@@ -260,9 +209,8 @@ def test_it_says_how_many_rows_of_how_many(run_of_languages, tmp_path, capsys):
 
 
 def test_a_split_that_is_read_whole_is_said_to_be(toys, tmp_path):
-    job = Job(
-        1, *toy_run(toys, tmp_path), "--run_name", "run", "--max_step", 1, "--global_batch_size", 4
-    )
+    flags = "--run_name run --max_step 1 --global_batch_size 4".split()
+    job = Job(1, *toy_run(toys, tmp_path), *flags)
     assert job.wait() == [0] and "Evaluations read all 10 rows of validation.\n" in job.output[0]
     assert all("rows" not in one["validation"] for one in metrics(tmp_path / "run", "eval"))
 
@@ -278,27 +226,17 @@ def as_an_older_version():
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.longer)])
+@pytest.mark.parametrize("whole", [False, True])
 def test_a_run_of_an_older_version_is_not_judged_by_losses_of_other_rows(
     toys, languages, tmp_path, whole
 ):
-    flags = (
-        *toy_run(toys, tmp_path),
-        "--train_data_dir",
-        languages,
-        "--run_name",
-        "run",
-        "--global_batch_size",
-        8,
-    )
-    flags += (
-        "--eval_iters", 1000 if whole else 4, "--verify_start", "false", "--save_step_interval", 2,
-    )
+    flags = "--run_name run --global_batch_size 8 --verify_start false --save_step_interval 2"
+    flags = (*toy_run(toys, tmp_path), "--train_data_dir", languages, *flags.split())
+    flags += ("--eval_iters", 1000 if whole else 4)
     budget = ("--forgetting_budget", "validation:9")
     assert Job(1, *flags, *budget, "--max_step", 2, before=as_an_older_version).wait() == [0]
-    flags += (
-        "--resume", "true", "--max_step", 4, "--resume_override", "max_step,forgetting_budget",
-    )
+    override = "--resume_override max_step,forgetting_budget"
+    flags += (*"--resume true --max_step 4".split(), *override.split())
     job = Job(1, *flags, *budget)
     job.wait()
     if whole:
@@ -318,42 +256,29 @@ def test_a_run_of_an_older_version_is_not_judged_by_losses_of_other_rows(
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.longer), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_packed_set_beside_unpacked_data_is_evaluated_with_its_documents_apart(
     toys, packed_data, tmp_path, ranks
 ):
-    flags = (
-        *toy_run(toys, tmp_path),
-        "--eval_data",
-        f"packed={packed_data}",
-        "--run_name",
-        "run",
-        "--max_step",
-        1,
-    )
-    flags += ("--global_batch_size", 4, "--precision", "32-true", "--eval_batch_size", 4)
-    job = Job(ranks, *flags, *(("--strategy", "fsdp") if ranks > 1 else ()))
+    flags = "--run_name run --max_step 1 --global_batch_size 4 --precision 32-true "
+    flags += f"--eval_batch_size 4 --strategy {'fsdp' if ranks > 1 else 'auto'}"
+    data = ("--eval_data", f"packed={packed_data}")
+    job = Job(ranks, *toy_run(toys, tmp_path), *data, *flags.split())
     assert job.wait() == [0] * ranks, job.output
     rows = datasets.load_from_disk(str(packed_data))["validation"]["input_ids"]
-    assert metrics(tmp_path / "run", "eval")[0]["packed"]["loss"] == pytest.approx(
-        loss_of_documents(toys, rows), abs=1e-5
-    )
+    first, *_, last = [one["packed"]["loss"] for one in metrics(tmp_path / "run", "eval")]
+    assert first == pytest.approx(loss_of_documents(toys, rows), abs=1e-5)
     from fabric_llm import average
 
     average.main([str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
     note = json.loads((tmp_path / "hf" / "average.json").read_text())
-    assert note["eval_loss"]["packed"] == pytest.approx(
-        metrics(tmp_path / "run", "eval")[-1]["packed"]["loss"], abs=1e-5
-    )
+    assert note["eval_loss"]["packed"] == pytest.approx(last, abs=1e-5)
 
 
 def loss_of_documents(toys, rows):
     """Of each document alone, in plain transformers."""
-    model, total, targets = (
-        AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32),
-        0.0,
-        0,
-    )
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32)
+    total, targets = 0.0, 0
     for row in rows:
         ends = [at + 1 for at, token in enumerate(row) if token == END]
         for begin, end in zip([0, *ends], [*ends, len(row)]):

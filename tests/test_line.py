@@ -23,10 +23,8 @@ from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.weights import average
 from fabric_llm.weights.line import MAX_POINTS, goal_of, search, worth_of
 
-SIZES = (
-    "--eval_batch_size", 4, "--eval_step_interval", 8, "--precision", "32-true",
-    "--micro_batch_size", 8,
-)
+SIZES = "--eval_batch_size 4 --eval_step_interval 8 --precision 32-true".split()
+SIZES += ["--micro_batch_size", 8]
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +34,14 @@ def work(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("line")
     for name in ("old", "new"):
         language(folder, name)
-    training = (
-        "--global_batch_size", 16, "--micro_batch_size", 16, "--lr", 1e-2,
-        "--precision", "32-true",
-    )
-    data = ("--train_data_dir", folder / "old", "--max_step", 200, "--eval_iters", 2)
-    train_ranks(
-        1, "--model_name", toys / "llama", *data, *training, "--output_dir", folder,
-        "--run_name", "first",
-    )
+    data = ("--train_data_dir", folder / "old", "--model_name", toys / "llama")
+    words = "--global_batch_size 16 --micro_batch_size 16 --lr 1e-2 --precision 32-true "
+    words += "--max_step 200 --eval_iters 2 --run_name first"
+    train_ranks(1, *data, *words.split(), "--output_dir", folder)
     shutil.move(folder / "first" / "step-00000200", folder / "base")
-    budget = (
-        "--forgetting_budget", "replay:0.15,copy:9", "--forgetting_action", "stop",
-        "--max_step", 12,
-    )
-    job = Job(
-        1, *replayed(folder, folder, *budget, *SIZES, "--lr", 1e-2, "--eval_step_interval", 12)
-    )
+    words = "--forgetting_budget replay:0.15,copy:9 --forgetting_action stop --max_step 12".split()
+    words += [*SIZES, "--lr", 1e-2, "--eval_step_interval", 12]
+    job = Job(1, *replayed(folder, folder, *words))
     assert job.wait() == [76], job.output
     return folder
 
@@ -71,9 +60,8 @@ def call(capsys, *flags):
 def evaluated_alone(work, model, folder):
     """{set: loss} of a model as train.py evaluates it before step 1."""
     run = replayed(work, folder, "--max_step", 1, "--forgetting_budget", "replay:9", *SIZES)
-    train_ranks(
-        1, *[model if word == work / "base" else word for word in run], "--run_name", "alone"
-    )
+    run = [model if word == work / "base" else word for word in run]
+    train_ranks(1, *run, "--run_name", "alone")
     return {name: one["loss"] for name, one in metrics(folder / "alone", "eval")[0].items()}
 
 
@@ -86,9 +74,8 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
 ):
     monkeypatch.chdir(tmp_path)
     reason = json.loads((work / "run" / "STATUS.json").read_text())["reason"]
-    command = shlex.split(
-        re.search(r"Next: `(python -m fabric_llm\.average .*)` merges it with its base", reason)[1]
-    )
+    said = re.search(r"Next: `(python -m fabric_llm\.average .*)` merges it with its base", reason)
+    command = shlex.split(said[1])
     assert command[3:5] == [str(work / "base"), str(work / "run")]
     assert command[5:] == ["--forgetting_budget", "replay:0.15,copy:9"]
     code, out, error = call(capsys, *command[3:])
@@ -106,10 +93,9 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     # The weights are the average in float64, rounded once.
     folders = [work / "base", work / "run" / "step-00000012"]
     wanted, written = expected(folders, [1 - share, share], torch.float64), stored(output)
+    rounded = {"rtol": 2**-24 * 1.001, "atol": 1e-12}
     for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            written[name].double(), tensor, rtol=2**-24 * 1.001, atol=1e-12, msg=name
-        )
+        torch.testing.assert_close(written[name].double(), tensor, **rounded, msg=name)
     # Evaluated by train.py, it is inside the budget and has learned, and no point of a fine grid is
     # better.
     found = evaluated_alone(work, output, tmp_path)
@@ -124,21 +110,18 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
         if losses["replay"] - before["replay"] <= 0.15:
             assert losses["new"] >= found["new"] - 0.02 * (before["new"] - found["new"]), tenth
     page = (output / FILE).read_text()
-    data = json.loads(
-        re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1]
-    )
-    [chart] = data["charts"]
+    data = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1]
+    [chart] = json.loads(data)["charts"]
     assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"}
     assert len(chart["traces"][0]["x"]) > 3
-    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9,]
+    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9]
     assert f"{share:.3f}" in page
 
 
 @pytest.mark.longer
 def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
-    code, out, error = call(
-        capsys, work / "base", work / "run", "--weights", "knee", "--output", tmp_path / "hf"
-    )
+    flags = (work / "base", work / "run", "--weights", "knee", "--output", tmp_path / "hf")
+    code, out, error = call(capsys, *flags)
     assert code == 0, error
     note = json.loads((tmp_path / "hf" / "average.json").read_text())
     assert 0 < note["parts"][1]["weight"] < 1 and note["weights"] == "knee"
@@ -154,10 +137,8 @@ def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
 @pytest.mark.longer
 def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path, capsys):
     """Each probe may have a budget, also one that the run didn't evaluate."""
-    budget = "retrieval:9,replay:9"
-    flags = (
-        work / "base", work / "run", "--forgetting_budget", budget, "--output", tmp_path / "hf",
-    )
+    budget = ("--forgetting_budget", "retrieval:9,replay:9")
+    flags = (work / "base", work / "run", *budget, "--output", tmp_path / "hf")
     code, out, error = call(capsys, *flags)
     assert code == 0 and "This is the run itself" in out, error
     run = stored(work / "run" / "step-00000012")
@@ -171,10 +152,8 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
         monkeypatch.delitem(sys.modules, f"fabric_llm.report.{name}", raising=False)
         monkeypatch.delattr(fabric_llm.report, name, raising=False)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    flags = (
-        work / "base", work / "run", "--forgetting_budget", "replay:9",
-        "--output", tmp_path / "hf",
-    )
+    budget = ("--forgetting_budget", "replay:9")
+    flags = (work / "base", work / "run", *budget, "--output", tmp_path / "hf")
     code, out, _ = call(capsys, *flags)
     assert code == 0 and "Not drawn: The report needs plotly" in out and "  1.000  new" in out
     assert FILE not in parts(tmp_path / "hf")
@@ -187,56 +166,20 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        ("BASE RUN --forgetting_budget general", 2, "--forgetting_budget takes name:nats"),
-        (
-            "BASE RUN --forgetting_budget repaly:0.1",
-            2,
-            "no validation set is named 'repaly'. Did you mean 'replay'?",
-        ),
-        (
-            "BASE RUN --forgetting_budget x:0.1", 2,
-            "There are 'new', 'replay', 'copy', 'retrieval'.",
-        ),
-        (
-            "BASE RUN --forgetting_budget new:1,replay:1", 2,
-            "all sets of the training data have one ('new', 'replay')",
-        ),
-        ("BASE RUN --forgetting_budget replay:1 --weights 1,2", 2, "are both given"),
-        ("BASE RUN --forgetting_budget replay:1 --weights knee", 2, "are both given"),
-        (
-            "BASE RUN --forgetting_budget replay:1 --evaluate false", 2,
-            "which --evaluate false turns off",
-        ),
-        (
-            "BASE --forgetting_budget replay:1",
-            2,
-            "--forgetting_budget takes two parts, a base model and a run",
-        ),
-        (
-            "BASE BASE RUN --weights knee",
-            2,
-            "--weights knee takes two parts, a base model and a run that began",
-        ),
-        (
-            "RUN BARE --weights knee",
-            2,
-            "llama' isn't a checkpoint of a run, whose flags say how points are evaluated",
-        ),
-        ("TIED RUN --forgetting_budget replay:1", 2, "are different models"),
-        (
-            "BASE LOST --forgetting_budget replay:1", 2,
-            "has no arguments.yaml, which would say on which data",
-        ),
-        ("BASE OLDER --forgetting_budget replay:1", 2, "evaluated as the run was: "),
-        (
-            "RUN EARLY --forgetting_budget replay:0.01",
-            76,
-            "none has learned and is inside the budget but the base model",
-        ),
-        (
-            "BAD RUN --forgetting_budget replay:1", 76,
-            "bad' holds NaN or infinity in model.norm.weight",
-        ),
+        ("BASE RUN BUDGET general", 2, "--forgetting_budget takes name:nats"),
+        ("BASE RUN BUDGET repaly:0.1", 2, "set is named 'repaly'. Did you mean 'replay'?"),
+        ("BASE RUN BUDGET x:0.1", 2, "There are 'new', 'replay', 'copy', 'retrieval'."),
+        ("BASE RUN BUDGET new:1,replay:1", 2, "the training data have one ('new', 'replay')"),
+        ("BASE RUN BUDGET replay:1 --weights knee", 2, "are both given"),
+        ("BASE RUN BUDGET replay:1 --evaluate false", 2, "which --evaluate false turns off"),
+        ("BASE BUDGET replay:1", 2, "--forgetting_budget takes two parts, a base model and a run"),
+        ("BASE BASE RUN --weights knee", 2, "--weights knee takes two parts, a base model and"),
+        ("RUN BARE --weights knee", 2, "llama' isn't a checkpoint of a run, whose flags say how"),
+        ("TIED RUN BUDGET replay:1", 2, "are different models"),
+        ("BASE LOST BUDGET replay:1", 2, "has no arguments.yaml, which would say on which data"),
+        ("BASE OLDER BUDGET replay:1", 2, "evaluated as the run was: "),
+        ("RUN EARLY BUDGET replay:0.01", 76, "is inside the budget but the base model"),
+        ("BAD RUN BUDGET replay:1", 76, "bad' holds NaN or infinity in model.norm.weight"),
     ],
 )
 def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code, words):
@@ -250,17 +193,12 @@ def test_each_mistake_is_one_sentence(work, toys, tmp_path, capsys, flags, code,
         path = tmp_path / "bad" / file
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     save_file(tensors, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
-    named = {
-        "BASE": work / "base",
-        "RUN": work / "run",
-        "BARE": toys / "llama",
-        "TIED": toys / "llama-tied",
-    }
+    named = {"BASE": work / "base", "RUN": work / "run", "BUDGET": "--forgetting_budget"}
+    named |= {"BARE": toys / "llama", "TIED": toys / "llama-tied"}
     named |= {name.upper(): tmp_path / name for name in ("lost", "older", "bad")}
     named["EARLY"] = work / "run" / "step-00000004"
-    found = call(
-        capsys, *(named.get(word, word) for word in flags.split()), "--output", tmp_path / "hf"
-    )
+    flags = [named.get(word, word) for word in flags.split()]
+    found = call(capsys, *flags, "--output", tmp_path / "hf")
     assert (found[0], words in found[2]) == (code, True), found
     assert not (tmp_path / "hf").exists() and parts(tmp_path) == ["bad", "lost", "older"]
 
@@ -317,6 +255,5 @@ def test_the_knee_is_farthest_from_the_chord(forgotten):
 
 def test_nothing_learned_is_the_base_itself():
     assert along(lambda a: -a, CURVES["parabola"], {"old": 9})[0] == 0
-    assert along(lambda a: a, lambda a: 5 * a**0.1, {"old": 0.01})[0] == 0, (
-        "as steep as that no point is inside"
-    )
+    steep = along(lambda a: a, lambda a: 5 * a**0.1, {"old": 0.01})
+    assert steep[0] == 0, "no point is inside"
