@@ -3,24 +3,19 @@ begins."""
 
 import pytest
 from ranks import built, run_ranks, toy_run
+from test_law_13_fast_paths import train_with
 
 
 def train_with_damage(argv, tensor, damage):
     """train.py, with one tensor damaged on its way to the devices. Returns (exit code, what was
     printed)."""
-    import contextlib
-    import io
-
-    import train
     from fabric_llm.model import weights
 
     fill, read = weights.fill, weights.Stored.read
 
     def damaged(self, unit):
-        return {
-            name: damage(value) if name == tensor else value
-            for name, value in read(self, unit).items()
-        }
+        found = read(self, unit)
+        return {name: damage(one) if name == tensor else one for name, one in found.items()}
 
     def fill_damaged(*given):
         weights.Stored.read = damaged
@@ -29,14 +24,10 @@ def train_with_damage(argv, tensor, damage):
             if name.endswith(tensor):
                 buffer.data = damage(buffer)
 
-    weights.fill = fill_damaged
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        try:
-            train.main(argv)
-        except SystemExit as stop:
-            return stop.code, said.getvalue()
-    return 0, said.getvalue()
+    def patch():
+        weights.fill = fill_damaged
+
+    return train_with(patch, argv)
 
 
 def halve(value):
@@ -51,17 +42,10 @@ def swap_rows(value):
     return value.flip(0).contiguous()
 
 
-def nothing(value):
-    return value
-
-
 def run(toys, folder, strategy, ranks, precision, tensor, damage, *flags):
-    words = [*toy_run(toys, folder), "--max_step", 1]
-    words += [
-        "--strategy", strategy, "--devices", ranks, "--precision", precision, "--eval_iters", 0,
-        *flags,
-    ]
-    return run_ranks(ranks, train_with_damage, [str(word) for word in words], tensor, damage)
+    words = f"--max_step 1 --eval_iters 0 --strategy {strategy} --devices {ranks} --precision"
+    words = [*toy_run(toys, folder), *words.split(), precision, *flags]
+    return run_ranks(ranks, train_with_damage, words, tensor, damage)
 
 
 CASES = [
@@ -82,40 +66,25 @@ CASES = [
 def test_the_first_module_that_differs_is_named(
     toys, tmp_path, strategy, precision, tensor, damage, module
 ):
-    for rank, (code, said) in enumerate(
-        run(toys, tmp_path, strategy, 2, precision, tensor, damage)
-    ):
+    results = run(toys, tmp_path, strategy, 2, precision, tensor, damage)
+    for rank, (code, said) in enumerate(results):
         assert code == 2
         if rank == 0:
             [sentence] = [line for line in said.splitlines() if line.startswith("train.py: error:")]
             assert f"the first module that differs: {module} (" in sentence
 
 
-def test_rounded_rope_frequencies_are_found(toys, tmp_path):
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_rounded_rope_frequencies_are_found(toys, tmp_path, precision):
     """What Fabric's own bf16-true does to them."""
-    for precision in ("32-true", "bf16-true"):
-        [(code, said)] = run(
-            toys, tmp_path, "auto", 1, precision, "model.rotary_emb.inv_freq", to_bfloat16
-        )
-        assert code == 2 and "the buffer model.rotary_emb.inv_freq" in said
-        assert "torch.bfloat16" in said
-
-
-@pytest.mark.quick_cases(r"fsdp2-2-bf16-true")
-@pytest.mark.every_eighth(1)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
-)
-def test_a_good_start_passes_and_says_so(toys, tmp_path, strategy, ranks, precision):
-    (code, said), *_ = run(toys, tmp_path, strategy, ranks, precision, "none", nothing)
-    assert code == 0 and "Start verified: loss" in said
+    buffer = "model.rotary_emb.inv_freq"
+    [(code, said)] = run(toys, tmp_path, "auto", 1, precision, buffer, to_bfloat16)
+    assert code == 2 and f"the buffer {buffer}" in said and "torch.bfloat16" in said
 
 
 def test_it_can_be_switched_off(toys, tmp_path):
-    [(code, said)] = run(
-        toys, tmp_path, "auto", 1, "32-true", CASES[0][0], halve, "--verify_start", "false"
-    )
+    off = ("--verify_start", "false")
+    [(code, said)] = run(toys, tmp_path, "auto", 1, "32-true", CASES[0][0], halve, *off)
     assert code == 0 and "verified" not in said
 
 
@@ -125,15 +94,8 @@ def test_the_reference_is_gone_before_the_model_on_the_devices_is_compared(
     toys, tmp_path, strategy, ranks
 ):
     """Host memory holds the weights once: the shards, or what they are made from."""
-    words = [
-        *toy_run(toys, tmp_path),
-        "--strategy",
-        strategy,
-        "--devices",
-        ranks,
-        "--precision",
-        "32-true",
-    ]
+    words = f"--strategy {strategy} --devices {ranks} --precision 32-true".split()
+    words = [*toy_run(toys, tmp_path), *words]
     assert run_ranks(ranks, references_at_the_comparison, words) == [[None], []]
 
 

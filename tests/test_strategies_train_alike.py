@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TOY_CONFIGS
+from families import COMMON, CONTEXT
 from ranks import train_ranks
 from torch import nn
 from transformers import (
@@ -27,7 +27,8 @@ from fabric_llm.model.capabilities import plain_attention
 from fabric_llm.model.loading import load_config
 from fabric_llm.weights.export import export
 
-VOCABULARY, ROWS, CONTEXT, STEPS, LR, DECAY = 131, 4, 24, 3, 1e-2, 0.1
+ROWS, STEPS, LR, DECAY = 4, 3, 1e-2, 0.1
+EMBEDDINGS = ("embed_tokens", "lm_head")
 RARE = 125  # a token that none of the package's probes holds
 
 
@@ -56,65 +57,34 @@ class OftenIdle(LlamaForCausalLM):
 
 AutoConfig.register("often_idle", OftenIdleConfig)
 AutoModelForCausalLM.register(OftenIdleConfig, OftenIdle)
-OftenIdleConfig.__module__ = OftenIdle.__module__ = (
-    "transformers.of_this_test"  # else files name their code
-)
+# Without another name of the module, files would name their code.
+OftenIdleConfig.__module__ = OftenIdle.__module__ = "transformers.of_this_test"
 
 
 def gemma3() -> Gemma3Config:
     """With a vision tower, which no text uses."""
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-    }
-    text |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    text = {**COMMON, "head_dim": 8}
+    vision = {**COMMON, "num_hidden_layers": 1, "hidden_size": 16}
     vision |= {"image_size": 16, "patch_size": 8, "vision_use_head": False}
     tokens = {"image_token_index": 130, "boi_token_index": 128, "eoi_token_index": 129}
     return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
 
 
-def often_idle() -> LlamaConfig:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return OftenIdleConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
-
-
 def falcon() -> FalconConfig:
     """With ALiBi, which transformers' eager attention adds twice, and its default, SDPA, once."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
-    return FalconConfig(vocab_size=VOCABULARY, new_decoder_architecture=False, **sizes)
+    return FalconConfig(**COMMON, alibi=True, new_decoder_architecture=False)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(toys, tmp_path_factory):
     """A folder with models and a dataset of ROWS rows."""
     folder = tmp_path_factory.mktemp("alike")
-    for name, config in (("gemma3", gemma3()), ("often_idle", often_idle()), ("falcon", falcon())):
+    configs = {"gemma3": gemma3(), "often_idle": OftenIdleConfig(**COMMON), "falcon": falcon()}
+    for name, config in configs.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    for name in ("llama", "tied"):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            **{**TOY_CONFIGS["llama"].to_dict(), "tie_word_embeddings": name == "tied"}
-        )
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    (folder / "llama").symlink_to(toys / "llama")
+    (folder / "tied").symlink_to(toys / "llama-tied")
     rows = np.random.default_rng(0).integers(1, 120, (ROWS, CONTEXT))
     rows[:, 5] = RARE
     split = datasets.Dataset.from_dict({"input_ids": rows.tolist()})
@@ -153,23 +123,14 @@ def by_train_py(
     model_folder: Path, data: Path, output: Path, ranks: int, *more: object
 ) -> dict[str, torch.Tensor]:
     """The weights after STEPS steps of train.py, as transformers reads them."""
-    flags = (
-        "--model_name", model_folder, "--train_data_dir", data, "--output_dir", output,
-        "--run_name", "run",
-    )
-    flags += (
-        "--max_step", STEPS, "--number_epochs", STEPS, "--global_batch_size", ROWS,
-        "--micro_batch_size", 2,
-    )
-    flags += (
-        "--lr", LR, "--lr_decay", "false", "--warmup_steps", 0, "--weight_decay", DECAY,
-        "--precision", "32-true",
-    )
-    train_ranks(ranks, *flags, "--eval_iters", 0, *more)
+    folders = ("--model_name", model_folder, "--train_data_dir", data, "--output_dir", output)
+    words = f"--run_name run --max_step {STEPS} --number_epochs {STEPS} --global_batch_size {ROWS} "
+    words += f"--micro_batch_size 2 --lr {LR} --lr_decay false --warmup_steps 0 --eval_iters 0 "
+    words += f"--weight_decay {DECAY} --precision 32-true"
+    train_ranks(ranks, *folders, *words.split(), *more)
     folder = output / "run" / f"step-{STEPS:08d}"
-    return dict(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return dict(model.named_parameters())
 
 
 def assert_alike(found, expected):
@@ -196,42 +157,32 @@ def often(value, *others):
 )
 def test_what_has_no_part_in_the_loss_stays(made, tmp_path, model, loss, ranks, strategy):
     """Without a gradient there is no decay either: one device, FSDP2, FSDP1 and DDP agree."""
-    found = by_train_py(
-        made / model, made / "data", tmp_path, ranks, "--strategy", strategy, "--loss", loss
-    )
-    expected, before = (
-        plain(made / model, made / "data"),
-        AutoModelForCausalLM.from_pretrained(made / model),
-    )
+    more = ("--strategy", strategy, "--loss", loss)
+    found = by_train_py(made / model, made / "data", tmp_path, ranks, *more)
+    expected = plain(made / model, made / "data")
+    before = AutoModelForCausalLM.from_pretrained(made / model)
     assert_alike(found, expected)
-    idle = [
-        name for name, tensor in before.named_parameters() if torch.equal(tensor, expected[name])
-    ]
+    idle = [name for name, p in before.named_parameters() if torch.equal(p, expected[name])]
     assert bool(idle) == (model != "often_idle")
     assert all(torch.equal(found[name], expected[name]) for name in idle)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "more"),
+    ("ranks", "strategy", "more", "frozen"),
     often(
-        (2, "fsdp", ("--auto_wrap_policy", "size:1000", "--verify_start", "false")),
-        (2, "fsdp", ("--auto_wrap_policy", "size:1000")),
-        (1, "fsdp", ("--auto_wrap_policy", "size:1000")),
-        (2, "fsdp2", ("--auto_wrap_policy", "size:1000")),
-        (2, "fsdp", ("--auto_wrap_policy", "none", "--freeze", "embeddings")),
-        (2, "fsdp", ("--auto_wrap_policy", "LlamaMLP", "--freeze", "*mlp.up_proj*")),
+        (2, "fsdp", "--auto_wrap_policy size:1000 --verify_start false", ()),
+        (2, "fsdp", "--auto_wrap_policy size:1000", ()),
+        (1, "fsdp", "--auto_wrap_policy size:1000", ()),
+        (2, "fsdp2", "--auto_wrap_policy size:1000", ()),
+        (2, "fsdp", "--auto_wrap_policy none --freeze embeddings", EMBEDDINGS),
+        (2, "fsdp", "--auto_wrap_policy LlamaMLP --freeze *mlp.up_proj*", ("mlp.up_proj",)),
     ),
 )
-def test_parts_of_mlps_in_tiles_are_trained(made, tmp_path, ranks, strategy, more):
+def test_parts_of_mlps_in_tiles_are_trained(made, tmp_path, ranks, strategy, more, frozen):
     """However a strategy would have cut an MLP, its tiles find all of its weights, and these get
     their gradients."""
-    frozen = {"embeddings": ("embed_tokens", "lm_head"), "*mlp.up_proj*": ("mlp.up_proj",)}.get(
-        more[-1], ()
-    )
-    found = by_train_py(
-        made / "llama", made / "data", tmp_path, ranks, "--strategy", strategy,
-        "--tiled_mlp", "true", *more,
-    )
+    more = ("--strategy", strategy, "--tiled_mlp", "true", *more.split())
+    found = by_train_py(made / "llama", made / "data", tmp_path, ranks, *more)
     assert_alike(found, plain(made / "llama", made / "data", frozen))
 
 
@@ -249,7 +200,7 @@ def test_frozen_embeddings_of_an_unsharded_model_stay_parameters(
 ):
     more = ("--strategy", "fsdp", "--freeze", "embeddings", "--eval_iters", 2, *more)
     found = by_train_py(made / model, made / "data", tmp_path, ranks, *more)
-    assert_alike(found, plain(made / model, made / "data", ("embed_tokens", "lm_head")))
+    assert_alike(found, plain(made / model, made / "data", EMBEDDINGS))
 
 
 def test_a_model_whose_eager_attention_is_another_model_trains_what_opens(made, tmp_path):

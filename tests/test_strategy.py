@@ -42,17 +42,14 @@ FLAGS = [
 
 
 def run(toys, folder, ranks, *flags, precision="32-true"):
-    train_ranks(
-        ranks,
-        *toy_run(toys, folder, model="llama-tied"),
-        *("--run_name", "run", "--precision", precision, "--lr", 1e-3, "--max_step", 4),
-        *("--global_batch_size", 12, "--micro_batch_size", 2, "--eval_iters", 3, *flags),
-    )
-    return (
-        metrics(folder / "run", "loss"),
-        metrics(folder / "run", "grad_norm"),
-        metrics(folder / "run", "eval_loss"),
-    )
+    words = f"--run_name run --precision {precision} --lr 1e-3 --max_step 4 --global_batch_size 12 "
+    words += "--micro_batch_size 2 --eval_iters 3"
+    train_ranks(ranks, *toy_run(toys, folder, model="llama-tied"), *words.split(), *flags)
+    return [metrics(folder / "run", key) for key in ("loss", "grad_norm", "eval_loss")]
+
+
+def saved_weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "run" / "step-00000004").state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +60,7 @@ def plain(toys, tmp_path_factory):
     def of(precision):
         folder = tmp_path_factory.mktemp("plain")
         curves = run(toys, folder, 1, precision=precision)
-        return *curves, AutoModelForCausalLM.from_pretrained(
-            folder / "run" / "step-00000004"
-        ).state_dict()
+        return *curves, saved_weights(folder)
 
     return {precision: of(precision) for precision in ("32-true", "bf16-mixed")}
 
@@ -74,25 +69,20 @@ def gradients_of_a_node_each(name):
     """The gradients of this rank's tokens, which are all ranks' where strategies synchronise
     them."""
     how = Sharding(sharding_strategy="HYBRID_SHARD")
-    fabric = SimpleNamespace(
-        device=torch.device("cpu"), world_size=2, strategy=SimpleNamespace(num_processes=1)
-    )
+    one_device = SimpleNamespace(num_processes=1)
+    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=2, strategy=one_device)
     fabric.setup_module = lambda model, move_to_device: model
-    skeleton, model = (build_skeleton(TOY_CONFIGS["llama"], torch.float32) for _ in range(2))
+    skeleton, model, drawn = (build_skeleton(TOY_CONFIGS["llama"], torch.float32) for _ in range(3))
     weights.compute_buffers(model)
 
     def fill(model):
-        weights.fill(
-            model, skeleton, weights.Drawn(build_skeleton(TOY_CONFIGS["llama"], torch.float32), 1)
-        )
+        weights.fill(model, skeleton, weights.Drawn(drawn, 1))
 
     model = strategy.wrap(fabric, name, LanguageModel(model), fill, "32-true", how)
     ids = torch.arange(16)[None] + torch.distributed.get_rank()
     model(input_ids=ids, labels=ids).backward()
-    return {
-        key: shard.parameter.grad.float().sum().item()
-        for key, shard in sharded.shards(model).items()
-    }
+    shards = sharded.shards(model).items()
+    return {key: shard.parameter.grad.float().sum().item() for key, shard in shards}
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
@@ -109,11 +99,9 @@ def test_flags_do_not_change_the_result(toys, tmp_path, plain, strategy, ranks, 
     for found, expected in zip(curves, plain["32-true"]):
         assert found == pytest.approx(expected, rel=1e-6, abs=0)
     if "sharded" not in flags:
-        weights = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "run" / "step-00000004"
-        ).state_dict()
+        found = saved_weights(tmp_path)
         for name, value in plain["32-true"][-1].items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6)
+            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
 
 
 @pytest.mark.longer
@@ -122,8 +110,7 @@ def test_bf16_mixed_keeps_float32_weights(toys, tmp_path, plain, strategy):
     losses, norms, _ = run(toys, tmp_path, 2, "--strategy", strategy, precision="bf16-mixed")
     assert losses == pytest.approx(plain["bf16-mixed"][0], rel=1e-3)
     assert norms == pytest.approx(plain["bf16-mixed"][1], rel=2e-2)
-    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004").state_dict()
-    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert {value.dtype for value in saved_weights(tmp_path).values()} == {torch.float32}
     assert losses != pytest.approx(plain["32-true"][0], rel=1e-7), "computed in bfloat16"
 
 
@@ -132,37 +119,35 @@ def wrapped_names(model, policy):
     return [names[module] for module in modules_to_wrap(model, policy)]
 
 
-def test_auto_asks_the_model():
-    for name in ("llama", "gpt2"):
-        model = build_skeleton(TOY_CONFIGS[name], torch.float32)
-        layers = "model.layers" if name == "llama" else "transformer.h"
-        assert wrapped_names(model, "auto") == [f"{layers}.0", f"{layers}.1"]
+@pytest.mark.parametrize(("name", "layers"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
+def test_auto_asks_the_model(name, layers):
+    model = build_skeleton(TOY_CONFIGS[name], torch.float32)
+    assert wrapped_names(model, "auto") == [f"{layers}.0", f"{layers}.1"]
 
 
 def test_auto_of_a_model_that_says_nothing_takes_its_longest_list():
     class Block(nn.Linear):
         pass
 
-    model = nn.Sequential(
-        nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([Block(2, 2), Block(2, 2)])
-    )
+    blocks = nn.ModuleList([Block(2, 2), Block(2, 2)])
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), blocks)
     assert wrapped_names(model, "auto") == ["1.0", "1.1"]
 
 
 def test_size_wraps_from_below_and_never_splits_tied_weights():
     model = build_skeleton(TOY_CONFIGS["llama"], torch.float32)
     assert "lm_head" in wrapped_names(model, "size:4000")
-    assert wrapped_names(model, "size:5000") == [
-        "model.layers.0.mlp", "model.layers.1.mlp", "model",
-    ]
+    expected = ["model.layers.0.mlp", "model.layers.1.mlp", "model"]
+    assert wrapped_names(model, "size:5000") == expected
     tied = build_skeleton(TOY_CONFIGS["gpt2"], torch.float32)
     names = wrapped_names(tied, "size:4000")
-    assert "lm_head" not in names and "transformer.wte" not in names and "transformer" not in names
+    assert not {"lm_head", "transformer.wte", "transformer"} & set(names)
     assert "transformer.h.0.mlp.c_fc" in names
 
 
 def test_names_are_those_of_the_model():
-    name = "_forward_module._fsdp_wrapped_module.causal_lm.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
+    layer = "causal_lm.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
+    name = f"_forward_module._fsdp_wrapped_module.{layer}"
     assert original_name(name) == "causal_lm.model.layers.0.mlp.up_proj.weight"
     assert original_name("module.causal_lm.lm_head.weight") == "causal_lm.lm_head.weight"
     # Of HrmText, for instance.
@@ -189,14 +174,9 @@ def held(argv, ranks):
     ],
 )
 def test_a_rank_holds_its_part(toys, tmp_path, strategy, flags, part):
-    argv = (
-        f"--model_name {toys / 'llama'} --train_data_dir {toys / 'data'} --output_dir "
-        f"{tmp_path} --devices 2"
-    )
-    argv = f"{argv} --strategy {strategy} {flags}".split()
-    whole = (
-        sum(p.numel() for p in build_skeleton(TOY_CONFIGS["llama"], torch.float32).parameters()) * 2
-    )
-    for bytes_held, group in run_ranks(2, held, argv, 2):
+    argv = [*toy_run(toys, tmp_path), *f"--devices 2 --strategy {strategy} {flags}".split()]
+    skeleton = build_skeleton(TOY_CONFIGS["llama"], torch.float32)
+    whole = 2 * sum(p.numel() for p in skeleton.parameters())
+    for bytes_held, group in run_ranks(2, held, [str(word) for word in argv], 2):
         assert bytes_held == pytest.approx(whole / part, rel=0.02)
         assert group == part
