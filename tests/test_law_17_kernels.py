@@ -21,17 +21,13 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.run import reference
 
 CAPABILITIES = [(7, 0), (7, 5), (8, 0), (9, 0), (10, 0)]  # V100, T4, A100, H100, B200
+MLA = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64}
 OTHERS = {  # sizes of heads of models that people train, at toy size else
     "heads of 100 (OpenLLaMA 3B)": ("llama", {"head_dim": 100}),
     "heads of 512 (Gemma 4)": ("llama", {"head_dim": 512}),
-    "192 and 128 (DeepSeek-V3)": (
-        "deepseek_v3",
-        {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64},
-    ),
-    "values of 256, more than queries of 192 (GLM-4 MoE Lite)": (
-        "deepseek_v3",
-        {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 256, "head_dim": 64},
-    ),
+    "192 and 128 (DeepSeek-V3)": ("deepseek_v3", {**MLA, "v_head_dim": 128}),
+    # values of 256, more than queries of 192
+    "192 and 256 (GLM-4 MoE Lite)": ("deepseek_v3", {**MLA, "v_head_dim": 256}),
 }
 
 
@@ -43,15 +39,15 @@ def made(family, more=None):
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def varlen(capability, called):
+def varlen(capability, called, dtypes=(torch.float16, torch.bfloat16)):
     """What flash_api.cpp of PyTorch 2.11 to 2.13 asks of `varlen_attn`, and then PyTorch's own
-    attention."""
+    attention. dtypes: those that it takes."""
 
     def kernel(
         query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options
     ):
         assert capability >= (8, 0), "FlashAttention only supports Ampere GPUs or newer"
-        assert query.dtype in (torch.float16, torch.bfloat16), "only fp16 and bf16 data type"
+        assert query.dtype in dtypes, "only fp16 and bf16 data type"
         assert query.dtype == key.dtype == value.dtype, "the same dtype"
         size = query.shape[-1]
         assert key.shape[-1] == value.shape[-1] == size, (
@@ -69,10 +65,8 @@ def varlen(capability, called):
         )
         assert longest >= ends.diff().max() and window_size[1] == 0
         called.append(size)
-        key, value = (
-            tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-            for tensor in (key, value)
-        )
+        times = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
         window = None if window_size[0] < 0 else window_size[0] + 1
         return packed_attention._one_by_one([query, key, value], ends, scale, 0.0, window)
 
@@ -82,19 +76,15 @@ def varlen(capability, called):
 def trains_as_chosen(model, capability, precision, monkeypatch):
     """(the choice, sizes that the kernel got) after a backward pass over packed rows with what is
     chosen."""
-    plan = SimpleNamespace(
-        placement=SimpleNamespace(kind="cuda"), model=SimpleNamespace(precision=precision)
-    )
+    model_plan = SimpleNamespace(precision=precision)
+    plan = SimpleNamespace(placement=SimpleNamespace(kind="cuda"), model=model_plan)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    if not capabilities.takes_packed_attention(model):
+    takes = capabilities.takes_packed_attention(model)
+    if not takes or reference.no_kernel(model, plan) is not None:
         return "masked", []
-    if reference.no_kernel(model, plan) is not None:
-        return "masked", []
-    called = []
+    called, most = [], packed_attention.MAX_HEAD_SIZE
     monkeypatch.setattr(packed_attention, "varlen_attn", varlen(capability, called))
-    monkeypatch.setattr(
-        packed_attention, "_has_kernel", lambda query, size: size <= packed_attention.MAX_HEAD_SIZE
-    )
+    monkeypatch.setattr(packed_attention, "_has_kernel", lambda query, size: size <= most)
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24).expand(2, -1) % 7}
     with capabilities.attention(model, packed_attention.PACKED):
@@ -118,13 +108,7 @@ def test_the_kernel_of_packed_attention_gets_what_it_takes(family, monkeypatch):
     ("head_size", "dropout", "precision", "capability", "words"),
     [
         (64, 0.0, "bf16-true", (9, 0), None),
-        (
-            64,
-            0.0,
-            "16-mixed",
-            (7, 5),
-            "needs a GPU of compute capability 8.0, and this one has 7.5",
-        ),
+        (64, 0.0, "16-mixed", (7, 5), "a GPU of compute capability 8.0, and this one has 7.5"),
         (512, 0.0, "bf16-mixed", (10, 0), "not of 512"),
         (64, 0.1, "bf16-mixed", (9, 0), "no dropout"),
         (64, 0.0, "32-true", (9, 0), "16 bits"),
@@ -179,9 +163,9 @@ def messages_of(argv):
     ],
 )
 def test_nccl_sends_what_ranks_tell_each_other(toys, tmp_path, strategy, precision, more):
-    argv = [*toy_run(toys, tmp_path), *more.split()]
-    argv += ["--strategy", strategy, "--precision", precision, "--devices", 2, "--max_step", 2]
-    argv += ["--save_step_interval", 1, "--eval_step_interval", 1, "--global_batch_size", 4]
+    words = f"--devices 2 --max_step 2 --save_step_interval 1 --eval_step_interval 1 {more}"
+    argv = [*toy_run(toys, tmp_path), *words.split(), "--global_batch_size", 4]
+    argv += ["--strategy", strategy, "--precision", precision]
     first, *others = run_ranks(2, messages_of, [str(word) for word in argv])
     assert len(first) > 4, "of the run itself"
     for sent in (first, *others):
