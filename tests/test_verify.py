@@ -83,6 +83,10 @@ def edit_lines(file, change):
     file.write_text("".join(lines))
 
 
+def edit_json(file, **values):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
 # ------------------------------------------------------------------------------- a run
 
 
