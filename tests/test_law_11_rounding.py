@@ -10,12 +10,10 @@ import zlib
 
 import pytest
 import torch
-from conftest import TOY_CONFIGS
 from ranks import run_ranks
 from test_adamw import build, save, skeleton, state_on_disk
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint import reading
 from fabric_llm.model import sharded
@@ -25,28 +23,21 @@ STEPS, SAVED_AFTER = 5, 2
 
 def take_given_steps(fabric, wrapped, optimizer, first, last):
     """Each rank's part of whole gradients that are a function of (step, name)."""
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(TOY_CONFIGS["llama"])
-    shapes = {
-        f"causal_lm.{name}": parameter.shape for name, parameter in skeleton.named_parameters()
-    }
+    shapes = {f"causal_lm.{name}": one.shape for name, one in skeleton().named_parameters()}
     starts = {}
     for unit in FSDP.fsdp_modules(wrapped):
         flat = unit._handle.flat_param
         infos = getattr(flat, "_shard_param_infos", ()) if flat._params else ()
-        starts |= {
-            parameter: info.intra_param_start_idx or 0
-            for parameter, info in zip(flat._params, infos)
-        }
+        for parameter, info in zip(flat._params, infos):
+            starts[parameter] = info.intra_param_start_idx or 0
     for step in range(first, last):
         for name, parameter in wrapped.module.named_parameters():
             name = sharded.original_name(name)
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
             whole = torch.randn(shapes[name], generator=generator).bfloat16()
             if isinstance(parameter, DTensor):
-                parameter.grad = distribute_tensor(
-                    whole, parameter.device_mesh, parameter.placements
-                )
+                where = (parameter.device_mesh, parameter.placements)
+                parameter.grad = distribute_tensor(whole, *where)
             elif parameter in starts:
                 piece = whole.flatten()[starts[parameter] :][: parameter.numel()]
                 parameter.grad = piece.view(parameter.shape)
@@ -72,11 +63,8 @@ def load_and_go_on(name, source, folder):
 
 def differences(first, second):
     """Names of the tensors, weights and moments, that differ between two checkpoints."""
-    found = (
-        []
-        if (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
-        else ["weights"]
-    )
+    files = [(folder / "model.safetensors").read_bytes() for folder in (first, second)]
+    found = [] if files[0] == files[1] else ["weights"]
     states = state_on_disk(first), state_on_disk(second)
     assert states[0].keys() == states[1].keys()
     return found + [

@@ -36,13 +36,11 @@ def plain_training(
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": WEIGHT_DECAY},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-    )
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     rows = Batches(open_dataset(data).train, SEED, GLOBAL_BATCH, 1)
     losses, norms = [], []
     for step in range(STEPS):
@@ -63,61 +61,42 @@ def plain_training(
     return losses, norms, model.state_dict()
 
 
+CASES = [("auto", 1, 8), ("auto", 1, 2), ("ddp", 2, 2), ("ddp", 2, 1)]
+CASES += [("fsdp", 2, 2), ("fsdp", 2, 1), ("fsdp2", 2, 2)]
+
+
 @pytest.mark.quick_cases(r"fsdp2-2-2-gpt2|auto-1-2-mixtral")
 @pytest.mark.every_eighth(0)
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout", "mixtral"])
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "micro_batch"),
-    [
-        ("auto", 1, 8),
-        ("auto", 1, 2),
-        ("ddp", 2, 2),
-        ("ddp", 2, 1),
-        ("fsdp", 2, 2),
-        ("fsdp", 2, 1),
-        ("fsdp2", 2, 2),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "ranks", "micro_batch"), CASES)
 def test_micro_batches_and_ranks_are_one_big_batch(
     toys, tmp_path, model, strategy, ranks, micro_batch
 ):
     auxiliary = []
     losses, norms, weights = plain_training(toys / model, toys / "ragged", auxiliary)
-    train_ranks(
-        ranks,
-        *toy_run(toys, tmp_path, model=model, data="ragged"),
-        *("--run_name", "run", "--strategy", strategy, "--precision", "32-true", "--seed", SEED),
-        *(
-            "--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH,
-            "--max_step", STEPS,
-        ),
-        *(
-            "--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP,
-            "--eval_iters", 0,
-        ),
-    )
+    words = f"--run_name run --strategy {strategy} --precision 32-true --seed {SEED} "
+    words += f"--micro_batch_size {micro_batch} --global_batch_size {GLOBAL_BATCH} --eval_iters 0 "
+    words += f"--max_step {STEPS} --lr {LR} --warmup_steps 2 --weight_decay {WEIGHT_DECAY} "
+    words += f"--grad_clip {CLIP}"
+    train_ranks(ranks, *toy_run(toys, tmp_path, model=model, data="ragged"), *words.split())
     # AdamW's first update is lr x gradient / |gradient|, up to lr for a gradient that is rounding.
     # The toy Mixtral has one: 8e-10 in float64, 6e-9 in float32. What follows is the same to 1e-6
     # but for what that one weight does to it.
     near = 1e-5 if model == "mixtral" else 1e-6
-    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=near, abs=0)
-    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx(
-        [loss.item() for loss in auxiliary], rel=near, abs=0
-    )
-    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=near, abs=0)
-    if auxiliary:  # before there was an update
-        assert metrics(tmp_path / "run", "aux_loss")[0] == pytest.approx(
-            auxiliary[0].item(), rel=1e-6, abs=0
-        )
-        assert metrics(tmp_path / "run", "grad_norm")[0] == pytest.approx(norms[0], rel=1e-6, abs=0)
-    trained = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "run" / "step-00000004", dtype=torch.float32
-    ).state_dict()
+    found = {key: metrics(tmp_path / "run", key) for key in ("loss", "aux_loss", "grad_norm")}
+    auxiliary = [loss.item() for loss in auxiliary]
+    assert found["loss"] == pytest.approx(losses, rel=near, abs=0)
+    assert found["aux_loss"] == pytest.approx(auxiliary, rel=near, abs=0)
+    assert found["grad_norm"] == pytest.approx(norms, rel=near, abs=0)
+    # before there was an update
+    assert found["aux_loss"][:1] == pytest.approx(auxiliary[:1], rel=1e-6, abs=0)
+    assert found["grad_norm"][0] == pytest.approx(norms[0], rel=1e-6, abs=0)
+    saved = tmp_path / "run" / "step-00000004"
+    trained = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
     assert trained.keys() == weights.keys()
     if model == "mixtral":
-        differences = torch.cat(
-            [(trained[name] - value).abs().flatten() for name, value in weights.items()]
-        )
+        each = [(trained[name] - value).abs().flatten() for name, value in weights.items()]
+        differences = torch.cat(each)
         assert differences.mean() < 1e-7 and differences.max() < LR
         return
     for name, value in weights.items():
@@ -130,7 +109,5 @@ def test_micro_batches_and_ranks_are_one_big_batch(
         # Where a gradient is rounding depends on the processor as well: on one of them GPT-2 has
         # one such weight of 4096.
         differences = (trained[name] - value).abs()
-        assert (differences > 1e-6).float().mean() <= 1e-3 and differences.max() < LR / 100, (
-            name,
-            differences.max(),
-        )
+        assert (differences > 1e-6).float().mean() <= 1e-3, name
+        assert differences.max() < LR / 100, name

@@ -19,11 +19,8 @@ def loaded(argv, world_size):
     state = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
 
     def buffers():
-        named = model.module.named_buffers()
-        return {
-            name.split("causal_lm.", 1)[1].replace("_fsdp_wrapped_module.", ""): b.clone()
-            for name, b in named
-        }
+        named = [(name.split("causal_lm.", 1)[1], b) for name, b in model.module.named_buffers()]
+        return {name.replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in named}
 
     before = buffers()
     [batch] = Batches(plan.data.dataset.train, 0, 2, 1).at(0)
@@ -31,23 +28,26 @@ def loaded(argv, world_size):
     return state, before, buffers()
 
 
+def assert_equal(found, expected):
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+
+
+CASES = [("auto", 1, "auto"), ("ddp", 2, "auto")]
+CASES += [("fsdp", 2, wrap) for wrap in ("auto", "none", "size:5000")]
+CASES += [("fsdp2", 2, "auto"), ("fsdp2", 2, "size:5000"), ("fsdp2", 3, "none")]
+
+
 @pytest.mark.quick_cases(r"(fsdp-2-size:5000|fsdp2-3-none|auto-1-auto)-gpt2-bf16-true")
 @pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2"])
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "wrap"),
-    [("auto", 1, "auto"), ("ddp", 2, "auto"), ("fsdp", 2, "auto"), ("fsdp", 2, "none"), ("fsdp", 2, "size:5000"),
-     ("fsdp2", 2, "auto"), ("fsdp2", 2, "size:5000"), ("fsdp2", 3, "none")],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "ranks", "wrap"), CASES)
 def test_parameters_and_buffers_equal_the_reference(
     toys, tmp_path, model, precision, strategy, ranks, wrap
 ):
-    argv = [*toy_run(toys, tmp_path, model=model)]
-    argv += [
-        "--strategy", strategy, "--precision", precision, "--auto_wrap_policy", wrap,
-        "--devices", ranks,
-    ]
+    words = f"--strategy {strategy} --precision {precision} --auto_wrap_policy {wrap} --devices"
+    argv = [*toy_run(toys, tmp_path, model=model), *words.split(), ranks]
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     reference = AutoModelForCausalLM.from_pretrained(toys / model, dtype=dtype)
     expected = reference.state_dict()
@@ -55,11 +55,7 @@ def test_parameters_and_buffers_equal_the_reference(
     for state, *buffers in run_ranks(ranks, loaded, [str(word) for word in argv], ranks):
         assert state.keys() <= expected.keys()
         assert {name for name, _ in reference.named_parameters()} <= state.keys()
-        for name, value in state.items():
-            assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+        assert_equal(state, expected)
         for found in buffers:
             assert found.keys() == expected_buffers.keys()
-            for name, value in found.items():
-                assert value.dtype == expected_buffers[name].dtype and torch.equal(
-                    value, expected_buffers[name]
-                ), name
+            assert_equal(found, expected_buffers)

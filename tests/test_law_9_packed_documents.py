@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import END, documents
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.data.batches import Batches, document_begins, restarting_positions
@@ -23,36 +23,27 @@ def packed_batch(rows):
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_loss_of_a_packed_document_is_that_of_the_document_alone(toys, model, attention):
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        toys / model, dtype=torch.float32, attn_implementation=attention
-    )
-    language_model = LanguageModel(causal_lm.eval())
+    how = {"dtype": torch.float32, "attn_implementation": attention}
+    language_model = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / model, **how).eval())
     first, second, third = documents([9, 7, 8], seed=1)
     with torch.no_grad():
-        packed = language_model(**packed_batch([first + second + third]))
+        batch = packed_batch([first + second + third])
+        packed = language_model(**batch)
         alone = [language_model(**packed_batch([document])) for document in (first, second, third)]
         other = [documents([9], seed=2)[0], documents([8], seed=3)[0]]
         elsewhere = language_model(**packed_batch([other[0] + second + other[1]]))
         others = sum(language_model(**packed_batch([document])) for document in other)
-        together = language_model(
-            **{
-                k: v
-                for k, v in packed_batch([first + second + third]).items()
-                if k != "position_ids"
-            }
-        )
+        del batch["position_ids"]  # without positions documents do see each other
+        together = language_model(**batch)
     assert packed.item() == pytest.approx(sum(alone).item(), rel=1e-6)
     assert (elsewhere - others).item() == pytest.approx(alone[1].item(), rel=1e-5)
-    assert together.item() != pytest.approx(packed.item(), rel=1e-4), (
-        "without positions documents do see each other"
-    )
+    assert together.item() != pytest.approx(packed.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
 def test_gradients_do_not_cross_either(toys, model):
-    language_model = LanguageModel(
-        AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32).eval()
-    )
+    causal_lm = AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32)
+    language_model = LanguageModel(causal_lm.eval())
 
     def gradients(rows):
         language_model.zero_grad()
@@ -85,13 +76,8 @@ def test_a_model_that_lets_documents_see_each_other_is_found_out(toys):
 def test_training_masks_by_default_under_every_strategy(
     toys, tmp_path, packed_data, strategy, ranks
 ):
-    flags = (
-        "--model_name", toys / "llama", "--train_data_dir", packed_data, "--output_dir", tmp_path,
-        "--max_step", 3,
-    )
-    flags += (
-        "--strategy", strategy, "--precision", "32-true", "--global_batch_size", 4, "--lr", 1e-3,
-    )
+    words = "--max_step 3 --precision 32-true --global_batch_size 4 --lr 1e-3 --strategy"
+    flags = (*toy_run(toys, tmp_path), "--train_data_dir", packed_data, *words.split(), strategy)
     train_ranks(ranks, *flags, "--run_name", "masked", "--activation_checkpointing", "true")
     train_ranks(ranks, *flags, "--run_name", "plain", "--document_masking", "false")
     masked, plain = metrics(tmp_path / "masked"), metrics(tmp_path / "plain")
