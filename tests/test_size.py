@@ -23,34 +23,26 @@ from benchmarks import memory
 pytestmark = pytest.mark.size
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
-MODEL = LlamaConfig(
-    **{
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 5,
-    },
-    **{"vocab_size": 32768, "max_position_embeddings": 64, "tie_word_embeddings": False},
-    **{"bos_token_id": 0, "eos_token_id": 0},
-)
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5}
+SIZES |= {"num_attention_heads": 16, "vocab_size": 32768, "max_position_embeddings": 64}
+MODEL = LlamaConfig(**SIZES, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0)
 W = 4 * 131_345_408  # bytes of its weights
 E = 4 * 32768 * 1024 / W  # the embeddings, its largest tensor, as a part of them
 U = 2 * E  # the outermost unit, embeddings and head, which FSDP gathers as one
-STEP = (
-    4 + E
-    # of one process: weights, gradients, two moments, and a second micro-batch's gradient before it
-    # is added
-)
-SLACK = (
-    E * W
-    # of each process, on top of what the table says: one tensor in another form, activations,
-    # smaller things
-)
+# Of one process: weights, gradients, two moments, and a second micro-batch's gradient before it is
+# added.
+STEP = 4 + E
+# Of each process, on top of what the table says: one tensor in another form, activations, smaller
+# things.
+SLACK = E * W
 TRAIN = (
     "train.py --model_name model --train_data_dir data --output_dir runs --precision 32-true "
     "--global_batch_size 2 --eval_iters 2 --eval_batch_size 1 --eval_step_interval 1"
 )
 RESUME = "--resume true --resume_override max_step"
+ONE = "start_evaluate_sample_and_save_in_background_on_one"  # rows that others need
+TWO = "start_and_save_shards_in_background_with_fsdp2"
+RESUMED = "resume_from_shards_and_save_full_with_fsdp"
 
 
 class Row(NamedTuple):
@@ -65,65 +57,46 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "start_evaluate_sample_and_save_in_background_on_one": Row(
+    ONE: Row(
         f"{TRAIN} --run_name one --max_step 2 --save_step_interval 1 --async_save true "
         "--sample_prompts prompts.txt --sample_tokens 2",
         *(1, STEP + 3),  # and copies of all but the gradients
     ),
-    "start_and_save_shards_in_background_with_fsdp2": Row(
+    TWO: Row(
         f"{TRAIN} --devices 2 --strategy fsdp2 --run_name two --max_step 2 --save_step_interval 1 "
         "--async_save true --state_dict_type sharded",
-        *(
-            2,
-            4 + 3 + 2 * 3 * U,
-        ),  # each rank gathers the outermost unit: weights, gradient, one of them on its way
+        # Each rank gathers the outermost unit: weights, gradient, one of them on its way.
+        *(2, 4 + 3 + 2 * 3 * U),
     ),
-    "resume_from_shards_and_save_full_with_fsdp": Row(
+    RESUMED: Row(
         f"{TRAIN} --devices 2 --strategy fsdp --run_name two --max_step 3 {RESUME}",
         # FSDP1 loads moments in three forms (those that are there, as read, flat), and the
         # outermost unit's whole on each rank.
-        *(2, 1 + 3 * 2 + 2 * U, ("start_and_save_shards_in_background_with_fsdp2",)),
+        *(2, 1 + 3 * 2 + 2 * U, (TWO,)),
     ),
     "resume_from_one_on_two_with_ddp": Row(
         f"{TRAIN} --devices 2 --strategy ddp --run_name one --max_step 3 {RESUME}",
         # DDP's gradients are in buckets; beside them each rank makes those of embeddings and head
         # before they get there. In the save both write their parts at once, and safetensors.save
         # makes two copies of a file, of which four hold the moments.
-        *(
-            2,
-            2 * (4 + max(2 * E, 2 * 2 / 4)),
-            ("start_evaluate_sample_and_save_in_background_on_one",),
-        ),
+        *(2, 2 * (4 + max(2 * E, 2 * 2 / 4)), (ONE,)),
     ),
     "resume_from_two_on_one": Row(
-        f"{TRAIN} --run_name two --max_step 4 {RESUME}",
-        *(1, STEP, ("resume_from_shards_and_save_full_with_fsdp",)),
+        f"{TRAIN} --run_name two --max_step 4 {RESUME}", 1, STEP, (RESUMED,)
     ),
     "rewind_twice": Row(
         f"{TRAIN} --run_name rewinds --max_step 6 --save_step_interval 1 --keep_last 1 --lr 0.3 "
         "--spike_threshold 1 --spike_window 2 --spike_action rewind --max_skipped_steps 2",
         *(1, STEP, (), 76),
     ),
-    "export_full": Row(
-        # Of files, from files: nothing is held.
-        *(
-            "export_hf.py runs/one --output hf/one",
-            1,
-            0,
-            ("start_evaluate_sample_and_save_in_background_on_one",),
-        )
-    ),
-    "export_shards": Row(
-        "export_hf.py runs/two/step-00000002 --output hf/two",
-        *(1, E, ("start_and_save_shards_in_background_with_fsdp2",)),  # a unit, put together
-    ),
+    # Of files, from files: nothing is held.
+    "export_full": Row("export_hf.py runs/one --output hf/one", 1, 0, (ONE,)),
+    # a unit, put together
+    "export_shards": Row("export_hf.py runs/two/step-00000002 --output hf/two", 1, E, (TWO,)),
     "average": Row(
         "-m fabric_llm.average runs/two --last 2 --output hf/average",
-        *(
-            1,
-            4 * E,
-            ("resume_from_two_on_one",),
-        ),  # a unit of a part, its sum in float64, and that rounded
+        # A unit of a part, its sum in float64, and that rounded.
+        *(1, 4 * E, ("resume_from_two_on_one",)),
     ),
     "verify": Row("-m fabric_llm.verify runs/two", 1, 2 * E, ("resume_from_two_on_one",)),
     "extend_vocab": Row(
