@@ -3,11 +3,8 @@ of it once, at any ranks."""
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -17,9 +14,9 @@ import yaml
 from conftest import CONTEXT, VOCABULARY
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import Job, metrics, planned, train_ranks
+from ranks import metrics, planned, train_ranks
 from safetensors.torch import load_file
-from test_verify import reseal
+from test_verify import edit_json, reseal
 
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.batches import Batches, Prefetch
@@ -37,14 +34,18 @@ same = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 weights = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(tuple)
 
 
+def weights_of(count):
+    """Weights of so many sources, not all zero."""
+    return st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
+
+
 @st.composite
 def mixtures(draw):
     """A mixture of up to four sources of a few rows, in up to four stages."""
     count = draw(st.integers(1, 4))
-    of_segment = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
     lengths = draw(st.lists(st.integers(1, 60), max_size=3))
     begins = np.cumsum([0, *lengths]).tolist()
-    laid_out = tuple(Stage(begin, draw(of_segment)) for begin in begins)
+    laid_out = tuple(Stage(begin, draw(weights_of(count))) for begin in begins)
     rows = tuple(draw(st.lists(st.integers(3, 30), min_size=count, max_size=count)))
     names = tuple("abcd"[:count])
     return Mixture(names, rows, (CONTEXT,) * count, laid_out, draw(st.integers(0, 99)))
@@ -64,10 +65,9 @@ def test_after_any_prefix_each_source_is_less_than_one_row_from_its_share(given_
 
 
 def test_after_any_prefix_with_ten_thousand_slots():
+    test = test_after_any_prefix_each_source_is_less_than_one_row_from_its_share
     for given_weights in ((7499, 2500, 1), (3333, 3333, 3334), (9999, 1), (1,) * 50):
-        test_after_any_prefix_each_source_is_less_than_one_row_from_its_share.hypothesis.inner_test(
-            given_weights
-        )
+        test.hypothesis.inner_test(given_weights)
 
 
 @same
@@ -90,9 +90,8 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
 @given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
     rows = mixture.rows_at(np.arange(end))
-    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), (
-        "whatever else is asked for"
-    )
+    backwards = mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0]
+    assert (backwards == rows[::-1]).all(), "whatever else is asked for"
     for base, count in zip(mixture.bases, mixture.rows):
         mine = rows[(base <= rows) & (rows < base + count)] - base
         for epoch in range(0, len(mine), count):
@@ -104,17 +103,13 @@ def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, e
 @settings(same, max_examples=10)
 @given(st.data())
 def test_weights_changed_on_purpose_change_only_what_comes_after(data):
+    test = test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments
     count = data.draw(st.integers(1, 4))
     rows = data.draw(st.lists(st.integers(3, 30), min_size=count, max_size=count))
     here, step, batch, before = Cursor(), 0, data.draw(st.integers(1, 8)), None
     for _ in range(3):
-        of_stage = (
-            st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
-        )
-        stages = (
-            Stage(Fraction(0), data.draw(of_stage)),
-            Stage(Fraction(1, 2), data.draw(of_stage)),
-        )
+        begins = Fraction(0), Fraction(1, 2)
+        stages = tuple(Stage(begin, data.draw(weights_of(count))) for begin in begins)
         mix = DataMix(tuple(Source(name, name) for name in "abcd"[:count]), stages)
         laid_out = lay_out(mix, rows, batch, step + 10, 1, here)[0]
         mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, laid_out, 1)
@@ -124,9 +119,7 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
         taken = data.draw(st.integers(1, 9))
         step, before = step + taken, mixture
         here = Cursor(step, here.position + taken * batch, laid_out)
-        test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments.hypothesis.inner_test(
-            mixture, here.position
-        )
+        test.hypothesis.inner_test(mixture, here.position)
 
 
 @same
@@ -134,14 +127,10 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
 def test_no_source_is_read_more_often_than_it_may_be(data):
     count = data.draw(st.integers(1, 4))
     rows = data.draw(st.lists(st.integers(5, 60), min_size=count, max_size=count))
-    caps = data.draw(
-        st.lists(st.none() | st.integers(1, 4).map(Fraction), min_size=count, max_size=count)
-    )
-    of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
-    stages = tuple(
-        Stage(Fraction(part, 4), data.draw(of_stage))
-        for part in range(data.draw(st.integers(1, 3)))
-    )
+    may = st.none() | st.integers(1, 4).map(Fraction)
+    caps = data.draw(st.lists(may, min_size=count, max_size=count))
+    parts = range(data.draw(st.integers(1, 3)))
+    stages = tuple(Stage(Fraction(part, 4), data.draw(weights_of(count))) for part in parts)
     mix = DataMix(tuple(Source(name, name, cap) for name, cap in zip("abcd", caps)), stages)
     batch, epochs = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     most = [int(n * (cap or epochs)) for n, cap in zip(rows, caps)]
@@ -152,9 +141,8 @@ def test_no_source_is_read_more_often_than_it_may_be(data):
         assume(False)
     assert all(had <= may for had, may in zip(read_before(laid_out, end), most))
     assert -(-end // batch) == max_step
-    with_more = lay_out(
-        DataMix(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1
-    )[0]
+    uncapped = DataMix(tuple(Source(n, n) for n in mix.names), stages)
+    with_more = lay_out(uncapped, rows, batch, max_step + 1, 1)[0]
     over = read_before(with_more, (max_step + 1) * batch)
     assert any(had > may for had, may in zip(over, most)), "one more step would have been too many"
 
@@ -187,9 +175,8 @@ def test_after_rewinds_stages_begin_at_their_steps():
 def test_a_stage_of_other_rows_reads_none_of_what_is_replayed_more():
     schedule = schedule_of(LAST_TENTH.replace("{path: b}", "{path: b, weight: 3}"))
     assert schedule.with_more_replay(["a"], Progress(10, 40)).mixture.stages[-1].weights[0] > 0
-    longer = LAST_TENTH.replace("weights: {b: 3, c: 1}", "weights: {c: 1}").replace(
-        "{path: b}", "{path: b, weight: 3}"
-    )
+    longer = LAST_TENTH.replace("weights: {b: 3, c: 1}", "weights: {c: 1}")
+    longer = longer.replace("{path: b}", "{path: b, weight: 3}")
     schedule = schedule_of(longer, contexts=(64, 64, 256))
     schedule = schedule.with_more_replay(["a"], Progress(10, 40))
     assert [stage.weights for stage in schedule.mixture.stages[-2:]] == [(1, 1, 0), (0, 0, 1)]
@@ -199,47 +186,43 @@ def test_sources_that_are_replayed_more_have_a_half_together():
     schedule = schedule_of("new=n:0.5,a=a:0.25,b=b:0.25")
     schedule = schedule.with_more_replay(["a"], Progress(10, 40))
     assert schedule.mixture.shares_at(40)["a"] == 0.5
-    with pytest.raises(
-        ValueError, match="'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"
-    ):
+    sentence = "'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"
+    with pytest.raises(ValueError, match=sentence):
         schedule.with_more_replay(["b"], Progress(20, 84))
 
 
-def test_a_share_is_the_decimal_that_is_written():
-    assert parse("a=x:0.75,b=y:0.2,c=z:0.05").stages[0].weights == (15, 4, 1)
-    assert (
-        parse("a=x:0.1,b=y:0.2").stages[0].weights
-        == parse("a=x:1,b=y:2").stages[0].weights
-        == (1, 2)
-    )
-    assert parse("a=x:1/3,b=y:2/3").stages[0].weights == (1, 2)
-    rounded = parse("a=x:0.333333,b=y:0.333333,c=z:0.333334").stages[0].weights
-    assert sum(rounded) == 10_000 and sorted(rounded) == [3333, 3333, 3334]
+@pytest.mark.parametrize(
+    ("mix", "weights"),
+    [
+        ("a=x:0.75,b=y:0.2,c=z:0.05", (15, 4, 1)),
+        ("a=x:0.1,b=y:0.2", (1, 2)),
+        ("a=x:1,b=y:2", (1, 2)),
+        ("a=x:1/3,b=y:2/3", (1, 2)),
+        ("a=x:0.333333,b=y:0.333333,c=z:0.333334", (3333, 3333, 3334)),
+    ],
+)
+def test_a_share_is_the_decimal_that_is_written(mix, weights):
+    assert parse(mix).stages[0].weights == weights
 
 
-def test_the_order_is_fixed_for_ever():
-    """No release of any library may change the data of a run that is under way."""
-    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Stage(0, (3, 1)), Stage(8, (1, 1))), 1234)
-    assert [period_of(w) for w in ((3, 1), (15, 4, 1))] == PATTERNS
-    assert mixture.rows_at(np.arange(16)).tolist() == ROWS_OF_MIXTURE
-
-
+MIXTURE = Mixture(("new", "old"), (5, 7), (8, 8), (Stage(0, (3, 1)), Stage(8, (1, 1))), 1234)
 PATTERNS = [(0, 0, 0, 1), (*(0, 0, 0, 1) * 4, 0, 0, 0, 2)]
 ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
 
 
+def test_the_order_is_fixed_for_ever():
+    """No release of any library may change the data of a run that is under way."""
+    assert [period_of(w) for w in ((3, 1), (15, 4, 1))] == PATTERNS
+    assert MIXTURE.rows_at(np.arange(16)).tolist() == ROWS_OF_MIXTURE
+
+
 def test_what_progress_json_holds_is_the_mixture():
-    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Stage(0, (3, 1)), Stage(8, (1, 1))), 1234)
-    fixed = {
-        "train_rows": {"new": 5, "old": 7},
-        "context_length": {"new": 8, "old": 8},
-        "seed": 1234,
-    }
+    rows, contexts = {"new": 5, "old": 7}, {"new": 8, "old": 8}
     document = {
-        "fixed": fixed,
-        "mixture": {"sources": mixture.names, "segments": mixture.as_json()},
+        "fixed": {"train_rows": rows, "context_length": contexts, "seed": 1234},
+        "mixture": {"sources": MIXTURE.names, "segments": MIXTURE.as_json()},
     }
-    assert mixture_of(json.loads(json.dumps(document))) == mixture
+    assert mixture_of(json.loads(json.dumps(document))) == MIXTURE
     for wrong in ({}, {"mixture": None}, {"fixed": {}}):
         with pytest.raises(ValueError, match="its mixture can't be read"):
             mixture_of({**document, **wrong} if wrong else {})
@@ -300,9 +283,8 @@ def save(folder, rows, context=CONTEXT, seed=0, value_type="int32", shards=1, **
         tokens[:, 1::2] = (tokens[:, ::2] * (seed + 2) + 3) % VOCABULARY
         tokens[:, 0] = np.arange(count) % VOCABULARY
         features = {"input_ids": datasets.List(datasets.Value(value_type), length=context)}
-        return datasets.Dataset.from_dict(
-            {"input_ids": list(tokens)}, features=datasets.Features(features)
-        )
+        features = datasets.Features(features)
+        return datasets.Dataset.from_dict({"input_ids": list(tokens)}, features=features)
 
     both = datasets.DatasetDict({"train": split(rows), "validation": split(9)})
     both.save_to_disk(str(folder), num_shards={"train": shards, "validation": 1})
@@ -317,9 +299,7 @@ def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, valu
     opened = open_dataset(folder)
     assert isinstance(opened.train, Rows) and len(opened.train.chunks) >= 3
     assert len(opened.train) == 2500
-    assert all(not chunk["input_ids"].flags.owndata for chunk in opened.train.chunks), (
-        "no copy of the table"
-    )
+    assert not any(chunk["input_ids"].flags.owndata for chunk in opened.train.chunks), "no copy"
     other = datasets.load_from_disk(str(folder))["train"].with_format("numpy")
     for numbers in (np.array([2499, 0, 1000, 1000, 999]), [3], slice(2495, None)):
         found = opened.train[numbers]["input_ids"]
@@ -333,12 +313,10 @@ def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, valu
 def test_lists_without_a_fixed_length_are_views_and_masks_of_bits_are_copied(toys, tmp_path):
     ragged = open_dataset(toys / "ragged").train
     assert isinstance(ragged, Rows) and sorted(ragged[0]) == ["input_ids", "labels"]
-    masked = datasets.Dataset.from_dict(
-        {"input_ids": [[1, 2, 3]] * 4, "attention_mask": [[True, True, False]] * 4}
-    )
-    datasets.DatasetDict({"train": masked, "validation": masked}).save_to_disk(
-        str(tmp_path / "masked")
-    )
+    masked = {"input_ids": [[1, 2, 3]] * 4, "attention_mask": [[True, True, False]] * 4}
+    masked = datasets.Dataset.from_dict(masked)
+    both = datasets.DatasetDict({"train": masked, "validation": masked})
+    both.save_to_disk(str(tmp_path / "masked"))
     masks = open_dataset(tmp_path / "masked").train
     assert Batches(masks, 1, 2, 1).at(0)[0]["attention_mask"].tolist() == [[1, 1, 0]] * 2
 
@@ -393,19 +371,11 @@ def staged(sources):
         "stages": [{"from": 0.6, "weights": {"long": 1}}],
     }
 
-
 def flags(toys, output, mix, *more):
-    return (
-        *(
-            "--model_name", toys / "llama", "--data_mix", mix, "--output_dir", output,
-            "--precision", "32-true",
-        ),
-        *(
-            "--global_batch_size", BATCH, "--max_step", STEPS, "--save_step_interval", 4,
-            "--lr", 1e-3,
-        ),
-        *("--eval_iters", 4, "--eval_batch_size", 2, *more),
-    )
+    words = f"--precision 32-true --global_batch_size {BATCH} --max_step {STEPS} --lr 1e-3 "
+    words += "--save_step_interval 4 --eval_iters 4 --eval_batch_size 2"
+    folders = ("--model_name", toys / "llama", "--data_mix", mix, "--output_dir", output)
+    return (*folders, *words.split(), *more)
 
 
 def document_of(run, step):
@@ -414,19 +384,18 @@ def document_of(run, step):
 
 @pytest.fixture(scope="module")
 def whole(toys, sources, tmp_path_factory):
-    """(the YAML file, the output folder with the run `whole`): undisturbed, two ranks with FSDP,
-    two workers."""
+    """A run, undisturbed, of two ranks with FSDP, two workers. Its mixture is in mix.yaml beside
+    it."""
     output = tmp_path_factory.mktemp("mixture")
     (output / "mix.yaml").write_text(yaml.safe_dump(staged(sources), sort_keys=False))
     run = flags(toys, output, output / "mix.yaml", "--strategy", "fsdp", "--num_workers", 2)
     train_ranks(2, *run, "--run_name", "whole")
-    return output / "mix.yaml", output
+    return output / "whole"
 
 
 @pytest.mark.longer
 def test_it_is_evaluated_in_the_middle_and_at_the_end_of_each_epoch_of_its_largest_source(whole):
-    _, output = whole
-    lines = map(json.loads, (output / "whole" / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
     # 6 rows a step of the 31 of `new`, for 7 steps; all sources together have 141, half of which
     # are 9 steps
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 6, STEPS]
@@ -434,8 +403,7 @@ def test_it_is_evaluated_in_the_middle_and_at_the_end_of_each_epoch_of_its_large
 
 @pytest.mark.longer
 def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
-    _, output = whole
-    sources = metrics(output / "whole", "sources")
+    sources = metrics(whole, "sources")
     assert len(sources) == STEPS
     # 7 of 12 steps at 3 to 1, then longer rows of a third source
     assert sources[6] == {
@@ -444,25 +412,22 @@ def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
         "long": {"tokens": 0, "epochs": 0.0},
     }
     assert sources[-1]["long"] == {"tokens": 40 * 2 * CONTEXT, "epochs": 1.0}
-    tokens = metrics(output / "whole", "tokens")
+    tokens = metrics(whole, "tokens")
     assert tokens == [sum(one["tokens"] for one in each.values()) for each in sources]
 
 
 @pytest.mark.longer
 def test_each_validation_split_is_evaluated_and_the_loss_is_that_of_the_shares(whole):
-    _, output = whole
-    evaluated, together = (metrics(output / "whole", key) for key in ("eval", "eval_loss"))
+    evaluated, together = (metrics(whole, key) for key in ("eval", "eval_loss"))
     losses = [{name: one["loss"] for name, one in sets.items()} for sets in evaluated]
     assert all(sorted(one) == ["long", "new", "old"] for one in losses)
-    assert together[0] == pytest.approx(
-        0.75 * losses[0]["new"] + 0.25 * losses[0]["old"], rel=1e-12
-    )
+    of_shares = 0.75 * losses[0]["new"] + 0.25 * losses[0]["old"]
+    assert together[0] == pytest.approx(of_shares, rel=1e-12)
     assert together[-1] == losses[-1]["long"]
 
 
 def test_the_data_of_a_run_is_in_its_manifest(whole, sources):
-    _, output = whole
-    manifest = json.loads((output / "whole" / f"step-{STEPS:08d}" / "MANIFEST.json").read_text())
+    manifest = json.loads((whole / f"step-{STEPS:08d}" / "MANIFEST.json").read_text())
     assert manifest["data_fingerprint"] == {
         n: open_dataset(sources / n).fingerprint for n in ("new", "old", "long")
     }
@@ -470,15 +435,15 @@ def test_the_data_of_a_run_is_in_its_manifest(whole, sources):
 
 @pytest.mark.longer
 def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp_path):
-    mix, output = whole
-    run = flags(toys, tmp_path, mix, "--strategy", "fsdp", "--run_name", "run", "--resume", "true")
-    train_ranks(2, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 0)
+    resume = ("--strategy", "fsdp", "--run_name", "run", "--resume", "true")
+    run = flags(toys, tmp_path, whole.parent / "mix.yaml", *resume)
+    train_ranks(2, *run, "--checkpoint", whole / "step-00000004", "--num_workers", 0)
     train_ranks(2, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--num_workers", 3)
     for key in ("step", "loss", "grad_norm", "tokens", "sources", "eval_loss", "eval"):
-        assert metrics(tmp_path / "run", key) == metrics(output / "whole", key), key
+        assert metrics(tmp_path / "run", key) == metrics(whole, key), key
     ours, theirs = (
         load_file(folder / f"step-{STEPS:08d}" / "model.safetensors")
-        for folder in (tmp_path / "run", output / "whole")
+        for folder in (tmp_path / "run", whole)
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
@@ -486,72 +451,55 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
 
 @pytest.mark.longer
 def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, capsys):
-    mix, output = whole
-    run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
-    train_ranks(
-        1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2,
-        "--micro_batch_size", 4,
-    )
-    train_ranks(
-        4, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--strategy", "fsdp2",
-        "--num_workers", 1,
-    )
-    ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", output / "whole"))
+    resume = ("--run_name", "run", "--resume", "true", "--checkpoint")
+    run = flags(toys, tmp_path, whole.parent / "mix.yaml", *resume)
+    one, four = "--num_workers 2 --micro_batch_size 4", "--num_workers 1 --strategy fsdp2"
+    train_ranks(1, *run, whole / "step-00000004", *one.split())
+    train_ranks(4, *run, tmp_path / "run" / "step-00000008", *four.split())
+    ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", whole))
     assert ours["rows_read"] == theirs["rows_read"] and ours["rows_read"]["count"] == STEPS * BATCH
     assert ours["mixture"] == theirs["mixture"] and ours["progress"] == theirs["progress"]
     for key in ("loss", "eval_loss"):
-        assert metrics(tmp_path / "run", key) == pytest.approx(
-            metrics(output / "whole", key), rel=2e-6
-        )
-    assert metrics(tmp_path / "run", "sources") == metrics(output / "whole", "sources")
+        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(whole, key), rel=2e-6)
+    assert metrics(tmp_path / "run", "sources") == metrics(whole, "sources")
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
     assert "96 sequences at positions 0 to 95 were each read" in capsys.readouterr().out
 
 
 def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
     """A row of another source in place of the right one; and a log that counts them otherwise."""
-    shutil.copytree(whole[1] / "whole", tmp_path / "whole")
-    last = tmp_path / "whole" / f"step-{STEPS:08d}"
-    file = last / "trainer" / "progress.json"
-    document = json.loads(file.read_text())
-    document["rows_read"]["hash_sum"] += 1
-    file.write_text(json.dumps(document))
+    run = shutil.copytree(whole, tmp_path / "whole")
+    last = run / f"step-{STEPS:08d}"
+    read = document_of(run, STEPS)["rows_read"]
+    read["hash_sum"] += 1
+    edit_json(last / "trainer" / "progress.json", rows_read=read)
     reseal(last)
-    lines = (tmp_path / "whole" / "metrics.jsonl").read_text()
-    (tmp_path / "whole" / "metrics.jsonl").write_text(
-        lines.replace('"epochs": 0.2}', '"epochs": 0.3}')
-    )
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"epochs": 0.2}', '"epochs": 0.3}'))
     with pytest.raises(SystemExit, match="66"):
-        verify.main([str(tmp_path / "whole"), "--no_export"])
+        verify.main([str(run), "--no_export"])
     said = capsys.readouterr().out
     assert "claims 96 sequences at positions 0 to 95, but other rows were read" in said
     assert " sources at step 8, its checkpoint" in said
 
 
 @pytest.mark.longer
-def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(
-    toys, whole, tmp_path
-):
-    _, output = whole
-    kept = output / "whole" / "arguments.yaml"
+def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(whole, tmp_path):
+    kept = whole / "arguments.yaml"
     said = yaml.safe_load(kept.read_text())
     assert parse(said["data_mix"]).names == ("new", "old", "long")
     assert said["context_length"] is None
-    _, plan = planned(
-        ["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2]
-    )
-    assert (
-        plan.schedule.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
-    )
+    again = ("--run_name", "again", "--output_dir", tmp_path, "--devices", 2)
+    _, plan = planned(["--config", kept, *again])
+    segments = document_of(whole, STEPS)["mixture"]["segments"]
+    assert plan.schedule.mixture.as_json() == segments
 
 
 @pytest.fixture(scope="module")
 def short(toys, sources, tmp_path_factory):
     """(the mixture, the output folder with the run `run`): two sources at 3 to 1 on one rank."""
-    output, mix = (
-        tmp_path_factory.mktemp("short"),
-        f"new={sources / 'new'}:0.75,old={sources / 'old'}:0.25",
-    )
+    output = tmp_path_factory.mktemp("short")
+    mix = f"new={sources / 'new'}:0.75,old={sources / 'old'}:0.25"
     train_ranks(1, *flags(toys, output, mix, "--run_name", "run", "--eval_iters", 0))
     return mix, output
 
@@ -565,18 +513,15 @@ def refused(argv):
 @pytest.mark.longer
 def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, tmp_path, capfd):
     mix, output = short
-    branch = flags(
-        toys, tmp_path, mix, "--run_name", "branch", "--resume", "true", "--eval_iters", 0
-    )
-    branch += ("--checkpoint", output / "run" / "step-00000004")
+    words = ("--run_name", "branch", "--resume", "true", "--eval_iters", 0, "--checkpoint")
+    branch = flags(toys, tmp_path, mix, *words)
+    resumed = (*branch, output / "run" / "step-00000004")
     changed = mix.replace("0.75", "0.5") + f",more={sources / 'long'}:0"
-    said = refused([*branch, "--data_mix", changed])
-    assert (
-        "was written with data_mix new 0.75, old 0.25, not new 0.6666666667, old 0.3333333333."
-        in said
-    )
+    said = refused([*resumed, "--data_mix", changed])
+    written = "was written with data_mix new 0.75, old 0.25"
+    assert f"{written}, not new 0.6666666667, old 0.3333333333." in said
     assert said.endswith("To change that on purpose: --resume_override data_mix.")
-    train_ranks(1, *branch, "--data_mix", changed, "--resume_override", "data_mix")
+    train_ranks(1, *resumed, "--data_mix", changed, "--resume_override", "data_mix")
     before, after = document_of(output / "run", STEPS), document_of(tmp_path / "branch", STEPS)
     assert [one["begins"] for one in after["mixture"]["segments"]] == [0, 4 * BATCH]
     assert after["mixture"]["segments"][1]["weights"] == {"new": 2, "old": 1, "more": 0}
@@ -584,21 +529,14 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     behind, rest = np.arange(4 * BATCH), np.arange(STEPS * BATCH)
     assert (ours.rows_at(behind) == theirs.rows_at(behind)).all()
     counts = np.bincount(ours.rows_at(rest), minlength=101)
-    assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}, (
-        "of new: 24 rows of 32, then 43 of 64"
-    )
+    # of new: 24 rows of 32, then 43 of 64
+    assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}
     assert counts[31:].sum() == 8 + 21 and set(counts[31:]) == {0, 1}
     assert metrics(tmp_path / "branch")[:4] == metrics(output / "run")[:4]
     assert metrics(tmp_path / "branch")[5:] != metrics(output / "run")[5:]
     assert verify.main([str(tmp_path / "branch"), "--no_export"]) == 0
     # and goes on from there, with no word of it
-    again = [
-        *branch[: branch.index("--checkpoint")],
-        "--data_mix",
-        changed,
-        "--checkpoint",
-        tmp_path / "branch" / "step-00000008",
-    ]
+    again = (*branch, tmp_path / "branch" / "step-00000008", "--data_mix", changed)
     _, plan = planned([*again, "--devices", 1])
     assert plan.schedule.mixture.as_json() == after["mixture"]["segments"]
 
@@ -608,10 +546,8 @@ def test_a_run_that_is_extended_keeps_its_pattern(toys, short, tmp_path):
     mix, output = short
     words = flags(toys, output, mix, "--run_name", "run", "--resume", "true", "--eval_iters", 0)
     _, plan = planned([*words, "--max_step", 20, "--resume_override", "max_step", "--devices", 1])
-    assert (
-        plan.schedule.mixture.as_json() == document_of(output / "run", STEPS)["mixture"]["segments"]
-        and plan.schedule.max_step == 20
-    )
+    segments = document_of(output / "run", STEPS)["mixture"]["segments"]
+    assert plan.schedule.mixture.as_json() == segments and plan.schedule.max_step == 20
 
 
 def test_what_a_resumed_run_may_not_change(toys, sources, short):
@@ -631,91 +567,18 @@ def test_what_a_resumed_run_may_not_change(toys, sources, short):
 @pytest.mark.longer
 def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_path):
     mix = f"new={sources / 'new'}:0.75:2,old={sources / 'old'}:0.25"
-    run = [
-        word
-        for word in flags(toys, tmp_path, mix, "--eval_iters", 0)
-        if word not in ("--max_step", STEPS)
-    ]
+    words = flags(toys, tmp_path, mix, "--eval_iters", 0)
+    run = [word for word in words if word not in ("--max_step", str(STEPS))]
     train_ranks(1, *run, "--run_name", "run")
     last = metrics(tmp_path / "run", "sources")[-1]
     assert last["new"]["epochs"] == 2.0 and last["old"]["epochs"] < 1
-    assert (tmp_path / "run" / "step-00000011").is_dir(), (
-        "82 sequences: ten steps of eight, and two more"
-    )
+    # 82 sequences: ten steps of eight, and two more
+    assert (tmp_path / "run" / "step-00000011").is_dir()
     again = ("--run_name", "run", "--resume", "true", "--devices", 1)
     _, plan = planned([*run, *again, "--checkpoint", tmp_path / "run" / "step-00000008"])
     assert (plan.schedule.end, plan.schedule.max_step, plan.start.position) == (82, 11, 64)
     with pytest.raises(ValueError, match="is where this run ends"):
         planned([*run, *again])
-
-
-@pytest.mark.slow
-def test_a_drill_of_a_mixture(toys, whole, tmp_path):
-    """Killed with SIGKILL and resumed, as a user rehearses it."""
-    mix, _ = whole
-    words = (
-        "--drill",
-        "--steps",
-        9,
-        "--seed",
-        3,
-        "--output_dir",
-        tmp_path,
-        "--",
-        *flags(toys, tmp_path, mix),
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fabric_llm.verify",
-            *map(str, words),
-            "--devices",
-            "2",
-            "--strategy",
-            "fsdp",
-        ],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and "identical" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
-    """The data of the spike is passed over: the log counts it as read, and each row is where it
-    would have been."""
-
-    def poison():
-
-        from fabric_llm.training import step
-
-        share, calls = step.share, []
-
-        def spiked(fabric, total, asked):
-            (loss, *aux), answers = share(fabric, total, asked)
-            calls.append(loss)
-            return ((loss * 50 if len(calls) == 6 else loss), *aux), answers
-
-        step.share = spiked
-
-    mix, _ = whole
-    more = (
-        "--spike_threshold", 8, "--spike_window", 3, "--spike_action", "rewind",
-        "--run_name", "run",
-    )
-    job = Job(1, *flags(toys, tmp_path, mix, *more), before=poison)
-    assert job.wait() == [0], job.output
-    document = document_of(tmp_path / "run", STEPS)
-    assert document["guard"]["rewinds"] == 1
-    assert document["progress"]["position"] == (STEPS + 2) * BATCH
-    last = metrics(tmp_path / "run", "sources")[-1]
-    assert sum(
-        one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))
-    ) == pytest.approx((STEPS + 2) * BATCH)
-    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
 
 # ------------------------------------------------------------------------------- what is refused
@@ -727,55 +590,38 @@ def test_mixtures_that_do_not_go_together_are_refused(toys, sources, tmp_path):
     def said(mix, *more):
         return refused(flags(toys, tmp_path, mix, *more))
 
+    twice = f"new={new}:0.75:2,old={old}:0.25"
     assert (
         "would be read 2.32 times in 12 steps (72 of 31 rows), more than its max_epochs, 2: take "
         "at most --max_step 10"
-    ) in said(f"new={new}:0.75:2,old={old}:0.25")
-    assert (
-        "must hold equally many tokens, which are 24 in source 'new' and 48 in source 'long'"
-        in said(f"new={new}:1,long={sources / 'long'}:1")
-    )
-    assert "--context_length 99: the rows of" in said(
-        f"new={new}:1,old={old}:1", "--context_length", 99
-    )
-    assert (
-        "have different columns: input_ids, and input_ids, labels; run prepare_data.py for both"
-        in said(f"new={new}:1,ragged={toys / 'ragged'}:1")
-    )
+    ) in said(twice)
+    longer = f"new={new}:1,long={sources / 'long'}:1"
+    tokens = "must hold equally many tokens, which are 24 in source 'new' and 48 in source 'long'"
+    assert tokens in said(longer)
+    even = f"new={new}:1,old={old}:1"
+    assert "--context_length 99: the rows of" in said(even, "--context_length", 99)
+    ragged = f"new={new}:1,ragged={toys / 'ragged'}:1"
+    columns = "different columns: input_ids, and input_ids, labels; run prepare_data.py for both"
+    assert columns in said(ragged)
     late = {**staged(sources), "stages": [{"from": 0.99, "weights": {"new": 1}}]}
     late["sources"]["long"]["weight"] = 0
-    assert "the stage from 0.99 on has no step: it begins after step 12 of 12" in said(
-        json.dumps(late)
-    )
+    no_step = "the stage from 0.99 on has no step: it begins after step 12 of 12"
+    assert no_step in said(json.dumps(late))
 
 
 def test_sources_of_different_tokenizers_are_refused(toys, sources, tmp_path):
-    manifest = {
-        "packed": True,
-        "context_length": CONTEXT,
-        "max_token_id": VOCABULARY - 1,
-        "eos_token_id": 0,
-    }
-    for name, more in {
-        "one": {"tokenizer_sha256": "a"},
-        "two": {"tokenizer_sha256": "b"},
-        "end": {"tokenizer_sha256": "a", "eos_token_id": 5},
-    }.items():
-        save(tmp_path / name, 20, **{**manifest, **more})
-    run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,two={tmp_path / 'two'}:1")
-    assert (
-        "were made with different tokenizers; run prepare_data.py for both with one --tokenizer."
-        in refused(run)
-    )
-    run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,end={tmp_path / 'end'}:1")
-    assert "packed, token 0 ends a document, and packed, token 5 ends a document; take" in refused(
-        run
-    )
-    run = flags(
-        toys,
-        tmp_path,
-        f"one={tmp_path / 'one'}:1,new={sources / 'new'}:1",
-        "--document_masking",
-        "true",
-    )
-    assert "and not packed by prepare_data.py" in refused(run)
+    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1}
+    manifest |= {"eos_token_id": 0, "tokenizer_sha256": "a"}
+    save(tmp_path / "one", 20, **manifest)
+    save(tmp_path / "two", 20, **{**manifest, "tokenizer_sha256": "b"})
+    save(tmp_path / "end", 20, **{**manifest, "eos_token_id": 5})
+
+    def said(other, *more):
+        return refused(flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,other={other}:1", *more))
+
+    tokenizers = "different tokenizers; run prepare_data.py for both with one --tokenizer."
+    assert tokenizers in said(tmp_path / "two")
+    ends = "packed, token 0 ends a document, and packed, token 5 ends a document; take"
+    assert ends in said(tmp_path / "end")
+    masked = said(sources / "new", "--document_masking", "true")
+    assert "and not packed by prepare_data.py" in masked
