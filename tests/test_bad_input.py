@@ -1,6 +1,7 @@
 """Bad input to train.py: one sentence with the offending value, exit code 2 (or that of its row in
 docs/faults.md), before any process or model exists."""
 
+import json
 import re
 import shlex
 import shutil

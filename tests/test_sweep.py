@@ -123,12 +123,12 @@ def test_the_table_has_hours_and_money_where_they_are_known(toys):
     words = ("--model_name", toys / "llama", *SHORT[:2], "--sweep", "devices=1..2")
     known = (*words, "--tokens", 1e9, "--price_per_hour", 2)
     rows = [row["prediction"] for row in said(*known)["rows"]]
-    [table] = run_ranks(1, captured, [str(word) for word in known])
+    table = printed(*known)
     head, *lines = table.splitlines()[:3]
     assert head.split()[-2:] == ["hours", "price"]
     of_rows = [[f"{row[name]:,.2f}" for name in ("hours", "price")] for row in rows]
     assert [line.split()[-2:] for line in lines] == of_rows
-    [table] = run_ranks(1, captured, [str(word) for word in words])
+    table = printed(*words)
     assert table.splitlines()[0].endswith("none hidden")
 
 
