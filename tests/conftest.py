@@ -19,12 +19,16 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 from transformers.utils.logging import disable_progress_bar
@@ -49,41 +53,21 @@ VOCABULARY = 131  # odd, so that shards are uneven
 CONTEXT = 24
 ROWS = 44  # not a multiple of the global batch
 
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TOY_CONFIGS = {
-    "llama": LlamaConfig(
-        hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
-        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
-    ),
+    "llama": LlamaConfig(**SIZES, intermediate_size=56, tie_word_embeddings=False),
     "gpt2": GPT2Config(  # tied embeddings, biases, learned positions, dropout
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
-        bos_token_id=0,
-        eos_token_id=0,
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0,
+        eos_token_id=0, **dict.fromkeys(NO_DROPOUT, 0.1),
     ),
 }
-
 MIXTRAL_CONFIG = MixtralConfig(  # experts, and an auxiliary loss that is worth something
-    hidden_size=32,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    output_router_logits=True,
-    router_aux_loss_coef=0.3,
-    initializer_range=0.2,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=64,
-    bos_token_id=0,
-    eos_token_id=0,
+    **SIZES, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+    output_router_logits=True, router_aux_loss_coef=0.3, initializer_range=0.2,
 )
 
 
@@ -125,13 +109,12 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models llama, gpt2, mixtral, llama-tied, gpt2-no-dropout and datasets `data`,
     `ragged` and `many`."""
     folder = tmp_path_factory.mktemp("toys")
-    configs = {**TOY_CONFIGS}
-    configs["llama-tied"] = LlamaConfig(
-        **{**configs["llama"].to_dict(), "tie_word_embeddings": True}
-    )
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    configs["gpt2-no-dropout"] = GPT2Config(**{**configs["gpt2"].to_dict(), **no_dropout})
-    configs["mixtral"] = MIXTRAL_CONFIG  # the last: each has the seed of its place
+    configs = {
+        **TOY_CONFIGS,
+        "llama-tied": changed_config("llama", tie_word_embeddings=True),
+        "gpt2-no-dropout": changed_config("gpt2", **NO_DROPOUT),
+        "mixtral": MIXTRAL_CONFIG,  # the last: each has the seed of its place
+    }
     for seed, (name, config) in enumerate(configs.items()):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
@@ -164,9 +147,8 @@ def make_dataset(
             columns["labels"] = labels.tolist()
         return datasets.Dataset.from_dict(columns)
 
-    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(
-        str(folder)
-    )
+    splits = datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)})
+    splits.save_to_disk(str(folder))
 
 
 END = 0  # the token that ends a document
@@ -175,33 +157,60 @@ END = 0  # the token that ends a document
 def documents(lengths: list[int], seed: int) -> list[list[int]]:
     """Token lists of these lengths, each ending with END."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(1, VOCABULARY, (n - 1,), generator=generator).tolist() + [END]
-        for n in lengths
-    ]
+    draw = partial(torch.randint, 1, VOCABULARY, generator=generator)
+    return [draw((n - 1,)).tolist() + [END] for n in lengths]
 
 
 @pytest.fixture(scope="session")
 def packed_data(tmp_path_factory) -> Path:
-    """A dataset of packed documents of 7 tokens, with prepare_data.py's manifest."""
-    folder = tmp_path_factory.mktemp("packed") / "data"
+    return write_data(tmp_path_factory.mktemp("packed") / "data")
+
+
+def write_data(folder: Path) -> Path:
+    """Rows of packed documents of 7 tokens, with prepare_data.py's manifest."""
 
     def split(rows: int, seed: int) -> datasets.Dataset:
-        tokens = [t for d in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in d][
-            : rows * CONTEXT
-        ]
-        return datasets.Dataset.from_dict(
-            {"input_ids": torch.tensor(tokens).view(rows, CONTEXT).tolist()}
-        )
+        tokens = [t for one in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in one]
+        tokens = torch.tensor(tokens[: rows * CONTEXT]).view(rows, CONTEXT)
+        return datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
 
-    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(
-        str(folder)
-    )
-    manifest = {
-        "packed": True,
-        "context_length": CONTEXT,
-        "max_token_id": VOCABULARY - 1,
-        "eos_token_id": END,
-    }
+    splits = datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)})
+    splits.save_to_disk(str(folder))
+    manifest = {"packed": True, "context_length": CONTEXT, "eos_token_id": END}
+    manifest["max_token_id"] = VOCABULARY - 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the safetensors files of `folder`, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def parts(folder: Path) -> list[str]:
+    """Names in the folder, hidden ones too."""
+    return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def ended(main: Callable[[list[str]], Any], *words: Any) -> Any:
+    """The exit code of a command in this process."""
+    try:
+        main([str(word) for word in words])
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether they have the same names, dtypes and values."""
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
+        for name, tensor in one.items()
+    )
+
+
+def changed_config(family: str, **changes: Any) -> Any:
+    """The toy configuration with these changes."""
+    config = TOY_CONFIGS[family]
+    return type(config)(**{**config.to_dict(), **changes})

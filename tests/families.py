@@ -6,7 +6,6 @@ FAMILIES: model_type of transformers -> what its configuration class is given be
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -18,65 +17,59 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
+from conftest import CONTEXT, SIZES, VOCABULARY, write_data  # noqa: F401
 from ranks import Job, run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
-VOCABULARY = 131  # odd, so that shards are uneven
-CONTEXT = 24
-END = 0  # the token that ends a document
 LAYERS = 2
 TIMEOUT_SECONDS = 300.0
 COMMAND = "python -m pytest -m families --families_table docs/results/families.md"
 
 # Names that most configuration classes share.
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
+    **SIZES, "intermediate_size": 48, "num_hidden_layers": LAYERS, "pad_token_id": None,
 }
 GPT_NAMES: dict[str, Any] = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+KV_4: dict[str, Any] = {"num_key_value_heads": 4}
 MLA: dict[str, Any] = {  # multi-head latent attention
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
+    "kv_lora_rank": 16, "q_lora_rank": 24,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }
 MAMBA: dict[str, Any] = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 MAMBA2: dict[str, Any] = {
-    **MAMBA,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 1,
+    **MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 8,
 }
+LINEAR_LAYER: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
 LINEAR: dict[str, Any] = {  # gated delta net
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    **LINEAR_LAYER, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }
 SLIDING: dict[str, Any] = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
 HEAD: dict[str, Any] = {"head_dim": 8}
+GEMMA: dict[str, Any] = {**SLIDING, **HEAD, "query_pre_attn_scalar": 8}
+LAYER_INPUT: dict[str, Any] = {
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+}
+NARROW: dict[str, Any] = {"moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL: dict[str, Any] = {"num_local_experts": 4}
+DENSE_FIRST: dict[str, Any] = {
+    **NARROW, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+}
+DEEPSEEK: dict[str, Any] = {**MLA, **KV_4, **DENSE_FIRST, "topk_group": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": HEAD,
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
-    "biogpt": {"num_key_value_heads": 4, "pad_token_id": 1},
+    "biogpt": {**KV_4, "pad_token_id": 1},
     "bitnet": {},
     "bloom": {"n_layer": LAYERS, "n_head": 4},
     "codegen": {**GPT_NAMES, "rotary_dim": 4, "n_ctx": 64},
@@ -84,258 +77,136 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {**SLIDING, **HEAD},
     "ctrl": {**GPT_NAMES, "dff": 48},
     "dbrx": {
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": LAYERS,
-        "max_seq_len": 64,
+        "d_model": 32, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 64,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": {
-        **MLA,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "deepseek_v3": {
-        **MLA,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-    },
+    "deepseek_v2": {**DEEPSEEK, "n_group": 1},
+    "deepseek_v3": {**DEEPSEEK, "n_group": 2},
     "diffllama": HEAD,
-    "doge": {"num_key_value_heads": 4},
-    "dots1": {
-        **HEAD,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    },
+    "doge": KV_4,
+    "dots1": {**HEAD, **DENSE_FIRST, "n_shared_experts": 1},
     "ernie4_5": HEAD,
     "ernie4_5_moe": {
-        "moe_intermediate_size": 16,
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_num_shared_experts": 1,
+        **NARROW, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
         "moe_layer_end_index": 1,
     },
     "exaone4": {**SLIDING, "sliding_window_pattern": 2},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 48},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, **HEAD},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64},
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": EXPERTS,
     "gemma": HEAD,
-    "gemma2": {**SLIDING, **HEAD, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**SLIDING, **HEAD, "query_pre_attn_scalar": 8},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
     "gemma3n_text": {
-        **SLIDING,
-        **HEAD,
-        "intermediate_size": [48, 48],
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 0,
-        "laurel_rank": 4,
-        "activation_sparsity_pattern": [0.5, 0.0],
+        **SLIDING, **HEAD, **LAYER_INPUT, "intermediate_size": [48, 48],
+        "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0],
     },
-    "gemma4_text": {
-        **SLIDING,
-        **HEAD,
-        "global_head_dim": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 0,
-    },
+    "gemma4_text": {**SLIDING, **HEAD, **LAYER_INPUT, "global_head_dim": 8},
     "glm": HEAD,
     "glm4": HEAD,
-    "glm4_moe": {
-        **HEAD,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    },
+    "glm4_moe": {**HEAD, **DENSE_FIRST},
     "gpt2": {**GPT_NAMES, "n_inner": 48},
     "gpt_bigcode": {**GPT_NAMES, "n_inner": 48},
     "gpt_neo": {
-        "num_layers": LAYERS,
-        "num_heads": 4,
+        "num_layers": LAYERS, "num_heads": 4, "window_size": 8,
         "attention_types": [[["global", "local"], 1]],
-        "window_size": 8,
     },
     "gpt_neox": {},
     "gpt_neox_japanese": {},
-    "gpt_oss": {**SLIDING, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {**SLIDING, **HEAD, **LOCAL, "num_experts_per_tok": 2},
     "gptj": {**GPT_NAMES, "rotary_dim": 4, "n_inner": 48},
     "granite": {},
-    "granitemoe": {"num_local_experts": 4},
-    "granitemoehybrid": {
-        **MAMBA2,
-        "num_local_experts": 4,
-        "shared_intermediate_size": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 16},
+    "granitemoe": LOCAL,
+    "granitemoehybrid": {**MAMBA2, **LOCAL, **LINEAR_LAYER, "shared_intermediate_size": 16},
+    "granitemoeshared": {**LOCAL, "shared_intermediate_size": 16},
     "helium": HEAD,
     "hunyuan_v1_dense": HEAD,
     "hunyuan_v1_moe": {**HEAD, "num_experts": 4, "moe_topk": 2},
     "jamba": {
-        **MAMBA,
-        "mamba_dt_rank": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 4,
-        "use_mamba_kernels": False,
+        **MAMBA, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_experts": 4, "use_mamba_kernels": False,
     },
-    "jetmoe": {"kv_channels": 8, "num_local_experts": 4},
+    "jetmoe": {**LOCAL, "kv_channels": 8},
     "kimi_linear": {
-        **MLA,
-        "moe_intermediate_size": 16,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "linear_head_dim": 8,
-        "linear_num_heads": 4,
-        "num_key_value_heads": 4,
-        "mlp_layer_types": ["dense", "sparse"],
-        "layer_types": ["linear_attention", "full_attention"],
+        **MLA, **NARROW, **KV_4, **LINEAR_LAYER, "num_experts": 4, "num_experts_per_token": 2,
+        "linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse"],
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "llama": {},
     "llama4_text": {
-        **HEAD,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 4,
-        "attention_chunk_size": 8,
-        "no_rope_layers": [1, 0],
+        **HEAD, **LOCAL, "intermediate_size_mlp": 48, "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0], "moe_layers": [1],
         "layer_types": ["chunked_attention", "full_attention"],
-        "moe_layers": [1],
     },
     "longcat_flash": {
-        **MLA,
-        "num_layers": LAYERS,
-        "num_key_value_heads": 4,
-        "ffn_hidden_size": 48,
-        "n_routed_experts": 4,
-        "zero_expert_num": 2,
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 16,
-        "head_dim": 4,
+        **MLA, **KV_4, "num_layers": LAYERS, "ffn_hidden_size": 48, "n_routed_experts": 4,
+        "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 16, "head_dim": 4,
     },
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": {
-        "state_size": 8,
-        "num_heads": 8,
-        "head_dim": 8,
-        "n_groups": 2,
-        "time_step_rank": 4,
+        **HEAD, "state_size": 8, "num_heads": 8, "n_groups": 2, "time_step_rank": 4,
         "chunk_size": 8,
     },
-    "minicpm3": {**MLA, "num_key_value_heads": 4, "dim_model_base": 32},
-    "minimax": {
-        **HEAD,
-        "num_local_experts": 4,
-        "block_size": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "minicpm3": {**MLA, **KV_4, "dim_model_base": 32},
+    "minimax": {**HEAD, **LOCAL, **LINEAR_LAYER, "block_size": 8},
     "ministral": {**SLIDING, **HEAD},
     "mistral": {**HEAD, "sliding_window": 8},
-    "mixtral": {**HEAD, "num_local_experts": 4},
+    "mixtral": {**HEAD, **LOCAL},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 64},
-    "nanochat": {"num_key_value_heads": 4},
+    "nanochat": KV_4,
     "nemotron": HEAD,
     "nemotron_h": {
-        **HEAD,
+        **HEAD, **NARROW, "moe_shared_expert_intermediate_size": 16, "n_routed_experts": 4,
+        "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
+        "chunk_size": 8, "use_mamba_kernels": False,
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
-        "ssm_state_size": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "chunk_size": 8,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
-        "use_mamba_kernels": False,
     },
     "olmo": {},
     "olmo2": {},
     "olmo3": SLIDING,
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": EXPERTS,
     "openai-gpt": GPT_NAMES,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},
     "persimmon": {},
     "phi": {},
     "phi3": {"original_max_position_embeddings": 64},
-    "phimoe": {"num_local_experts": 4},
+    "phimoe": LOCAL,
     "qwen2": {},
-    "qwen2_moe": {
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "qwen2_moe": {**NARROW, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3": HEAD,
-    "qwen3_5_text": {**HEAD, **LINEAR, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_moe": {**HEAD, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": {**HEAD, **LINEAR},
+    "qwen3_moe": {**HEAD, **NARROW, **EXPERTS},
     "qwen3_next": {
-        **HEAD,
-        **LINEAR,
-        "layer_types": ["linear_attention", "full_attention"],
-        "moe_intermediate_size": 16,
+        **HEAD, **LINEAR, **NARROW, **EXPERTS,
         "shared_expert_intermediate_size": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
     },
     "recurrent_gemma": {
-        **HEAD,
-        "block_types": ["recurrent", "attention"],
-        "attention_window_size": 8,
-        "lru_width": 32,
+        **HEAD, "block_types": ["recurrent", "attention"],
+        "attention_window_size": 8, "lru_width": 32,
     },
     "rwkv": {"attention_hidden_size": 32},
     "seed_oss": HEAD,
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {},
     "starcoder2": {},
-    "vaultgemma": {**SLIDING, **HEAD, "query_pre_attn_scalar": 8},
+    "vaultgemma": GEMMA,
     "xglm": {
-        "d_model": 32,
-        "num_layers": LAYERS,
-        "attention_heads": 4,
-        "ffn_dim": 48,
-        "pad_token_id": 1,
+        "d_model": 32, "num_layers": LAYERS, "attention_heads": 4,
+        "ffn_dim": 48, "pad_token_id": 1,
     },
     "xlstm": {"num_heads": 4, "embedding_dim": 32, "chunk_size": 8},
-    "youtu": {**MLA, "num_key_value_heads": 4},
+    "youtu": {**MLA, **KV_4},
     "zamba": {
-        **MAMBA,
-        "mamba_dt_rank": 4,
-        "n_mamba_heads": 2,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        "use_mamba_kernels": False,
+        **MAMBA, **KV_4, "mamba_dt_rank": 4, "n_mamba_heads": 2, "num_hidden_layers": 4,
+        "attention_hidden_size": 64, "attention_head_dim": 16, "use_mamba_kernels": False,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
     },
     "zamba2": {
-        **MAMBA,
-        "n_mamba_heads": 8,
-        "mamba_ngroups": 1,
-        "chunk_size": 8,
-        "num_key_value_heads": 4,
-        "adapter_rank": 4,
-        "num_mem_blocks": 1,
+        **MAMBA, **KV_4, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 8,
+        "adapter_rank": 4, "num_mem_blocks": 1, "use_mem_rope": True,
         "layers_block_type": ["linear_attention", "hybrid"],
-        "use_mem_rope": True,
     },
 }
 
@@ -355,29 +226,6 @@ def write_model(family: str, folder: Path) -> Path:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(toy_config(family)).save_pretrained(folder)
         logging.set_verbosity(verbosity)
-    return folder
-
-
-def write_data(folder: Path) -> Path:
-    """Rows of packed documents of seven tokens, with the manifest that prepare_data.py writes."""
-
-    def split(rows: int, seed: int) -> datasets.Dataset:
-        tokens = torch.randint(
-            1, VOCABULARY, (rows * CONTEXT,), generator=torch.Generator().manual_seed(seed)
-        )
-        tokens[6::7] = END
-        return datasets.Dataset.from_dict({"input_ids": tokens.view(rows, CONTEXT).tolist()})
-
-    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(
-        str(folder)
-    )
-    manifest = {
-        "packed": True,
-        "context_length": CONTEXT,
-        "max_token_id": VOCABULARY - 1,
-        "eos_token_id": END,
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -417,10 +265,8 @@ def try_family(
             said = train(count, *flags, "--resume", "true", "--checkpoint", run / "step-00000001")
         if said is None:
             try:
-                output = folder / f"{run.name}-hf"
-                [difference] = run_ranks(
-                    1, export_difference, run, output, timeout_seconds=TIMEOUT_SECONDS
-                )
+                call = (export_difference, run, folder / f"{run.name}-hf")
+                [difference] = run_ranks(1, *call, timeout_seconds=TIMEOUT_SECONDS)
                 tried.logits[count] = f"{difference:.1e}" if difference else "0"
             except AssertionError as error:
                 said = str(error).strip().splitlines()[-1]
@@ -439,10 +285,8 @@ def train(count: int, *flags: Any) -> str | None:
     outputs[str(flags[flags.index("--run_name") + 1])] = job.output[0]
     if not any(codes):
         return None
-    sentence = next(
-        (line for line in lines if line.startswith("train.py: ")), lines[-1] if lines else "nothing"
-    )
-    return sentence.removeprefix("train.py: error: ")
+    said = [line for line in lines if line.startswith("train.py: ")] or lines[-1:] or ["nothing"]
+    return said[0].removeprefix("train.py: error: ")
 
 
 def warn_only() -> None:
@@ -470,9 +314,7 @@ def describe(tried: Tried, run: Path) -> None:
     tried.attention = found[1] if (found := re.search(r"(\w+) attention, ", said)) else "sdpa"
     leak = re.search(r"change by up to (\S+) of their standard deviation", said)
     tried.documents = "apart" if leak is None else f"see each other, {leak[1]}"
-    buffers = [
-        (name, buffer) for name, buffer in skeleton.named_buffers() if not name.endswith("inv_freq")
-    ]
+    buffers = [one for one in skeleton.named_buffers() if not one[0].endswith("inv_freq")]
     kept = {
         "float32 parameters": short_names(skeleton.named_parameters(), torch.float32),
         "float32 buffers": short_names(buffers, torch.float32),
@@ -483,11 +325,8 @@ def describe(tried: Tried, run: Path) -> None:
 
 def short_names(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
     """The last two words of the names of tensors of this dtype, each once."""
-    return ", ".join(
-        sorted(
-            {".".join(name.split(".")[-2:]) for name, tensor in tensors if tensor.dtype == dtype}
-        )
-    )
+    names = {".".join(name.split(".")[-2:]) for name, one in tensors if one.dtype == dtype}
+    return ", ".join(sorted(names))
 
 
 # ------------------------------------------------------------------------------- the table
@@ -495,18 +334,15 @@ def short_names(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype)
 
 def table(rows: list[Tried], seconds: float) -> str:
     """docs/results/families.md"""
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "lightning", "transformers")
-    )
+    packages = ("torch", "lightning", "transformers")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
     good = [row for row in rows if set(row.devices.values()) == {"yes"}]
     lines = [
         "# Families of models: what trains with default flags",
         "",
         f"- Command: `{COMMAND}`",
-        (
-            f"- Date: {date.today()}; {seconds:,.0f} s on {os.cpu_count()} CPU cores, load "
-            f"{os.getloadavg()[1]:.1f}"
-        ),
+        f"- Date: {date.today()}; {seconds:,.0f} s on {os.cpu_count()} CPU cores, load "
+        f"{os.getloadavg()[1]:.1f}",
         f"- Versions: Python {platform.python_version()}, {versions}",
         f"- Models: toy sizes of the causal LM classes, random weights, vocabulary of {VOCABULARY}",
         "- Each: bf16-true, --attention auto, --document_masking auto, on one device and on two "
@@ -518,27 +354,21 @@ def table(rows: list[Tried], seconds: float) -> str:
         "- Attention: what `--attention auto` takes; eager where the class has no SDPA",
         "- Kept as transformers has it: what a cast of the whole model to bfloat16, or FSDP's "
         "casts of buffers, would change, besides RoPE's frequencies, which are float32 in all",
-        (
-            "- Logits: mean difference between the export and the model in training, relative to "
-            "their standard deviation"
-        ),
+        "- Logits: mean difference between the export and the model in training, relative to "
+        "their standard deviation",
         "- Not measured: GPUs, trained weights",
         "",
         f"{len(good)} of {len(rows)} families train, resume and export on one device and on two.",
         "",
-        (
-            "| model_type | class | attention | documents | one device | two, fsdp | logits, one / "
-            "two | kept as transformers has it |"
-        ),
+        "| model_type | class | attention | documents | one device | two, fsdp | logits, one / "
+        "two | kept as transformers has it |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.family):
         devices = [row.devices.get(count, "not tried") for count in (1, 2)]
         devices = [said if said in ("yes", "not tried") else f"refused: {said}" for said in devices]
         logits = " / ".join(row.logits.get(count, "-") for count in (1, 2))
-        cells = (
-            row.family, row.model_class, row.attention, row.documents, *devices, logits,
-            row.kept or "-",
-        )
+        cells = [row.family, row.model_class, row.attention, row.documents, *devices, logits]
+        cells.append(row.kept or "-")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -11,61 +11,17 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # Parts of a pod that no file of configs/ has, and that take most of the room: anything is let
 # through there.
-UNUSED = {
-    "affinity",
-    "ephemeralContainers",
-    "initContainers",
-    "lifecycle",
-    "livenessProbe",
-    "readinessProbe",
-    "startupProbe",
-}
-UNUSED |= {
-    "topologySpreadConstraints",
-    "securityContext",
-    "resourceClaims",
-    "volumeClaimPolicies",
-    "projected",
-    "ephemeral",
-}
-UNUSED |= {
-    "dnsConfig",
-    "envFrom",
-    "csi",
-    "iscsi",
-    "rbd",
-    "cephfs",
-    "scaleIO",
-    "azureDisk",
-    "storageos",
-    "glusterfs",
-    "status",
-}
-UNUSED |= {
-    "managedFields",
-    "flexVolume",
-    "vsphereVolume",
-    "cinder",
-    "azureFile",
-    "photonPersistentDisk",
-    "portworxVolume",
-}
-UNUSED |= {
-    "workloadRef",
-    "schedulingGates",
-    "hostAliases",
-    "quobyte",
-    "flocker",
-    "fc",
-    "gitRepo",
-    "coordinator",
-}
-WORDS = {
-    "description",
-    "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys",
-    "x-kubernetes-validations",
-    "x-kubernetes-map-type",
+UNUSED = set(
+    """
+    affinity azureDisk azureFile cephfs cinder coordinator csi dnsConfig envFrom ephemeral
+    ephemeralContainers fc flexVolume flocker gitRepo glusterfs hostAliases initContainers iscsi
+    lifecycle livenessProbe managedFields photonPersistentDisk portworxVolume projected quobyte rbd
+    readinessProbe resourceClaims scaleIO schedulingGates securityContext startupProbe status
+    storageos topologySpreadConstraints volumeClaimPolicies vsphereVolume workloadRef
+    """.split()
+)
+WORDS = {"description"} | {
+    f"x-kubernetes-{name}" for name in ("list-type", "list-map-keys", "validations", "map-type")
 }
 
 
