@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import ended
 from ranks import train_ranks
 from test_forgetting import base, language  # noqa: F401
 from test_warnings import warned
@@ -45,34 +47,11 @@ def test_data_drawn_from_the_law_give_it_back(seed):
         assert law.at(share) == pytest.approx(c + k * math.exp(t * share), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_law_of_a_grid_is_nearer_to_three_losses(seed):
-    """Of each t the best c and k are found by least squares."""
-    draw = np.random.default_rng(seed)
-    losses = np.sort(draw.uniform(2, 4, 3))[:: draw.choice([-1, 1])]
-    best, where, points = math.inf, None, np.array([0, 0.5, 1])
-    for t in np.arange(-12, 12, 0.0091):
-        columns = np.stack([np.ones(3), np.exp(t * points)], axis=1)
-        found = np.linalg.lstsq(columns, losses, rcond=None)[0]
-        error = np.square(columns @ found - losses).sum()
-        if error < best:
-            best, where = error, (*found, t)
-    c, k, t = where
-    law = shares.through(*losses)
-    assert abs(law.t - t) < 0.01 or abs(law.t) > 12
-    for share in points:
-        assert law.at(share) == pytest.approx(losses[int(2 * share)], abs=1e-12)
-    if abs(law.t) < 12:
-        for share in np.linspace(0, 1, 11):
-            assert law.at(share) == pytest.approx(c + k * math.exp(t * share), abs=0.01)
-
-
 def test_without_a_law_there_are_straight_lines():
     law = shares.through(3.0, 2.0, 2.5)
     assert law.t is None and law.at(0.25) == 2.5 and law.at(0.75) == 2.25
     assert shares.through(2.0, 2.0, 2.0).at(0.3) == 2.0
-    line = shares.through(3.0, 2.5, 2.0)
-    assert line.at(0.25) == pytest.approx(2.75, abs=1e-6)
+    assert shares.through(3.0, 2.5, 2.0).at(0.25) == pytest.approx(2.75, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -122,26 +101,32 @@ RUN = (
 )
 
 
-def test_a_branch_is_the_run_in_small(tmp_path):
-    whole = choose.whole_of(by_flag(RUN.split()))
+def whole_run(words=RUN):
+    whole = choose.whole_of(by_flag(words.split()))
     whole.steps = 1000
-    for share in (0.0, 0.285, 1.0):
-        words = whole.branch("one", tmp_path, share, 0.001, 50)
-        flags = parse_train(words[2:])
-        training = flags.training
-        assert (training.max_step, training.warmup_steps, training.decay_steps) == (50, 5, 10)
-        assert (training.lr, training.min_lr) == (0.001, 0.0005)
-        mix = json.loads(flags.data.data_mix)["sources"]
-        assert [(mix[name]["path"], float(mix[name]["weight"])) for name in mix] == [
-            ("d", pytest.approx(1 - share)), ("old", share),
-        ]  # fmt: skip
-        assert flags.checkpoint.resume == "auto" and flags.evaluation.forgetting_action == "warn"
+    return whole
+
+
+def advised(words=RUN):
+    """The flags of the command that is advised."""
+    return parse_train(shlex.split(whole_run(words).advised(0.285))[2:])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.285, 1.0])
+def test_a_branch_is_the_run_in_small(tmp_path, share):
+    words = whole_run().branch("one", tmp_path, share, 0.001, 50)
+    flags = parse_train(words[2:])
+    training = flags.training
+    assert (training.max_step, training.warmup_steps, training.decay_steps) == (50, 5, 10)
+    assert (training.lr, training.min_lr) == (0.001, 0.0005)
+    mix = json.loads(flags.data.data_mix)["sources"].values()
+    of_sources = [(source["path"], float(source["weight"])) for source in mix]
+    assert of_sources == [("d", pytest.approx(1 - share)), ("old", share)]
+    assert flags.checkpoint.resume == "auto" and flags.evaluation.forgetting_action == "warn"
 
 
 def test_the_command_that_is_advised_steers():
-    whole = choose.whole_of(by_flag(RUN.split()))
-    whole.steps = 1000
-    flags = parse_train(shlex.split(whole.advised(0.285))[2:])
+    flags = advised()
     assert flags.evaluation.forgetting_action == "steer"
     assert flags.evaluation.eval_step_interval == 50 and flags.training.max_step == 1000
     assert "replay: {path: old, weight: '0.285'}" in flags.data.data_mix
@@ -151,9 +136,7 @@ def test_the_command_that_is_advised_steers():
     "budgets, action", [("replay:0.1,copy:0.2", "steer"), ("copy:0.2", "warn")]
 )
 def test_replay_is_steered_where_it_has_a_budget(budgets, action):
-    whole = choose.whole_of(by_flag(RUN.replace("replay:0.1", budgets).split()))
-    whole.steps = 1000
-    flags = parse_train(shlex.split(whole.advised(0.285))[2:])
+    flags = advised(RUN.replace("replay:0.1", budgets))
     assert flags.evaluation.forgetting_action == action
     assert "weight: '0.285'" in flags.data.data_mix
 
@@ -167,19 +150,24 @@ def test_the_flags_of_plan_alone_are_known():
 
 def call(capsys, *words):
     """(exit code, stdout, stderr)"""
-    code = 0
-    try:
-        choose.main([str(word) for word in words])
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return (ended(choose.main, *words), *capsys.readouterr())
+
+
+def assert_one_sentence(words, said):
+    """What `call` has given is this mistake, in one line."""
+    code, out, error = said
+    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+
+
+def flags_of(values):
+    """The flags that have a value, each before it."""
+    return [word for name, value in values.items() if value for word in (name, value)]
 
 
 GOOD = {
     "--train_data_dir": "d", "--replay": "old", "--lr": "0.001", "--max_step": "1000",
     "--forgetting_budget": "replay:0.1",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -195,10 +183,7 @@ GOOD = {
         ({"--lr": "null"}, "give --lr"),
         ({"--part": "2"}, "--part must be less than 1"),
         ({"--config": "/none/mine.yaml"}, "--config '/none/mine.yaml' can't be read: No such file"),
-        (
-            {"--forgetting_budget": "replay:0.1:max"},
-            "with `:max` a run begins with the most replay",
-        ),
+        ({"--forgetting_budget": "replay:0.1:max"}, "`:max` a run begins with the most replay"),
         ({"--checkpoint": "runs/a"}, "branches begin with --model_name"),
         (
             {"--forgetting_budget": "copy:0.1", "--forgetting_action": "steer"},
@@ -207,10 +192,8 @@ GOOD = {
     ],
 )
 def test_each_mistake_is_one_sentence_before_anything_runs(changed, words, tmp_path, capsys):
-    flags = {**GOOD, "--branches": str(tmp_path / "here"), **changed}
-    given = [word for name, value in flags.items() if value for word in (name, value)]
-    code, out, error = call(capsys, *given)
-    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+    flags = {**GOOD, "--branches": tmp_path / "here", **changed}
+    assert_one_sentence(words, call(capsys, *flags_of(flags)))
     assert not (tmp_path / "here").exists()
 
 
@@ -225,12 +208,10 @@ def test_each_mistake_is_one_sentence_before_anything_runs(changed, words, tmp_p
 )
 def test_a_file_of_other_types_is_one_sentence(text, words, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(text)
-    flags = dict(GOOD)
+    flags = {**GOOD, "--config": tmp_path / "run.yaml"}
     if text.startswith("forg"):
         del flags["--forgetting_budget"]
-    given = [word for pair in flags.items() for word in pair]
-    code, out, error = call(capsys, *given, "--config", tmp_path / "run.yaml")
-    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+    assert_one_sentence(words, call(capsys, *flags_of(flags)))
 
 
 def test_the_part_that_is_advised_is_taken():
@@ -253,31 +234,27 @@ def test_the_part_that_is_advised_is_taken():
 )
 @pytest.mark.parametrize("steps", [20, 300])
 def test_a_branch_warns_of_nothing_that_is_meant_for_the_run(more, steps, tmp_path):
-    whole = choose.whole_of(by_flag(f"{RUN} {more}".split()))
-    whole.steps = 1000
+    whole = whole_run(f"{RUN} {more}")
     flags = parse_train(whole.branch("b", tmp_path, 0.5, 0.001, steps)[2:])
     assert warned(flags, max_step=steps) == []
 
 
-def test_phases_fit_into_a_branch_and_a_loss_may_be_no_number(tmp_path):
-    words = f"{RUN} --lr_schedule wsd --warmup_steps 300 --decay_steps 700"
-    whole = choose.whole_of(by_flag(words.split()))
-    whole.steps = 1000
-    flags = parse_train(whole.branch("b", tmp_path, 0.5, 0.001, 25)[2:])
+def test_phases_fit_into_a_branch():
+    whole = whole_run(f"{RUN} --lr_schedule wsd --warmup_steps 300 --decay_steps 700")
+    flags = parse_train(whole.branch("b", Path("branches"), 0.5, 0.001, 25)[2:])
     assert flags.training.warmup_steps + flags.training.decay_steps <= 25
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "STATUS.json").write_text(json.dumps({"code": 0, "state": "done", "step": 1}))
-    (run / "metrics.jsonl").write_text('{"step": 0, "eval": {"new": {"loss": null}}}\n')
-    [losses, _] = choose.measured(run)
+
+
+def test_a_loss_may_be_no_number(tmp_path):
+    (tmp_path / "STATUS.json").write_text(json.dumps({"code": 0, "state": "done", "step": 1}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval": {"new": {"loss": null}}}\n')
+    [losses, _] = choose.measured(tmp_path)
     assert math.isnan(losses["new"])
 
 
 def test_a_word_without_a_flag_is_refused(capsys):
-    assert call(capsys, "model", "--lr", 1)[::2] == (
-        2, "python -m fabric_llm.choose: error: unexpected 'model': every flag is written "
-        "--name value.\n",
-    )  # fmt: skip
+    words = "choose: error: unexpected 'model': every flag is written --name value."
+    assert_one_sentence(words, call(capsys, "model", "--lr", 1))
 
 
 @pytest.mark.longer
@@ -297,8 +274,7 @@ def test_a_word_without_a_flag_is_refused(capsys):
 def test_what_plan_py_refuses_is_said_in_its_words(more, words, toys, tmp_path, capsys):
     flags = {**GOOD, "--model_name": toys / "llama", "--accelerator": "cpu"}
     flags |= {"--branches": tmp_path / "here"}
-    code, out, error = call(capsys, *(word for pair in flags.items() for word in pair), *more)
-    assert (code, out) == (2, "") and words in error and len(error.splitlines()) == 1, error
+    assert_one_sentence(words, call(capsys, *flags_of(flags), *more))
     assert not (tmp_path / "here").exists()
 
 
@@ -308,24 +284,19 @@ OWN = declared(choose.ChooseArguments)
 
 
 def of_run(folder, model, branches, *more):
-    return [
-        str(word)
-        for word in (
-            "--model_name", model, "--train_data_dir", folder / "new", "--replay", folder / "old",
-            "--max_step", 400, "--part", 0.25, "--precision", "32-true", "--accelerator", "cpu",
-            "--devices", 1, "--eval_batch_size", 8, "--branches", branches, *more,
-        )
-    ]  # fmt: skip
+    words = "--max_step 400 --part 0.25 --precision 32-true --accelerator cpu --devices 1"
+    data = ("--train_data_dir", folder / "new", "--replay", folder / "old", "--eval_batch_size", 8)
+    words = ("--model_name", model, *data, *words.split(), "--branches", branches, *more)
+    return [str(word) for word in words]
 
 
 @pytest.mark.longer
 def test_it_goes_on_where_it_was_killed_and_ends_the_same(base, tmp_path, capsys):  # noqa: F811
     def words(branches):
-        return of_run(
-            base, base / "base", branches, "--lr", 3e-3, "--global_batch_size", 8,
-            "--micro_batch_size", 8, "--forgetting_budget", "replay:0.3", "--warmup_steps", 40,
-            "--save_step_interval", 5, "--price_per_hour", 1e6, "--run_name", "mine",
-        )  # fmt: skip
+        sizes = "--lr 0.003 --global_batch_size 8 --micro_batch_size 8 --warmup_steps 40"
+        more = "--save_step_interval 5 --price_per_hour 1e6 --run_name mine"
+        budget = ("--forgetting_budget", "replay:0.3")
+        return of_run(base, base / "base", branches, *sizes.split(), *more.split(), *budget)
 
     cut, undisturbed = tmp_path / "cut", tmp_path / "undisturbed"
     job = subprocess.Popen(
@@ -379,19 +350,20 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(base, tmp_path, capsys
         choose.Branches(whole, undisturbed, 20)
 
 
+def far_too_fast(folder, toys, budget):
+    """The flags of a model that has learned nothing, batches of one row, and a rate that is far too
+    high."""
+    for name in ("old", "new"):
+        language(folder, name)
+    noisy = "--lr 3e-2 --global_batch_size 1 --micro_batch_size 1 --warmup_steps 40"
+    more = (*noisy.split(), "--forgetting_budget", budget)
+    return of_run(folder, toys / "llama", folder / "branches", *more)
+
+
 @pytest.mark.slow
 def test_it_doesnt_know_where_the_branches_are_noise(toys, tmp_path, capsys):
-    """A model that has learned nothing, batches of one row, and a rate that is far too high."""
-    for name in ("old", "new"):
-        language(tmp_path, name)
-    noisy = (
-        "--lr", 3e-2, "--global_batch_size", 1, "--micro_batch_size", 1, "--warmup_steps", 40,
-        "--forgetting_budget", "replay:0.1",
-    )  # fmt: skip
-    words = of_run(tmp_path, toys / "llama", tmp_path / "branches", *noisy)
-    code, out, error = call(capsys, *words)
+    code, out, error = call(capsys, *far_too_fast(tmp_path, toys, "replay:0.1"))
     choice = json.loads((tmp_path / "branches" / "choose.json").read_text())
-    print(choice)
     assert code == 1 and "it doesn't know: at a share of" in error and "Next:" not in out, out
     assert len(error.splitlines()) == 1
     of_check = choice["branches"][-1]["losses"]["replay"]
@@ -400,13 +372,6 @@ def test_it_doesnt_know_where_the_branches_are_noise(toys, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_no_share_keeps_a_budget_that_all_branches_exceed(toys, tmp_path, capsys):
-    for name in ("old", "new"):
-        language(tmp_path, name)
-    more = (
-        "--lr", 3e-2, "--global_batch_size", 1, "--micro_batch_size", 1, "--warmup_steps", 40,
-        "--forgetting_budget", "replay:0.001",
-    )  # fmt: skip
-    words = of_run(tmp_path, toys / "llama", tmp_path / "branches", *more)
-    code, out, error = call(capsys, *words)
+    code, out, error = call(capsys, *far_too_fast(tmp_path, toys, "replay:0.001"))
     assert code == 76 and "no share keeps the budgets even for 20 steps" in error, out
     assert (tmp_path / "branches" / "choose.png").is_file() and "the law" not in out
