@@ -4,13 +4,12 @@ good noise."""
 import shutil
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from arguments import ROOT
 from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
@@ -47,16 +46,23 @@ def test_the_compiled_update_is_the_plain_one(compiled, count):
 @needs_compiler
 def test_gradients_of_another_dtype_are_updated_alike(compiled):
     tensors = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).abs()
-    grad, numbers = (
-        torch.randn(100),
-        adamw_rounded.numbers_of(AdamW([nn.Parameter(tensors)], lr=0.1).param_groups[0], 3),
-    )
+    optimizer, grad = AdamW([nn.Parameter(tensors)], lr=0.1), torch.randn(100)
+    numbers = adamw_rounded.numbers_of(optimizer.param_groups[0], 3)
     found = []
     for update in (compiled, adamw_rounded.plain_update):
         param, exp_avg, exp_avg_sq = tensors.bfloat16()
         update([([param, grad, exp_avg, exp_avg_sq], 5, (1, 2, 3))], numbers)
         found.append(torch.stack([param, exp_avg, exp_avg_sq]))
     assert torch.equal(*found)
+
+
+def said_by(code, **environment):
+    """What a process without a GPU prints that runs this code with Triton."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    command, own = [sys.executable, "-c", code], {"PATH": "/usr/bin:/bin", **environment}
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 TRITON = """
@@ -86,16 +92,7 @@ print("the same bits")
 def test_the_triton_kernel_is_the_plain_update_in_tritons_interpreter():
     """A GPU isn't needed for it, and what a GPU's compiler does isn't shown by it: `fastest`
     compares again on the GPU."""
-    pytest.importorskip("triton", reason="needs Triton: pip install triton")
-    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "the same bits\n", done.stderr
+    assert said_by(TRITON, TRITON_INTERPRET="1") == "the same bits\n"
 
 
 PTX = """
@@ -117,19 +114,10 @@ print(*sorted(re.findall(r"(?:ld|st)[.]global[.]v\\d[.]b32", ptx)))
 def test_the_triton_kernel_compiles_to_single_operations_on_16_bytes(tmp_path):
     """For an A100, without one: each operation is rounded by itself, to nearest, and denormals
     stay. Whole blocks of the four tensors are loaded, and of three stored, 16 bytes at a time."""
-    pytest.importorskip("triton", reason="needs Triton: pip install triton")
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", PTX],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.splitlines() == [
+    assert said_by(PTX, TRITON_CACHE_DIR=str(tmp_path)).splitlines() == [
         "add.rn.f32 div.rn.f32 mul.rn.f32 sqrt.rn.f32 sub.rn.f32",
         " ".join(4 * ["ld.global.v4.b32"] + 3 * ["st.global.v4.b32"]),
-    ], done.stderr + done.stdout
+    ]
 
 
 # ------------------------------------------------------------------------------- which kernel
@@ -174,15 +162,11 @@ def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(
     monkeypatch.setenv("CXX", compiler)
     expected = train(5000, 1)
     monkeypatch.setattr(adamw, "MIN_ELEMENTS", 5000)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with pytest.warns() as said:
         assert torch.equal(train(5000, 1), expected)
     [warning] = [str(warning.message) for warning in said]
-    assert (
-        "plain PyTorch takes several times as long for the same numbers" in warning
-        and sentence in warning
-    )
-    assert "\n" not in warning
+    assert "plain PyTorch takes several times as long for the same numbers" in warning
+    assert sentence in warning and "\n" not in warning
 
 
 def test_a_kernel_with_other_bits_is_refused(forgetful, monkeypatch):
@@ -209,13 +193,8 @@ def noises(step=1, *, seed=0, name="weight", first=0, high=0, count=COUNT):
 def assert_independent(a, b):
     """Correlation of two samples, of their upper halves, and of where they are near their ends:
     below 5 deviations."""
-    for function in (
-        lambda x: x,
-        lambda x: (x < 0.5).double(),
-        lambda x: (x < 0.01).double(),
-        lambda x: (32 * x) % 1,
-    ):
-        x, y = (function(value) - function(value).mean() for value in (a, b))
+    for x, y in ((a, b), (a < 0.5, b < 0.5), (a < 0.01, b < 0.01), ((32 * a) % 1, (32 * b) % 1)):
+        x, y = (value.double() - value.double().mean() for value in (x, y))
         correlation = (x * y).mean() / (x.square().mean() * y.square().mean()).sqrt()
         assert abs(correlation) < 5 / len(a) ** 0.5
 
