@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
+from conftest import CONTEXT, MIXTRAL_CONFIG, TOY_CONFIGS, VOCABULARY
 from families import FAMILIES, toy_config
 from ranks import metrics, toy_run, train_ranks
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,37 +46,24 @@ def test_gpt2_whose_output_layer_is_its_embedding_by_hand():
 
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 def test_mixtral_counts_the_experts_that_are_chosen_by_hand(chosen):
-    small = {
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = MixtralConfig(
-        **small, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=chosen,
-        vocab_size=99,
-    )
+    config = MixtralConfig(**{**MIXTRAL_CONFIG.to_dict(), "num_experts_per_tok": chosen})
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 4 * 32 + chosen * 3 * 32 * 24
-    assert flops.of_model(skeleton(config)).of_token == 6 * (2 * layer + 32 * 99)
+    assert flops.of_model(skeleton(config)).of_token == 6 * (2 * layer + 32 * VOCABULARY)
 
 
 def test_a_row_of_one_document_and_of_several():
     counted = flops.Flops(10.0, {None: 1.0, 3: 100.0})
     assert counted.of(np.array([1, 1, 1, 1])) == 4 * 10 + (1 + 2 + 3 + 4) + 100 * (1 + 2 + 3 + 3)
-    assert counted.of(np.array([2, 2, 0, 0])) == 4 * 10 + 2 * (1 + 2) + 100 * 2 * (1 + 2), (
-        "two documents of two tokens"
-    )
+    two_documents = np.array([2, 2, 0, 0])
+    assert counted.of(two_documents) == 4 * 10 + 2 * (1 + 2) + 100 * 2 * (1 + 2)
 
 
 @pytest.mark.parametrize(
     "family",
     # one of each kind: many heads or one of keys, biases, gates, latent attention, experts beside
     # shared ones
-    ["llama", "gpt2", "bloom", "mpt", "falcon", "opt", "gpt_bigcode", "gemma2", "phi3", "cohere2"]
-    + [
-        "deepseek_v3", "minicpm3", "mixtral", "qwen2_moe", "gpt_oss", "granitemoeshared",
-        "ernie4_5_moe", "hunyuan_v1_moe",
-    ],
+    "llama gpt2 bloom mpt falcon opt gpt_bigcode gemma2 phi3 cohere2 deepseek_v3 minicpm3 mixtral "
+    "qwen2_moe gpt_oss granitemoeshared ernie4_5_moe hunyuan_v1_moe".split(),
 )
 def test_torch_counts_the_same(family):
     """FlopCounterMode sees each matrix multiplication of a forward pass. Eager attention multiplies
@@ -91,11 +78,8 @@ def test_torch_counts_the_same(family):
     forward = CONTEXT * counted.of_token + CONTEXT**2 * sum(counted.of_pair.values())
     # Up to transformers 5.20 an outer product makes the angles of positions: nothing that a token
     # costs.
-    angles = sum(
-        sum(of.values())
-        for name, of in counter.get_flop_counts().items()
-        if name.endswith("rotary_emb")
-    )
+    counts = counter.get_flop_counts()
+    angles = sum(sum(counts[name].values()) for name in counts if name.endswith("rotary_emb"))
     assert forward == 3 * (counter.get_total_flops() - angles)
 
 
@@ -128,13 +112,7 @@ def test_torch_counts_the_same_where_a_part_of_the_model_trains(family, trains):
 def test_llama_2_7b_as_palm_counts():
     """6 N + 12 L H Q T a token, where N leaves out the embedding, and what has no matrix: 65
     norms."""
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    }
-    model = skeleton(LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=4096))
+    model = skeleton(LlamaConfig(max_position_embeddings=4096))  # its defaults are Llama's 7B
     parameters, counted = sum(p.numel() for p in model.parameters()), flops.of_model(model)
     assert parameters == 6_738_415_616, "as published"
     assert counted.of_token == 6 * (parameters - 32000 * 4096 - 65 * 4096)
@@ -146,37 +124,31 @@ def test_llama_2_7b_as_palm_counts():
 
 @pytest.mark.parametrize(
     ("family", "windows"),
-    [
-        ("llama", [None, None]),
-        ("cohere2", [8, None]),
-        ("gemma2", [8, None]),
-        ("mamba", []),
-        ("bamba", [None]),
-    ],
+    [("llama", [None, None]), ("cohere2", [8, None]), ("mamba", []), ("bamba", [None])],
 )
 def test_layers_that_see_a_part_of_the_row(family, windows):
     assert flops.windows(toy_config(family)) == windows
 
 
-def test_configurations_that_say_it_in_another_way_end_no_run():
-    for said in (
-        {},
-        {"num_attention_heads": [4, 8]},
-        {"num_attention_heads": 4},
-        {"num_attention_heads": 0},
-    ):
-        assert flops.head_dims(SimpleNamespace(**said)) == (0, 0)
-    assert flops.head_dims(
-        SimpleNamespace(num_attention_heads=4, hidden_size=32, head_dim=None)
-    ) == (32, 32)
+@pytest.mark.parametrize(
+    ("said", "dims"),
+    [
+        ({}, (0, 0)),
+        ({"num_attention_heads": [4, 8]}, (0, 0)),
+        ({"num_attention_heads": 4}, (0, 0)),
+        ({"num_attention_heads": 0}, (0, 0)),
+        ({"num_attention_heads": 4, "hidden_size": 32, "head_dim": None}, (32, 32)),
+    ],
+)
+def test_configurations_that_say_it_in_another_way_end_no_run(said, dims):
+    assert flops.head_dims(SimpleNamespace(**said)) == dims
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_counted(family):
     counted = flops.of_model(skeleton(toy_config(family)))
-    assert (
-        counted.of_token > 6 * 131 * 32 and 0 <= counted.of(np.ones(CONTEXT, dtype=np.int64)) < 1e9
-    )
+    assert counted.of_token > 6 * 131 * 32
+    assert 0 <= counted.of(np.ones(CONTEXT, dtype=np.int64)) < 1e9
 
 
 # ------------------------------------------------------------------------ the tokens that were seen
@@ -189,33 +161,23 @@ def test_places_of_tokens_in_their_documents(toys):
     assert token_places([packed, rows]).tolist() == [4 + 2, 3 + 2, 2 + 2, 1 + 2, 1 + 2, 1 + 2]
     split = open_dataset(toys / "data").train
     for end in (None, 0):
-        batches = Batches(split, 1, 3, 2, document_end=end)
-        prefetch = Prefetch(batches, 1)
+        prefetch = Prefetch(Batches(split, 1, 3, 2, document_end=end), 1)
         seen = [batch for position in (0, 6) for batch in prefetch.at(position)]
-        assert (
-            prefetch.tokens_at == token_places(seen)
-        ).all() and prefetch.tokens_at.sum() == 12 * CONTEXT
+        assert (prefetch.tokens_at == token_places(seen)).all()
+        assert prefetch.tokens_at.sum() == 12 * CONTEXT
         prefetch.close()
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_logs_what_its_devices_do(toys, tmp_path, ranks):
-    sizes = ("--global_batch_size", 8, "--max_step", 3, "--eval_iters", 0, "--run_name", "run")
-    train_ranks(
-        ranks, *toy_run(toys, tmp_path), *sizes, "--strategy", "ddp" if ranks > 1 else "auto"
-    )
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    per_token = (
-        flops.of_model(skeleton(TOY_CONFIGS["llama"])).of(np.ones(CONTEXT, dtype=np.int64))
-        / CONTEXT
-    )
-    for line in lines:
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp")])
+def test_a_run_logs_what_its_devices_do(toys, tmp_path, ranks, strategy):
+    sizes = "--global_batch_size 8 --max_step 3 --eval_iters 0 --run_name run --strategy"
+    train_ranks(ranks, *toy_run(toys, tmp_path), *sizes.split(), strategy)
+    row = flops.of_model(skeleton(TOY_CONFIGS["llama"])).of(np.ones(CONTEXT, dtype=np.int64))
+    for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
         rate = line["tokens_per_second"] / ranks
         assert line["tokens_per_second_per_device"] == pytest.approx(rate)
-        assert line["model_tflops_per_device"] == pytest.approx(rate * per_token / 1e12)
+        assert line["model_tflops_per_device"] == pytest.approx(rate * row / CONTEXT / 1e12)
         assert "mfu" not in line, "of a CPU"
         assert line["data_seconds"] > 0 and line["wait_seconds"] > 0
         step_seconds = 8 * CONTEXT / line["tokens_per_second"]
