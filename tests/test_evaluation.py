@@ -1,17 +1,20 @@
 """An evaluation ends: at the end of its split, whatever --eval_iters says, and soon after a request
 to stop."""
 
+import os
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import END, make_dataset
+from conftest import END, make_dataset, same_tensors, stored
 from datasets import load_from_disk
 from ranks import Job, metrics, toy_run, train_ranks
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import restarting_positions
+from fabric_llm.model import language_model
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.training import evaluation
 
@@ -20,27 +23,16 @@ VALIDATION_ROWS = 40
 
 @pytest.fixture(scope="module")
 def data(toys, tmp_path_factory):
-    import numpy as np
-
     folder = tmp_path_factory.mktemp("evaluation") / "data"
     make_dataset(folder, np.random.default_rng(3), validation_rows=VALIDATION_ROWS)
     return folder
 
 
+SIZES = "--global_batch_size 4 --max_step 4 --eval_batch_size 1 --eval_step_interval 2 --lr 1e-2"
+
+
 def flags(toys, data, output, *more):
-    words = [
-        *toy_run(toys, output),
-        "--train_data_dir",
-        data,
-        "--global_batch_size",
-        4,
-        "--max_step",
-        4,
-    ]
-    return [
-        str(word)
-        for word in [*words, "--eval_batch_size", 1, "--eval_step_interval", 2, "--lr", 1e-2, *more]
-    ]
+    return (*toy_run(toys, output), "--train_data_dir", data, *SIZES.split(), *more)
 
 
 @pytest.mark.longer
@@ -48,9 +40,8 @@ def flags(toys, data, output, *more):
 def test_eval_iters_far_beyond_the_split_evaluate_the_split_once(toys, data, tmp_path, ranks):
     """1000000, as in a tutorial, were 500,000 empty batches for each of two ranks."""
     for name, eval_iters in (("all", VALIDATION_ROWS), ("beyond", 10**12)):
-        train_ranks(
-            ranks, *flags(toys, data, tmp_path, "--run_name", name, "--eval_iters", eval_iters)
-        )
+        more = ("--run_name", name, "--eval_iters", eval_iters)
+        train_ranks(ranks, *flags(toys, data, tmp_path, *more))
     losses = metrics(tmp_path / "all", "eval_loss")
     assert len(losses) == 3 and losses == metrics(tmp_path / "beyond", "eval_loss")
 
@@ -59,10 +50,6 @@ def counted(folder):
     """Each batch that a rank evaluates is a line in `folder`."""
 
     def change():
-        import os
-
-        from fabric_llm.training import evaluation
-
         point, file = evaluation.failpoint, folder / f"batches-{os.environ.get('RANK', 0)}"
 
         def count(name):
@@ -81,42 +68,29 @@ def counted(folder):
 def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(
     toys, data, tmp_path, strategy, ranks
 ):
-    words = flags(toys, data, tmp_path, "--eval_iters", 1000, "--strategy", strategy)
-    batches = VALIDATION_ROWS // ranks
-    job = Job(ranks, *words, "--run_name", "whole")
-    assert job.wait() == [0] * ranks, job.output
-    signalled = (
-        f"evaluate:rank={ranks - 1}:count={batches + 3}:do=term"  # in the evaluation after step 2
-    )
-    job = Job(ranks, *words, "--run_name", "cut", failpoint=signalled, before=counted(tmp_path))
+    more = ("--eval_iters", 1000, "--strategy", strategy, "--run_name")
+    words, batches = flags(toys, data, tmp_path, *more), VALIDATION_ROWS // ranks
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train_ranks(ranks, *words, "whole")
+    # in the evaluation after step 2
+    signalled = f"evaluate:rank={ranks - 1}:count={batches + 3}:do=term"
+    job = Job(ranks, *words, "cut", failpoint=signalled, before=counted(tmp_path))
     assert job.wait() == [75] * ranks, job.output
     for rank in range(ranks):
-        assert len((tmp_path / f"batches-{rank}").read_text().split()) == batches + 3, (
-            "soon, and alike on all ranks"
-        )
-    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000002"]
-    assert len(metrics(tmp_path / "cut", "eval_loss")) == 1
+        lines = (tmp_path / f"batches-{rank}").read_text().split()
+        assert len(lines) == batches + 3, "soon, and alike on all ranks"
+    assert [path.name for path in cut.glob("step-*")] == ["step-00000002"]
+    assert len(metrics(cut, "eval_loss")) == 1
     again = f"evaluate:count={batches}:do=kill"  # in the evaluation that is made up
-    assert set(
-        Job(ranks, *words, "--run_name", "cut", "--resume", "auto", failpoint=again).wait()
-    ) & {-9}
-    job = Job(ranks, *words, "--run_name", "cut", "--resume", "auto")
-    assert job.wait() == [0] * ranks, job.output
+    assert -9 in Job(ranks, *words, "cut", "--resume", "auto", failpoint=again).wait()
+    train_ranks(ranks, *words, "cut", "--resume", "auto")
     for key in ("loss", "eval_loss"):
-        assert metrics(tmp_path / "cut", key) == metrics(tmp_path / "whole", key)
-    ours, theirs = (
-        load_file(tmp_path / name / "step-00000004" / "model.safetensors")
-        for name in ("cut", "whole")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert metrics(cut, key) == metrics(whole, key)
+    assert same_tensors(*(stored(run / "step-00000004") for run in (cut, whole)))
 
 
 def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, data, tmp_path):
     def touch():
-        import os
-
-        from fabric_llm.training import evaluation
-
         any_rank = evaluation.any_rank
 
         def touching(fabric, flag):
@@ -126,27 +100,21 @@ def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, 
             return any_rank(fabric, flag)
 
         evaluation.any_rank = touching
-        assert os.environ.get("RANK", "0") == "0"
 
     job = Job(1, *flags(toys, data, tmp_path, "--run_name", "run", "--eval_iters", 5), before=touch)
     assert job.wait() == [0], job.output
-    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == [
-        "step-00000001",
-        "step-00000004",
-    ]
-
-
-def smoothed(logits, targets):
-    """Another loss: label smoothing."""
-    return F.cross_entropy(
-        logits.float(), targets, ignore_index=-100, reduction="sum", label_smoothing=0.5
-    )
+    saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert saved == ["step-00000001", "step-00000004"]
 
 
 def train_smoothed():
-    from fabric_llm.model import language_model
+    """Another loss: label smoothing."""
+    how = {"ignore_index": -100, "reduction": "sum", "label_smoothing": 0.5}
+    language_model.token_loss = lambda logits, ids: F.cross_entropy(logits.float(), ids, **how)
 
-    language_model.token_loss = smoothed
+
+def validation_rows(folder):
+    return torch.tensor(load_from_disk(str(folder))["validation"]["input_ids"])
 
 
 @pytest.mark.longer
@@ -157,23 +125,20 @@ def train_smoothed():
 def test_evaluation_is_plain_cross_entropy_whatever_trains(
     toys, data, tmp_path, strategy, ranks, loss
 ):
-    words = flags(
-        toys, data, tmp_path, "--strategy", strategy, "--loss", loss, "--precision", "32-true"
-    )
+    more = ("--strategy", strategy, "--loss", loss, "--precision", "32-true", "--run_name")
+    words = flags(toys, data, tmp_path, *more)
     for name, change in (("plain", lambda: None), ("smoothed", train_smoothed)):
-        job = Job(ranks, *words, "--run_name", name, before=change)
-        assert job.wait() == [0] * ranks and "gradients are equal to rounding" in job.output[0], (
-            job.output
-        )
+        job = Job(ranks, *words, name, before=change)
+        assert job.wait() == [0] * ranks, job.output
+        assert "gradients are equal to rounding" in job.output[0], job.output
     plain, other = tmp_path / "plain", tmp_path / "smoothed"
     assert metrics(other, "eval_loss")[0] == metrics(plain, "eval_loss")[0]
     assert metrics(other)[0] != pytest.approx(metrics(plain)[0], rel=1e-3), "which is what trains"
     model = AutoModelForCausalLM.from_pretrained(other / "step-00000004").eval()
-    rows = torch.tensor(load_from_disk(str(data))["validation"]["input_ids"])
+    rows = validation_rows(data)
     with torch.no_grad():
-        assert metrics(other, "eval_loss")[-1] == pytest.approx(
-            model(rows, labels=rows).loss.item(), rel=1e-5
-        )
+        expected = model(rows, labels=rows).loss.item()
+    assert metrics(other, "eval_loss")[-1] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.quick_cases(r"packed-2-more2")
@@ -193,42 +158,27 @@ def test_the_loss_by_position_is_that_of_the_tokens_there(
     """Here from 4 tokens on instead of 256. Documents of 7 tokens, and rows of one document."""
     monkeypatch.setattr(evaluation, "EDGES", 4 * 2 ** torch.arange(PLACES - 1))
     folder = packed_data if kind == "packed" else data
-    words = flags(
-        toys,
-        folder,
-        tmp_path,
-        "--eval_iters",
-        40,
-        "--precision",
-        "32-true",
-        "--max_step",
-        1,
-        *map(str, more),
-    )
-    train_ranks(ranks, *words, "--run_name", "run")
+    sizes = "--eval_iters 40 --precision 32-true --max_step 1 --run_name run"
+    train_ranks(ranks, *flags(toys, folder, tmp_path, *sizes.split(), *more))
     found = metrics(tmp_path / "run", "eval")[0]["validation"]
-    rows = torch.tensor(load_from_disk(str(folder))["validation"]["input_ids"])
+    rows = validation_rows(folder)
     ends = rows[:, :-1] == (END if kind == "packed" else -1)
     begins = torch.cat([torch.zeros(len(rows), 1, dtype=torch.bool), ends], dim=1)
     places = restarting_positions(begins)
     model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32)
     with torch.no_grad():
         logits = model(rows, position_ids=places, use_cache=False).logits
-    targets = rows.masked_fill(begins, -100)[:, 1:]
+    targets, places = rows.masked_fill(begins, -100)[:, 1:], places[:, :-1]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
     for first in (0, 4, 8, 16):
-        inside = (
-            (places[:, :-1] >= first) & (places[:, :-1] < max(2 * first, 4)) & (targets != -100)
-        )
+        inside = (places >= first) & (places < max(2 * first, 4)) & (targets != -100)
         if inside.any():
-            assert found[f"loss_from_{first}"] == pytest.approx(
-                losses[inside].mean().item(), rel=1e-5
-            )
+            expected = losses[inside].mean().item()
+            assert found[f"loss_from_{first}"] == pytest.approx(expected, rel=1e-5)
         else:
             assert f"loss_from_{first}" not in found
-    assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(
-        losses[targets != -100].mean().item(), rel=1e-5
-    )
+    expected = losses[targets != -100].mean().item()
+    assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_short_documents_have_no_loss_by_position(toys, data, tmp_path):
