@@ -7,9 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ended, parts
 
 import prepare_data
 from arguments import ROOT
@@ -36,15 +36,9 @@ def run(corpus, tmp_path, capsys, monkeypatch):
         if failpoint is not None:
             monkeypatch.setattr("fabric_llm.base.failpoints._reached", {})
             monkeypatch.setenv(VARIABLE, failpoint)
-        words = [
-            "--input", corpus, "--output", output, "--train_tokenizer", 300, "--context_length", 16,
-        ]
-        words += ["--validation_fraction", 0.3, *flags]
-        code = 0
-        try:
-            prepare_data.main([str(word) for word in words])
-        except SystemExit as exit:
-            code = exit.code
+        sizes = "--train_tokenizer 300 --context_length 16 --validation_fraction 0.3".split()
+        words = ("--input", corpus, "--output", output, *sizes, *flags)
+        code = ended(prepare_data.main, *words)
         monkeypatch.delenv(VARIABLE, raising=False)
         error = capsys.readouterr().err
         assert "Traceback" not in error
@@ -53,25 +47,30 @@ def run(corpus, tmp_path, capsys, monkeypatch):
     return call
 
 
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
 @pytest.mark.parametrize("action", ["int", "term"])
-@pytest.mark.parametrize("point", ["prepare.documents", "prepare.rows"])
-def test_a_stop_leaves_nothing_and_says_so(run, tmp_path, point, action):
-    handlers = [
-        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ]
-    count = ":count=7" if point == "prepare.documents" else ""
-    code, said = run(failpoint=f"{point}{count}:do={action}")
-    goes_on = point == "prepare.rows"  # everything is tokenized by then
-    more = "; the same command goes on from there" * goes_on
-    sentence = (
-        "prepare_data.py: error: stopped on request; nothing was written to "
-        f"{tmp_path / 'out'}{more}."
-    )
-    assert (code, said) == (75, [sentence])
-    assert sorted(os.listdir(tmp_path)) == [".out.preparing"] * goes_on + ["corpus"]
-    assert handlers == [
-        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ]
+@pytest.mark.parametrize(
+    ("point", "more", "left"),
+    [
+        ("prepare.documents:count=7", "", ["corpus"]),
+        # Everything is tokenized by then.
+        (
+            "prepare.rows",
+            "; the same command goes on from there",
+            [".out.preparing", "corpus"],
+        ),
+    ],
+)
+def test_a_stop_leaves_nothing_and_says_so(run, tmp_path, point, more, left, action):
+    before = handlers()
+    code, said = run(failpoint=f"{point}:do={action}")
+    sentence = f"stopped on request; nothing was written to {tmp_path / 'out'}{more}."
+    assert (code, said) == (75, [f"prepare_data.py: error: {sentence}"])
+    assert parts(tmp_path) == left
+    assert handlers() == before
 
 
 def test_a_stop_while_it_is_published_comes_too_late(run, tmp_path):
@@ -81,7 +80,7 @@ def test_a_stop_while_it_is_published_comes_too_late(run, tmp_path):
     code, said = run("--overwrite", "true", "--seed", 7, failpoint="prepare.publish:do=int")
     assert (code, said) == (0, [])
     assert (tmp_path / "out" / "manifest.json").read_bytes() != before
-    assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
+    assert parts(tmp_path) == ["corpus", "out"]
 
 
 def test_a_stop_leaves_a_former_dataset_as_it_was(run, tmp_path):
@@ -89,8 +88,8 @@ def test_a_stop_leaves_a_former_dataset_as_it_was(run, tmp_path):
     before = (tmp_path / "out" / "manifest.json").read_bytes()
     assert run("--overwrite", "true", failpoint="prepare.rows:do=int")[0] == 75
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == [".out.preparing", "corpus", "out"]
-    assert run("--overwrite", "true")[0] == 0 and sorted(os.listdir(tmp_path)) == ["corpus", "out"]
+    assert parts(tmp_path) == [".out.preparing", "corpus", "out"]
+    assert run("--overwrite", "true")[0] == 0 and parts(tmp_path) == ["corpus", "out"]
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
 
 
@@ -104,38 +103,35 @@ sys.meta_path.insert(0, Ask())
 """
 
 
-@pytest.mark.quick_cases(r"words0-(arguments|datasets)|words1-jsonargparse")
-@pytest.mark.parametrize(
-    "module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare.prepare"]
-)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["prepare_data.py", "--input", "in", "--output", "out"],
-        ["export_hf.py", "in", "--output", "out"],
-    ],
-)
-def test_a_stop_during_import(tmp_path, module, words):
-    instead = {"arguments": "prepare_arguments"}
-    if words[0] == "export_hf.py":
-        instead = {
-            "arguments": "fabric_llm.weights.checks",
-            "datasets": "torch",
-            "fabric_llm.prepare.prepare": "fabric_llm.weights.export",
-        }
-    module = instead.get(module, module)
+IMPORTS = [
+    (words, module)
+    for words, modules in (
+        (
+            "prepare_data.py --input in --train_tokenizer 300 --output out",
+            "prepare_arguments jsonargparse datasets fabric_llm.prepare.prepare",
+        ),
+        (
+            "export_hf.py in --output out",
+            "fabric_llm.weights.checks jsonargparse torch fabric_llm.weights.export",
+        ),
+    )
+    for module in modules.split()
+]
+
+
+@pytest.mark.quick_cases(r"prepare_data.*-(prepare_arguments|datasets)\]|export_hf.*-jsonargparse")
+@pytest.mark.parametrize(("words", "module"), IMPORTS)
+def test_a_stop_during_import(tmp_path, words, module):
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt", "MANIFEST.json"):
         (tmp_path / "in" / name).write_text("{}")
-    more = ["--train_tokenizer", "300"] if words[0] == "prepare_data.py" else []
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": module}
-    command = [sys.executable, str(ROOT / words[0]), *words[1:], *more]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    own = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": module}
+    script, *flags = words.split()
+    command, how = [sys.executable, str(ROOT / script), *flags], {"text": True, "timeout": 120}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, **how)
     assert done.returncode == 75, done.stderr
-    assert done.stderr.startswith(f"{words[0]}: error: stopped on request; nothing was written")
+    assert done.stderr.startswith(f"{script}: error: stopped on request; nothing was written")
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
@@ -186,31 +182,22 @@ def test_a_stop_of_a_run_that_has_just_begun(tmp_path, toys, rank, module):
 @pytest.mark.parametrize("point", ["prepare.documents:count=7", "prepare.rows", "prepare.publish"])
 def test_a_full_disk_is_one_sentence(run, tmp_path, point):
     code, [said] = run(failpoint=f"{point}:do=enospc")
-    assert (
-        code == 74
-        and f"output {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device"
-        in said
-    )
-    assert (
-        "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 " in said
-        and said.endswith(" GiB were free there at the start.")
-    )
+    full = f"output {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device"
+    assert code == 74 and full in said
+    assert "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 " in said
+    assert said.endswith(" GiB were free there at the start.")
     # What is tokenized stays, for a start that finds more room.
-    assert sorted(os.listdir(tmp_path)) == [".out.preparing"] * ("documents" not in point) + [
-        "corpus"
-    ]
-    assert run()[0] == 0 and sorted(os.listdir(tmp_path)) == ["corpus", "out"]
+    kept = [] if "documents" in point else [".out.preparing"]
+    assert parts(tmp_path) == [*kept, "corpus"]
+    assert run()[0] == 0 and parts(tmp_path) == ["corpus", "out"]
 
 
 def test_room_is_asked_for(run, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     code, [said] = run()
-    assert (
-        code == 74
-        and "The dataset needs 0.02 GiB, of which 0.02 are a margin, but " in said
-        and "has 0.00 GiB free: make room, or take an" in said
-    )
-    assert sorted(os.listdir(tmp_path)) == [".out.preparing", "corpus"]
+    assert code == 74 and "The dataset needs 0.02 GiB, of which 0.02 are a margin, but " in said
+    assert "has 0.00 GiB free: make room, or take an" in said
+    assert parts(tmp_path) == [".out.preparing", "corpus"]
 
 
 def test_files_that_may_not_grow(run, tmp_path):
@@ -221,22 +208,19 @@ def test_files_that_may_not_grow(run, tmp_path):
         code, [said] = run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert code == 74 and "File too large" in said and os.listdir(tmp_path) == ["corpus"]
+    assert code == 74 and "File too large" in said and parts(tmp_path) == ["corpus"]
 
 
 def test_a_disk_that_is_really_full(run, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if (
-        os.geteuid() != 0
-        or shutil.which("mount") is None
-        or subprocess.run(mounting, capture_output=True).returncode
-    ):
+    is_root = os.geteuid() == 0 and shutil.which("mount") is not None
+    if not is_root or subprocess.run(mounting, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
         code, [said] = run(output=disk / "out")
-        left = os.listdir(disk)
+        left = parts(disk)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
     assert code == 74 and ("No space left on device" in said or "The dataset needs" in said), said
@@ -254,7 +238,5 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("fabric_llm.prepare.documents.opened", refused)  # root may read everything
-    code, [said] = run()
-    assert code == 2 and said == (
-        f"prepare_data.py: error: {str(Path(corpus, '0.txt'))!r} can't be read: Permission denied."
-    )
+    sentence = f"{str(corpus / '0.txt')!r} can't be read: Permission denied."
+    assert run() == (2, [f"prepare_data.py: error: {sentence}"])

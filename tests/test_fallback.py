@@ -1,20 +1,21 @@
 """A damaged checkpoint is found before it is used: --resume true goes on from the newest whole one,
 and says so."""
 
+import errno
 import shutil
 
 import pytest
-from ranks import metrics, run_ranks, train_ranks
+from ranks import Job, metrics, toy_run, train_ranks
 
 
 def damage_by(how, file):
+    content = bytearray(file.read_bytes())
     if how == "flip":
-        content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    elif how == "truncate":
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     else:
+        del content[len(content) // 2 :]
+    file.write_bytes(content)
+    if how == "delete":
         file.unlink()
 
 
@@ -22,9 +23,9 @@ def damage_by(how, file):
 def finished(toys, tmp_path_factory):
     """(flags, folder) of a run of two FSDP ranks with checkpoints at 2, 4 and 6."""
     output = tmp_path_factory.mktemp("finished")
-    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--run_name", "run")
-    flags += ("--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 0)
-    train_ranks(2, *flags, "--output_dir", output, "--strategy", "fsdp", "--max_step", 6)
+    sizes = "--run_name run --global_batch_size 4 --save_step_interval 2 --eval_iters 0"
+    flags = (*toy_run(toys, output), *sizes.split())
+    train_ranks(2, *flags, "--strategy", "fsdp", "--max_step", 6)
     return flags, output / "run"
 
 
@@ -36,19 +37,14 @@ def run(finished, tmp_path):
     return (*flags, "--output_dir", tmp_path), tmp_path / "run"
 
 
-def said_and_code(argv):
-    import contextlib
-    import io
+MORE = "--max_step 7 --resume_override max_step --resume true".split()
 
-    import train
 
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            train.main([str(word) for word in argv])
-        except SystemExit as stop:
-            return stop.code, output.getvalue()
-    return 0, output.getvalue()
+def ended(*words, ranks=1, before=lambda: None):
+    """(exit code of all ranks, what rank 0 said)"""
+    job = Job(ranks, *words, before=before)
+    [code] = {*job.wait()}
+    return code, job.output[0]
 
 
 @pytest.mark.longer
@@ -71,17 +67,11 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
     flags, folder = run
     [file] = (folder / "step-00000006").glob(pattern)
     damage_by(how, file)
-    argv = [
-        *flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true",
-        "--log_step_interval", 1,
-    ]
-    for code, said in run_ranks(2, said_and_code, [*argv, "--devices", 2, "--strategy", "fsdp"]):
-        assert code == 0
-        if "LlamaForCausalLM" in said:  # rank 0
-            assert "resumed from" in said and "step-00000004" in said
-            # there another file's entry may be what has changed, or it is no checkpoint
-            if pattern != "MANIFEST.json":
-                assert "is damaged" in said and file.name in said
+    code, said = ended(*flags, *MORE, "--strategy", "fsdp", ranks=2)
+    assert code == 0 and "resumed from" in said and "step-00000004" in said
+    # there another file's entry may be what has changed, or it is no checkpoint
+    if pattern != "MANIFEST.json":
+        assert "is damaged" in said and file.name in said
     assert metrics(folder, "step")[-3:] == [5, 6, 7]
     assert (folder / "step-00000007").is_dir()
 
@@ -90,36 +80,28 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
 def test_a_named_checkpoint_is_never_replaced_by_another(run):
     flags, folder = run
     damage_by("flip", folder / "step-00000006" / "model.safetensors")
-    argv = [
-        *(*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"),
-        *("--checkpoint", folder / "step-00000006"),
-    ]
-    [(code, said)] = run_ranks(1, said_and_code, argv)
+    code, said = ended(*flags, *MORE, "--checkpoint", folder / "step-00000006")
     assert code == 66 and "the content of model.safetensors has changed" in said
-
-
-def with_a_bad_sector(argv, file):
-    import errno
-
-    from fabric_llm.base import files
-
-    sha256 = files.sha256
-
-    def read(path):
-        if path == file:
-            raise OSError(errno.EIO, "Input/output error")
-        return sha256(path)
-
-    files.sha256 = read
-    return said_and_code(argv)
 
 
 @pytest.mark.longer
 def test_a_file_that_cannot_be_read_is_damaged(run):
     flags, folder = run
     file = folder / "step-00000006" / "model.safetensors"
-    argv = [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"]
-    [(code, said)] = run_ranks(1, with_a_bad_sector, argv, file)
+
+    def bad_sector():
+        from fabric_llm.base import files
+
+        sha256 = files.sha256
+
+        def read(path):
+            if path == file:
+                raise OSError(errno.EIO, "Input/output error")
+            return sha256(path)
+
+        files.sha256 = read
+
+    code, said = ended(*flags, *MORE, before=bad_sector)
     assert code == 0 and "model.safetensors can't be read (Input/output error)" in said
     assert f"resumed from {folder / 'step-00000004'}" in said
 
@@ -127,10 +109,10 @@ def test_a_file_that_cannot_be_read_is_damaged(run):
 def test_a_model_card_in_a_checkpoint_is_no_damage_to_a_new_run(run):
     flags, folder = run
     (folder / "step-00000006" / "README.md").write_text("A card.")
-    (folder.parent / "base").symlink_to(folder / "step-00000006")
-    argv = [*flags, "--model_name", folder.parent / "base", "--run_name", "new", "--max_step", 1]
-    [(code, said)] = run_ranks(1, said_and_code, argv)
-    assert code == 0 and f"weights of {folder.parent / 'base'}" in said
+    base = folder.parent / "base"
+    base.symlink_to(folder / "step-00000006")
+    code, said = ended(*flags, "--model_name", base, "--run_name", "new", "--max_step", 1)
+    assert code == 0 and f"weights of {base}" in said
 
 
 @pytest.mark.parametrize(
@@ -145,31 +127,25 @@ def test_a_new_run_from_a_damaged_checkpoint_does_not_begin(run, how, pattern, w
     """Least of all from random weights, where there are none."""
     flags, folder = run
     damage_by(how, folder / "step-00000006" / pattern)
-    argv = [*flags, "--model_name", folder / "step-00000006", "--run_name", "new", "--max_step", 1]
-    [(code, said)] = run_ranks(1, said_and_code, argv)
+    base = ("--model_name", folder / "step-00000006")
+    code, said = ended(*flags, *base, "--run_name", "new", "--max_step", 1)
     assert code == 66 and words in said
 
 
 def test_a_run_goes_on_when_what_it_began_with_is_gone(toys, run, tmp_path):
     flags, folder = run
     shutil.copytree(toys / "llama", tmp_path / "model")
-    argv = [*flags, "--model_name", tmp_path / "model", "--run_name", "new", "--max_step", 3]
-    train_ranks(1, *argv)
+    argv = (*flags, "--model_name", tmp_path / "model", "--run_name", "new", "--max_step")
+    train_ranks(1, *argv, 3)
     shutil.rmtree(tmp_path / "model")
-    argv[argv.index("--max_step", len(flags)) + 1] = 4
-    [(code, said)] = run_ranks(
-        1, said_and_code, [*argv, "--resume", "true", "--resume_override", "max_step"]
-    )
-    assert code == 0, said
+    train_ranks(1, *argv, 4, "--resume", "true", "--resume_override", "max_step")
     assert metrics(tmp_path / "new", "step")[-1] == 4
 
 
 def test_a_resumed_run_says_that_it_does_not_take_another_model(toys, run):
     flags, folder = run
-    shutil.copytree(toys / "llama", folder.parent / "other")
-    argv = [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"]
-    argv[argv.index("--model_name") + 1] = folder.parent / "other"
-    [(code, said)] = run_ranks(1, said_and_code, argv)
+    other = shutil.copytree(toys / "llama", folder.parent / "other")
+    code, said = ended(*flags, *MORE, "--model_name", other)
     assert code == 0 and f"The run began with --model_name {toys / 'llama'}" in said
 
 
@@ -177,11 +153,7 @@ def test_no_whole_checkpoint_at_all(run):
     flags, folder = run
     for step in (2, 4, 6):
         damage_by("truncate", folder / f"step-{step:08d}" / "model.safetensors")
-    [(code, said)] = run_ranks(
-        1,
-        said_and_code,
-        [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"],
-    )
+    code, said = ended(*flags, *MORE)
     assert code == 66 and "No checkpoint" in said and "step-00000002" in said
 
 
@@ -189,9 +161,5 @@ def test_sizes_alone_do_not_see_a_flipped_bit(run):
     """What the cheaper setting gives up."""
     flags, folder = run
     damage_by("flip", folder / "step-00000006" / "trainer" / "probe.safetensors")
-    argv = [
-        *(*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"),
-        *("--verify_checkpoints", "size"),
-    ]
-    [(code, said)] = run_ranks(1, said_and_code, argv)
+    code, said = ended(*flags, *MORE, "--verify_checkpoints", "size")
     assert code == 0 and "step-00000006" in said and "Warning" not in said

@@ -4,17 +4,16 @@ it, and train what they would have trained without it from the start."""
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ranks import metrics
 from torch._inductor.exc import CppCompileError
 
+from arguments import ROOT
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault
 from fabric_llm.run.fallback import without_fast_path
 
-ROOT = Path(__file__).parent.parent
 # What breaks on rank 1, as on a machine where it doesn't work. Rank 0 and the reference are whole.
 BREAK = """
 import os
@@ -26,29 +25,30 @@ def fails(*args, **more):
 if os.environ.get("RANK") == "1":
     {}
 """
+DEFAULT = ""  # the path is chosen by default
 PATHS = {  # the flags of the path, what breaks, and the flag of the run that goes on
     "packed": (
-        [],  # it is chosen by default
+        DEFAULT,
         "from fabric_llm.model import packed_attention; packed_attention._one_by_one = fails",
         "--attention sdpa",
     ),
     "chunked": (
-        [],
+        DEFAULT,
         "from fabric_llm.model import chunked_loss; chunked_loss.Head.__call__ = fails",
         "--loss full",
     ),
     "compiled": (
-        ["--compile", "true"],
+        "--compile true",
         "os.environ['CXX'] = '/bin/false'; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {folder!r}",
         "--compile false",
     ),
     "offload": (
-        ["--activation_checkpointing", "offload"],
+        "--activation_checkpointing offload",
         "from fabric_llm.model import offload; offload.Inputs.put = fails",
         "--activation_checkpointing full",
     ),
     "float8": (
-        ["--float8", "tensorwise"],
+        "--float8 tensorwise",
         "import torchao.float8.float8_linear as f8; f8.hp_tensor_to_float8_dynamic = fails",
         "--float8 none",
     ),
@@ -56,38 +56,38 @@ PATHS = {  # the flags of the path, what breaks, and the flag of the run that go
 LONGER, SLOW = pytest.mark.longer, pytest.mark.slow
 
 
-@pytest.fixture
-def data(toys, packed_data):
-    return toys / "llama", packed_data
-
-
-def run(data, folder, path, *more, launcher=()):
+def run(places, folder, path, *more, launcher=()):
     """(exit code, what was said) of two ranks on which `path` fails."""
     flags, broken, _ = PATHS[path]
     code = folder / "broken.py"
     code.write_text(BREAK.format(broken.format(folder=str(folder / "inductor"))))
-    command = [*launcher, "train.py", *shared(data, folder), *flags, "--code", code, *more]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = train(places, folder, *flags.split(), "--code", code, *more, launcher=launcher)
     return done.returncode, done.stdout + done.stderr
 
 
-def shared(data, folder):
-    return [
-        "--model_name", data[0], "--train_data_dir", data[1],
-        "--output_dir", folder, "--run_name", "run", "--devices", 2, "--accelerator", "cpu",
-        "--global_batch_size", 4, "--max_step", 3, "--lr", "1e-3", "--eval_iters", 1,
-        "--log_step_interval", 1, "--strategy", "fsdp2",
-    ]  # fmt: skip
+SIZES = (
+    "--run_name run --devices 2 --accelerator cpu --global_batch_size 4 --max_step 3 --lr 1e-3 "
+    "--eval_iters 1 --log_step_interval 1 --strategy fsdp2"
+)
+
+
+@pytest.fixture
+def places(toys, packed_data):
+    return ("--model_name", toys / "llama", "--train_data_dir", packed_data)
+
+
+def train(places, folder, *more, launcher=()):
+    words = ("train.py", *places, "--output_dir", folder, *SIZES.split(), *more)
+    command = [sys.executable, *map(str, (*launcher, *words))]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=LONGER if path == "packed" else SLOW) for path in PATHS],
 )
-def test_the_run_goes_on_without_it_on_all_ranks(data, tmp_path, path):
-    code, said = run(data, tmp_path, path)
+def test_the_run_goes_on_without_it_on_all_ranks(places, tmp_path, path):
+    code, said = run(places, tmp_path, path)
     flag = PATHS[path][2]
     assert code == 0, said
     [warning] = [line for line in said.splitlines() if "starts again" in line]
@@ -98,28 +98,21 @@ def test_the_run_goes_on_without_it_on_all_ranks(data, tmp_path, path):
     [fell_back] = [event for event in events if event["event"] == "fell_back"]
     assert " ".join(fell_back["flags"]) == flag
     # The same as without the path from the start.
-    name, value = flag.split()
-    plain = tmp_path / "plain"
-    subprocess.run(
-        [sys.executable, "train.py", *map(str, shared(data, plain)), name, value],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    assert metrics(tmp_path / "run") == metrics(plain / "run")
+    assert train(places, tmp_path / "plain", *flag.split()).returncode == 0
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain" / "run")
 
 
 @LONGER
-def test_under_torchrun_as_well(data, tmp_path):
+def test_under_torchrun_as_well(places, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    code, said = run(data, tmp_path, "packed", launcher=launcher)
+    code, said = run(places, tmp_path, "packed", launcher=launcher)
     assert code == 0, said
     assert said.count("starts again") == 1 and len(metrics(tmp_path / "run")) == 3
 
 
 @SLOW
-def test_strict_ends_the_run(data, tmp_path):
-    code, said = run(data, tmp_path, "packed", "--fast_paths", "strict")
+def test_strict_ends_the_run(places, tmp_path):
+    code, said = run(places, tmp_path, "packed", "--fast_paths", "strict")
     assert code == 1 and "it doesn't work on this machine" in said and "again" not in said
 
 
@@ -163,40 +156,38 @@ Prefetch.at, step.share, Head.__call__ = reading, too_large, fails
 
 
 @LONGER
-def test_after_a_step_that_a_rewind_has_undone_the_run_ends(data, tmp_path):
+def test_after_a_step_that_a_rewind_has_undone_the_run_ends(places, tmp_path):
     """It goes back behind the step at which its process began."""
     (tmp_path / "broken.py").write_text(BREAK_AFTER_A_REWIND)
-    command = ["train.py", *shared(data, tmp_path), "--devices", 1, "--strategy", "auto"]
-    command += ["--save_step_interval", 2, "--eval_iters", 0, "--loss", "chunked"]
-    command += ["--spike_threshold", 1000, "--spike_window", 2, "--spike_action", "rewind"]
-    more = ["--code", tmp_path / "broken.py", "--max_step", 8, "--resume", "true"]
-    more += ["--resume_override", "max_step,code"]
-    for words, expected in (([], 0), (more, 1)):
-        done = subprocess.run(
-            [sys.executable, *map(str, [*command, *words])],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == expected, done.stderr
-    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    words = "--devices 1 --strategy auto --save_step_interval 2 --eval_iters 0 --loss chunked "
+    words += "--spike_threshold 1000 --spike_window 2 --spike_action rewind"
+    assert train(places, tmp_path, *words.split()).returncode == 0
+    more = ("--code", tmp_path / "broken.py", "--max_step", 8, "--resume", "true")
+    more += ("--resume_override", "max_step,code")
+    done = train(places, tmp_path, *words.split(), *more)
+    assert done.returncode == 1, done.stderr
+    assert "rewind" in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "starts again" not in done.stderr and "it comes after a rewind" in done.stderr
+
+
+def flags_again(error, taken, rank=3):
+    """(the flags of the run that goes on, what is said)"""
+    model = {**taken}
+    placement = SimpleNamespace(context_parallel=model.pop("sharing", 1))
+    plan = SimpleNamespace(model=SimpleNamespace(**model), placement=placement)
+    fault = without_fast_path(error, as_fault(error), plan, rank)
+    return " ".join(fault.again) or None, str(fault)
 
 
 def test_errors_that_go_round_in_a_circle_are_followed_once():
     error = RuntimeError("round")
     error.__cause__ = error
-    plan = SimpleNamespace(model=SimpleNamespace(**EVERY), placement=None)
-    plan.placement = SimpleNamespace(context_parallel=1)
-    assert without_fast_path(error, as_fault(error), plan, 0).again == []
+    assert flags_again(error, EVERY)[0] is None
 
 
 def test_no_path_is_turned_off_twice(monkeypatch):
     monkeypatch.setenv("FABRIC_LLM_AGAIN", " --compile false")
-    plan = SimpleNamespace(
-        model=SimpleNamespace(**EVERY), placement=SimpleNamespace(context_parallel=1)
-    )
-    assert (
-        without_fast_path(raised_in(INDUCTOR), as_fault(raised_in(INDUCTOR)), plan, 0).again == []
-    )
+    assert flags_again(raised_in(INDUCTOR), EVERY)[0] is None
 
 
 def test_a_compiler_that_lost_a_process_of_its_own_has_lost_no_rank():
@@ -238,9 +229,6 @@ OFFLOAD, MODEL = "/w/fabric_llm/model/offload.py", "/s/transformers/models/llama
     ],
 )
 def test_whose_error_it_is(error, taken, flag):
-    model = {**taken}
-    placement = SimpleNamespace(context_parallel=model.pop("sharing", 1))
-    plan = SimpleNamespace(model=SimpleNamespace(**model), placement=placement)
-    fault = without_fast_path(error, as_fault(error), plan, rank=3)
-    assert (" ".join(fault.again) or None) == flag
-    assert flag is None or "failed on rank 3" in str(fault) and flag in str(fault)
+    again, said = flags_again(error, taken)
+    assert again == flag
+    assert flag is None or "failed on rank 3" in said and flag in said
