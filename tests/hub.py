@@ -60,16 +60,11 @@ def hub(folder: Path) -> Iterator[dict[str, str]]:
     without a token."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
-    }
+    names = [name for name in os.environ if not name.startswith(("HF_", "HUGGING"))]
+    own = {"HF_HOME": str(folder), "NO_PROXY": "127.0.0.1"}
+    own["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield {
-            **own,
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HOME": str(folder),
-            "NO_PROXY": "127.0.0.1",
-        }
+        yield {**{name: os.environ[name] for name in names}, **own}
     finally:
         server.shutdown()
         server.server_close()
@@ -116,17 +111,13 @@ class UploadHandler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return 200, {}
         if path == "/api/models/org/name/preupload/main":
-            is_large = {
-                one["path"]: one["path"].endswith((".safetensors", ".png"))
-                for one in json.loads(body)["files"]
-            }
-            modes = {True: "lfs", False: "regular"}
-            files = [{"path": name, "uploadMode": modes[large]} for name, large in is_large.items()]
-            return 200, {"files": [{**one, "shouldIgnore": False} for one in files]}
+            files = []
+            for name in (one["path"] for one in json.loads(body)["files"]):
+                mode = "lfs" if name.endswith((".safetensors", ".png")) else "regular"
+                files.append({"path": name, "uploadMode": mode, "shouldIgnore": False})
+            return 200, {"files": files}
         if path == "/org/name.git/info/lfs/objects/batch":
-            objects = [
-                {"oid": one["oid"], "size": one["size"]} for one in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
             for one in objects:
                 if one["oid"] not in hub.stored:
                     one["actions"] = {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}
@@ -139,12 +130,11 @@ class UploadHandler(BaseHTTPRequestHandler):
             return 200, {}
         if path == "/api/models/org/name/commit/main":
             for line in map(json.loads, body.splitlines()):
+                value = line["value"]
                 if line["key"] == "file":
-                    hub.repository[line["value"]["path"]] = base64.b64decode(
-                        line["value"]["content"]
-                    )
+                    hub.repository[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    hub.repository[line["value"]["path"]] = hub.stored[line["value"]["oid"]]
+                    hub.repository[value["path"]] = hub.stored[value["oid"]]
             return 200, {"commitUrl": f"{hub.address}/org/name/commit/1", "commitOid": "1" * 40}
         return 404, {}
 

@@ -6,47 +6,34 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import metrics, toy_run
 
-ROOT = Path(__file__).parent.parent
+from arguments import ROOT
+
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
 
 def test_what_a_run_leaves_is_not_copied_into_the_image():
     ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {
-        ".git",
-        ".venv*",
-        "data/*",
-        "checkpoints/*",
-        "hf",
-        "wandb",
-        "build",
-        "**/*.egg-info",
-    } <= set(ignored)
-    assert {"**/__pycache__", "**/.pytest_cache"} <= set(ignored)
+    left = ".git .venv* data/* checkpoints/* hf wandb build **/*.egg-info **/__pycache__"
+    assert {*left.split(), "**/.pytest_cache"} <= set(ignored)
 
 
 def test_the_documented_command_runs_as_the_caller_and_keeps_what_it_downloads():
     [command] = re.findall(r"^docker run (?:.*\\\n)*.*", PAGE, re.M)
     home = set_in_image()["HF_HOME"]
     assert "--user $(id -u):$(id -g)" in command and f"-v ~/.cache/huggingface:{home}" in command
-    assert all(
-        f"-v $PWD/{folder}:/app/{folder}" in command for folder in ("data", "checkpoints", "hf")
-    )
+    for folder in ("data", "checkpoints", "hf"):
+        assert f"-v $PWD/{folder}:/app/{folder}" in command
 
 
 def set_in_image():
     """The variables that the Dockerfile sets."""
-    return dict(
-        word.split("=", 1)
-        for line in re.findall(r"^ENV (.*)", DOCKERFILE, re.M)
-        for word in line.split()
-    )
+    lines = re.findall(r"^ENV (.*)", DOCKERFILE, re.M)
+    return dict(word.split("=", 1) for line in lines for word in line.split())
 
 
 @pytest.mark.slow
@@ -71,39 +58,26 @@ def test_the_image_s_own_python_may_be_the_distribution_s(tmp_path):
     path = "/usr/bin:/bin"
     there = shutil.which("python3", path=path)
     if there is None or subprocess.run([there, "-c", MANAGED], capture_output=True).returncode:
-        pytest.skip(
-            "needs an externally managed /usr/bin/python3 (Debian 12, Ubuntu 24.04) with pip and "
-            "setuptools"
-        )
+        pytest.skip("needs an externally managed /usr/bin/python3 with pip and setuptools")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "fabric_llm", tmp_path / "fabric_llm")
     (tmp_path / "requirements.lock").touch()  # what it holds would be fetched
-    # 0 means true there
-    offline = {
-        "PIP_NO_DEPS": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",
-        "PIP_NO_INDEX": "1",
-    }
-    environment = {"HOME": str(tmp_path), "PATH": path, **offline}
+    environment = {"HOME": str(tmp_path), "PATH": path, "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
+    environment["PIP_NO_BUILD_ISOLATION"] = "0"  # 0 means true there
+
+    def here(line):
+        return line.replace("/opt/venv", str(tmp_path / "venv"))
 
     def typed(line):
-        words = [
-            "bash",
-            "-euo",
-            "pipefail",
-            "-c",
-            line.replace("/opt/venv", str(tmp_path / "venv")),
-        ]
+        words = ["bash", "-euo", "pipefail", "-c", here(line)]
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     refused = typed("pip install --no-cache-dir -e .")
     assert refused.returncode and "externally-managed-environment" in refused.stderr
     for kind, line in re.findall(r"^(RUN|ENV) (.*)", DOCKERFILE, re.M):
         if kind == "ENV" and line.startswith("PATH="):
-            environment["PATH"] = (
-                line[5:].replace("/opt/venv", str(tmp_path / "venv")).replace("$PATH", path)
-            )
+            environment["PATH"] = here(line[5:]).replace("$PATH", path)
         if kind == "RUN" and ("venv" in line or "pip" in line):
             done = typed(line)
             assert done.returncode == 0, done.stderr
@@ -113,9 +87,7 @@ def test_the_image_s_own_python_may_be_the_distribution_s(tmp_path):
         "mkdir -p torch/distributed && echo 'print(__import__(\"sys\").prefix)' > "
         "torch/distributed/run.py && torchrun"
     )
-    assert done.stdout.strip() == str(tmp_path / "venv"), (
-        "ranks get this Python, and not the image's"
-    )
+    assert done.stdout.strip() == str(tmp_path / "venv"), "ranks get this Python"
 
 
 @pytest.mark.slow
@@ -132,39 +104,15 @@ def test_a_user_whom_nobody_knows(toys, tmp_path):
         folder.chmod(0o755)
     # Its Python may lie in root's own folder, where only root may read; a container's doesn't.
     reads = "--inh-caps +dac_read_search --ambient-caps +dac_read_search".split()
-    words = [
-        "setpriv",
-        "--reuid",
-        "12345",
-        "--regid",
-        "12345",
-        "--clear-groups",
-        *reads,
-        sys.executable,
-    ]
-    words += [
-        str(ROOT / "train.py"),
-        *map(str, toy_run(toys, tmp_path / "checkpoints")),
-        "--run_name",
-        "run",
-    ]
-    words += (
-        "--devices 2 --global_batch_size 4 --max_step 2 --eval_iters 1 --log_step_interval 1 "
-        "--logger wandb"
-    ).split()
-    own = {
-        "HOME": str(tmp_path / "home"),
-        "USER": image["USER"],
-        "HF_HOME": str(tmp_path / "hub"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    own |= {
-        "PATH": os.environ["PATH"],
-        "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "offline",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    done = subprocess.run(words, cwd="/", env=own, capture_output=True, text=True, timeout=600)
+    user = "setpriv --reuid 12345 --regid 12345 --clear-groups".split()
+    sizes = "--run_name run --devices 2 --global_batch_size 4 --max_step 2 --eval_iters 1"
+    train = (sys.executable, ROOT / "train.py", *toy_run(toys, tmp_path / "checkpoints"))
+    words = (*user, *reads, *train, *sizes.split(), "--log_step_interval", 1, "--logger", "wandb")
+    own = {"HOME": tmp_path / "home", "HF_HOME": tmp_path / "hub", "USER": image["USER"]}
+    own |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    how = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run([str(word) for word in words], cwd="/", env=own, **how)
     assert done.returncode == 0, done.stderr
     assert "ermission denied" not in done.stdout + done.stderr
     assert metrics(tmp_path / "checkpoints" / "run", "step")[-1] == 2

@@ -166,7 +166,7 @@ def test_after_a_step_that_a_rewind_has_undone_the_run_ends(places, tmp_path):
     more += ("--resume_override", "max_step,code")
     done = train(places, tmp_path, *words.split(), *more)
     assert done.returncode == 1, done.stderr
-    assert "rewind" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
     assert "starts again" not in done.stderr and "it comes after a rewind" in done.stderr
 
 
