@@ -26,9 +26,8 @@ def missing() -> Optional[str]:
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
     if absent:
         return f"hosts need {', '.join(absent)} (Debian: iproute2, util-linux)"
-    tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True
-    )
+    words = "unshare --net --uts --mount --pid --fork true".split()
+    tried = subprocess.run(words, capture_output=True)
     return "hosts need root, or the right to make namespaces" if tried.returncode else None
 
 
@@ -37,23 +36,15 @@ class Namespace:
     standard input does."""
 
     def __init__(self, kinds: str, setup: str) -> None:
-        words = [
-            "unshare",
-            *(f"--{kind}" for kind in kinds.split()),
-            "bash",
-            "-c",
-            FIRST.format(setup=setup),
-        ]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-        )
+        script = FIRST.format(setup=setup)
+        words = ["unshare", *(f"--{kind}" for kind in kinds.split()), "bash", "-c", script]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(words, **pipes, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n", f"no namespace: {setup}"
-        children = (
-            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        )
-        self.first = int(children[0]) if "fork" in kinds else self.process.pid
+        self.first = pid = self.process.pid
+        if "fork" in kinds:
+            self.first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
@@ -88,10 +79,9 @@ class Network:
     def plug_in(self, name: str) -> None:
         """Start the host, for the first time or after `lose`."""
         port = self.names.index(name) + 1
-        hosts = self.folder / "hosts"
         setup = (
             f"hostname {name} && mount --make-rprivate / && mount -t proc proc /proc && mount "
-            f"--bind {hosts} /etc/hosts"
+            f"--bind {self.folder / 'hosts'} /etc/hosts"
         )
         host = self.hosts[name] = Namespace("net uts mount pid fork kill-child", setup)
         self._at_switch(f"ip link add port{port} type veth peer name eth0 netns {host.first}")

@@ -5,7 +5,8 @@ import threading
 import time
 
 import pytest
-import torch
+from conftest import same_tensors
+from servers import wait_for
 
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.dataset import open_dataset
@@ -29,9 +30,7 @@ class Copies:
 
 def assert_same(found, wanted):
     for one, other in zip(found, wanted, strict=True):
-        assert one.keys() == other.keys() and all(
-            torch.equal(one[name].cpu(), other[name]) for name in one
-        )
+        assert same_tensors(one, other)
 
 
 @pytest.fixture
@@ -46,15 +45,12 @@ def test_copies_are_made_by_the_threads_that_read_ahead(batches, workers):
     for number, position in enumerate(range(0, 10 * STEP, STEP), 1):
         found = prefetch.at(position)
         assert_same(found, batches.at(position))
-        assert (
-            copies.handed_out[-1] == (threading.main_thread(), found)
-            and len(copies.handed_out) == number
-        )
+        assert copies.handed_out[-1] == (threading.main_thread(), found)
+        assert len(copies.handed_out) == number
     prefetch.close()
     ahead = [name for name in copies.made if name.startswith("batches")]
-    assert len(ahead) >= (9 if workers else 0) and len(copies.made) - len(ahead) == (
-        1 if workers else 10
-    )
+    assert len(ahead) >= (9 if workers else 0)
+    assert len(copies.made) - len(ahead) == (1 if workers else 10)
     assert prefetch.rows_read.count == 10 * STEP, "and not what was only made ready"
 
 
@@ -62,9 +58,7 @@ def test_the_next_step_is_ready_when_it_is_asked_for(batches):
     copies = Copies()
     prefetch = Prefetch(batches, 2, copies)
     prefetch.at(0)
-    deadline = time.monotonic() + 60
-    while len(copies.made) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(copies.made) >= 3, 60)
     assert len(copies.made) == 3, "of this step, and of two more, before anybody asks"
     assert len(copies.handed_out) == 1
     prefetch.close()

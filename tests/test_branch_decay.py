@@ -11,31 +11,29 @@ from fabric_llm.verify import __main__ as verify
 
 @pytest.fixture(scope="module")
 def trunk(toys, tmp_path_factory):
-    """A folder with run directories `wsd`, `infinite` and `cosine`, each with checkpoints of steps
-    4, 8 and 12."""
+    """A folder with run directories `wsd` and `infinite`, each with checkpoints of steps 4, 8 and
+    12."""
     output = tmp_path_factory.mktemp("trunk")
-    for schedule, more in (("wsd", ()), ("infinite", ("--cooldown_steps", 2)), ("cosine", ())):
-        train_ranks(
-            1, *flags(toys, output, "--run_name", schedule, "--lr_schedule", schedule, *more)
-        )
+    for schedule, more in (("wsd", ()), ("infinite", ("--cooldown_steps", 2))):
+        how = ("--run_name", schedule, "--lr_schedule", schedule, *more)
+        train_ranks(1, *flags(toys, output, *how))
     return output
 
 
+SIZES = (
+    "--lr 1e-2 --min_lr 1e-3 --warmup_steps 2 --max_step 12 --save_step_interval 4 --eval_iters 1 "
+    "--global_batch_size 4"
+)
+
+
 def flags(toys, output, *more):
-    training = (
-        "--lr", 1e-2, "--min_lr", 1e-3, "--warmup_steps", 2, "--max_step", 12,
-        "--save_step_interval", 4,
-    )
-    return (*toy_run(toys, output), *training, "--eval_iters", 1, "--global_batch_size", 4, *more)
+    return (*toy_run(toys, output), *SIZES.split(), *more)
 
 
-def decaying(step, *more):
+def decaying(step):
     """A decay within four steps from `step` on."""
-    decay = ("--lr_schedule", "wsd", "--decay_steps", 4, "--max_step", step + 4)
-    return (
-        *decay, "--resume_override", "lr,lr_schedule,decay_steps,max_step", "--resume", "true",
-        *more,
-    )
+    decay = f"--lr_schedule wsd --decay_steps 4 --max_step {step + 4} --resume true"
+    return (*decay.split(), "--resume_override", "lr,lr_schedule,decay_steps,max_step")
 
 
 def branch(trunk, schedule, step, *more):
@@ -44,36 +42,30 @@ def branch(trunk, schedule, step, *more):
 
 
 @pytest.mark.longer
-def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, trunk):
-    for name, ranks in (("whole", 1), ("stopped", 1)):
-        more = ("--run_name", name, "--save_step_interval", 1)
-        train_ranks(ranks, *branch(trunk, "wsd", 8, *more))
-    whole = trunk / "whole"
-    assert metrics(whole, "step")[-1] == 12 and metrics(whole, "lr")[8:] == pytest.approx(
-        [
-            lr_at(
-                s, max_step=12, lr=1e-2, min_lr=1e-3, warmup_steps=2, lr_schedule="wsd",
-                decay_steps=4,
-            )
-            for s in range(8, 12)
-        ]
-    )
-    assert metrics(whole, "loss")[:8] == metrics(trunk / "wsd", "loss")[:8], (
-        "it begins with the log of the run"
-    )
+def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(trunk):
+    whole, stopped = trunk / "whole", trunk / "stopped"
+    for run in (whole, stopped):
+        more = ("--run_name", run.name, "--save_step_interval", 1)
+        train_ranks(1, *branch(trunk, "wsd", 8, *more))
+    rates = {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2, "decay_steps": 4}
+    rates |= {"max_step": 12, "lr_schedule": "wsd"}
+    expected = [lr_at(step, **rates) for step in range(8, 12)]
+    assert metrics(whole, "step")[-1] == 12
+    assert metrics(whole, "lr")[8:] == pytest.approx(expected)
+    of_trunk = metrics(trunk / "wsd", "loss")[:8]
+    assert metrics(whole, "loss")[:8] == of_trunk, "it begins with the log of the run"
     # From its own checkpoint it goes on like any run, without a word about the branch.
-    train_ranks(1, "--output_dir", trunk, "--run_name", "stopped", "--resume", "true",
-                "--checkpoint", trunk / "stopped" / "step-00000010")  # fmt: skip
+    go_on = ("--resume", "true", "--checkpoint", stopped / "step-00000010")
+    train_ranks(1, "--output_dir", trunk, "--run_name", "stopped", *go_on)
     for key in ("lr", "loss", "eval"):
-        assert metrics(trunk / "stopped", key) == metrics(whole, key), key
+        assert metrics(stopped, key) == metrics(whole, key), key
     assert verify.main([str(whole)]) == 0
 
 
 @pytest.mark.longer
-def test_a_restart_of_the_same_command_goes_on(toys, trunk):
-    words = branch(
-        trunk, "wsd", 4, "--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto"
-    )
+def test_a_restart_of_the_same_command_goes_on(trunk):
+    more = ("--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto")
+    words = branch(trunk, "wsd", 4, *more)
     assert Job(1, *words, failpoint="between_steps:count=3").wait() == [-9]
     train_ranks(1, *words)
     assert metrics(trunk / "restarted", "step")[-1] == 8
@@ -97,26 +89,21 @@ def test_a_branch_of_another_run_s_checkpoint_of_the_same_step_is_refused(toys, 
 @pytest.mark.parametrize("decays", [True, False])
 def test_a_branch_that_is_stopped_before_its_first_step_is_named_as_it_is(toys, tmp_path, decays):
     """Its checkpoint owes an evaluation, in which the branch is asked to stop as well."""
-    words = flags(
-        toys, tmp_path, "--lr_schedule", "constant", "--eval_iters", 10, "--eval_batch_size", 1
-    )
-    words = (*words, "--eval_step_interval", 4)
-    assert Job(1, *words, "--run_name", "trunk", failpoint="evaluate:count=12:do=term").wait() == [
-        75
-    ]
-    from_there = ("--checkpoint", tmp_path / "trunk" / "step-00000004", "--run_name", "branch")
-    more = (*(decaying(4) if decays else ("--resume", "true")), *from_there)
-    job = Job(1, *words, *more, failpoint="evaluate:count=2:do=term")
-    assert (
-        job.wait() == [75]
-        and f"Checkpoint: {tmp_path / 'branch' / 'step-00000004'}\n" in job.output[0]
-    )
-    assert (tmp_path / "branch" / "step-00000004" / "MANIFEST.json").is_file()
+    sizes = "--lr_schedule constant --eval_iters 10 --eval_batch_size 1 --eval_step_interval 4"
+    words = flags(toys, tmp_path, *sizes.split())
+    job = Job(1, *words, "--run_name", "trunk", failpoint="evaluate:count=12:do=term")
+    assert job.wait() == [75]
+    words += decaying(4) if decays else ("--resume", "true")
+    words += ("--checkpoint", tmp_path / "trunk" / "step-00000004", "--run_name", "branch")
+    job, owing = Job(1, *words, failpoint="evaluate:count=2:do=term"), tmp_path / "branch"
+    assert job.wait() == [75]
+    assert f"Checkpoint: {owing / 'step-00000004'}\n" in job.output[0]
+    assert (owing / "step-00000004" / "MANIFEST.json").is_file()
     [following] = re.findall("Next: the same command with (.*)", job.output[0])
-    train_ranks(1, *words, *more, *following.split())
-    train_ranks(1, *words, *more, "--run_name", "undisturbed")
+    train_ranks(1, *words, *following.split())
+    train_ranks(1, *words, "--run_name", "undisturbed")
     for key in ("step", "loss", "eval_loss"):
-        assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "undisturbed", key)
+        assert metrics(owing, key) == metrics(tmp_path / "undisturbed", key)
 
 
 @pytest.mark.longer

@@ -34,8 +34,9 @@ def runs(toys, tmp_path_factory):
     shutil.copytree(toys / "data", folder / "data")
     small_tokenizer().save_pretrained(folder / "data" / "tokenizer")
     flags = (
-        *"--lr 2e-2 --max_step 4 --eval_iters 0 --micro_batch_size 4 --save_step_interval 2".split(),
-        *("--train_data_dir", folder / "data", "--output_dir", folder, "--run_name"),
+        *"--max_step 4 --lr 2e-2 --eval_iters 0 --save_step_interval 2".split(),
+        *("--train_data_dir", folder / "data", "--micro_batch_size", 4),
+        *("--output_dir", folder, "--run_name"),
     )
     for name, model in (("full", "llama"), ("tied", "llama-tied")):
         train_ranks(1, *flags, name, "--precision", "32-true", "--model_name", toys / model)

@@ -31,12 +31,12 @@ def test_a_failure_leaves_the_old_content(tmp_path, monkeypatch, fails):
 
 def test_durable_flushes_the_file_before_its_name_and_the_folder_after(tmp_path, monkeypatch):
     seen, sync = [], os.fsync
-    monkeypatch.setattr(
-        "os.fsync",
-        lambda fd: (
-            seen.append((os.listdir(tmp_path), os.path.isdir(f"/proc/self/fd/{fd}"))) or sync(fd)
-        ),
-    )
+
+    def watched(fd):
+        seen.append((os.listdir(tmp_path), os.path.isdir(f"/proc/self/fd/{fd}")))
+        sync(fd)
+
+    monkeypatch.setattr("os.fsync", watched)
     write_atomically(tmp_path / "file", "new", durable=True)
     ([temporary], file_is_folder), after = seen
     assert temporary.startswith(".file-") and not file_is_folder and after == (["file"], True)

@@ -24,10 +24,9 @@ def torchrun_on_two_nodes(loop):
     """The code block of docs/clusters.md that starts torchrun on two nodes, in a loop or without
     one."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.S)
-    [block] = [
-        block for block in blocks if "--nnodes 2" in block and ("for attempt" in block) == loop
-    ]
-    return block
+    blocks = [block for block in blocks if "--nnodes 2" in block]
+    [found] = [block for block in blocks if ("for attempt" in block) == loop]
+    return found
 
 
 @pytest.fixture
@@ -50,28 +49,25 @@ class Cluster:
         own = {"PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         with (self.logs / f"{name}.log").open("a") as log:
             words = [*self.network.on(name), "bash", "-c", self.script]
-            self.started[name] = subprocess.Popen(
-                words, env={**os.environ, **own}, stdout=log, stderr=log
-            )
+            how = {"env": {**os.environ, **own}, "stdout": log, "stderr": log}
+            self.started[name] = subprocess.Popen(words, **how)
 
     def said(self):
         """The end of both logs, for whoever reads why a test failed."""
-        return "\n".join(
-            f"--- {name}\n{(self.logs / f'{name}.log').read_text()[-4000:]}"
-            for name in self.started
-        )
+        logs = {name: (self.logs / f"{name}.log").read_text() for name in self.started}
+        return "\n".join(f"--- {name}\n{log[-4000:]}" for name, log in logs.items())
+
+    def alive(self):
+        return [one for one in self.started.values() if one.poll() is None]
 
     def wait_until(self, true):
         deadline = time.monotonic() + SECONDS
         while not true():
-            alive = any(process.poll() is None for process in self.started.values())
-            assert alive and time.monotonic() < deadline, self.said()
+            assert self.alive() and time.monotonic() < deadline, self.said()
             time.sleep(0.1)
 
     def codes(self):
-        self.wait_until(
-            lambda: all(process.poll() is not None for process in self.started.values())
-        )
+        self.wait_until(lambda: not self.alive())
         return [process.returncode for process in self.started.values()]
 
 
@@ -79,14 +75,10 @@ def as_typed(block, toys, folder):
     """The commands of a page with one CPU for eight GPUs, and a toy model."""
     assert "HOST:29400" in block and "--nproc_per_node 8" in block and " ..." in block
     block = block.replace("HOST:", "alpha:").replace("--nproc_per_node 8", "--nproc_per_node 1")
-    flags = [*toy_run(toys, folder / "checkpoints"), "--global_batch_size", 4, "--max_step", STEPS]
-    flags += [
-        "--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1,
-        "--hang_timeout", 60,
-    ]
-    return block.replace("train.py", str(ROOT / "train.py")).replace(
-        " ...", " " + " ".join(map(str, flags))
-    )
+    sizes = f"--global_batch_size 4 --max_step {STEPS} --save_step_interval 20 --eval_iters 0"
+    flags = (*toy_run(toys, folder / "checkpoints"), sizes, "--log_step_interval", 1)
+    words = " ".join(map(str, ("", *flags, "--hang_timeout", 60)))
+    return block.replace("train.py", str(ROOT / "train.py")).replace(" ...", words)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +107,10 @@ def test_torchrun_says_whether_it_shares_its_store(tmp_path):
     (tmp_path / "script.py").write_text(
         "from fabric_llm.processes.launch import adopt_launcher; adopt_launcher()"
     )
-    torchrun = [
-        str(Path(sys.executable).parent / "torchrun"),
-        "--standalone",
-        "--max_restarts",
-        "3",
-    ]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
+    command = [*torchrun, "--max_restarts", "3", str(tmp_path / "script.py")]
     for more, warned in (({}, True), ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False)):
         own = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*torchrun, str(tmp_path / "script.py")], env=own, capture_output=True, text=True
-        )
-        assert done.returncode == 0 and ("on every machine" in done.stdout) == warned, (
-            done.stdout + done.stderr
-        )
+        done = subprocess.run(command, env=own, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert ("on every machine" in done.stdout) == warned, done.stdout

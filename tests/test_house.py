@@ -4,12 +4,14 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import toy_run
+from setuptools import find_packages
 
-ROOT = Path(__file__).parent.parent
+from arguments import ROOT
+
+PROJECT = (ROOT / "pyproject.toml").read_text()
 PACKAGE = ROOT / "fabric_llm"
 SOURCES = [*sorted(PACKAGE.rglob("*.py")), *sorted(ROOT.glob("*.py"))]
 FLOORS = (
@@ -27,6 +29,11 @@ FLOORS = (
 # demo's preparation.
 BESIDE_TRAINING = {"prepare", "weights", "verify", "report", "forecast"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def dotted(path):
+    """The name by which a file is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def imported(path):
@@ -63,72 +70,44 @@ def test_one_module_imports_lightning():
 
 def test_no_circle_of_imports_within_a_room():
     """What is imported for annotations alone counts as well."""
-    names = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for path in PACKAGE.rglob("*.py")
-    }
-    needs = {
-        name: {
-            other
-            for given in imported(path)
-            for other in names
-            if given == other or given.startswith(f"{other}.")
-        }
-        - {name}
-        for name, path in names.items()
-    }
+    names = {dotted(path): path for path in PACKAGE.rglob("*.py")}
+    modules = {name for name, path in names.items() if path.name != "__init__.py"}
+    needs = {}
+    for name, path in names.items():
+        given = {*imported(path)}
+        given |= {one.rpartition(".")[0] for one in given}  # the module that has a name
+        needs[name] = given & modules - {name}
     done = set()
-    while ready := {
-        name for name, others in needs.items() if name not in done and leaves(others, names) <= done
-    }:
+    while ready := {name for name in names if name not in done and needs[name] <= done}:
         done |= ready
     assert done == set(names), f"a circle among {sorted(set(names) - done)}"
 
 
-def leaves(others, names):
-    """Modules, without the packages that they are in."""
-    return {name for name in others if names[name].name != "__init__.py"}
-
-
 def test_every_room_says_what_it_is_and_imports_nothing():
-    assert {
-        path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"
-    } == set(FLOOR)
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert rooms - {"__pycache__"} == set(FLOOR)
     for path in PACKAGE.rglob("__init__.py"):
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)) and "TODO" not in text, path
         # it asks for Python's version
         assert set(imported(path)) <= ({"sys"} if path.parent == PACKAGE else set()), path
         if path.parent != PACKAGE:
-            missing = [
-                other.stem for other in path.parent.glob("[a-z]*.py") if other.stem not in text
-            ]
-            assert not missing, f"{path} doesn't name {missing}"
+            modules = [other.stem for other in path.parent.glob("[a-z]*.py")]
+            assert all(name in text for name in modules), f"{path} doesn't name all of {modules}"
 
 
 def test_a_wheel_holds_every_room():
-    include = re.search(
-        r'packages\.find\.include = \["(.*)"\]', (ROOT / "pyproject.toml").read_text()
-    )[1]
-    from setuptools import find_packages
-
-    assert set(find_packages(str(ROOT), include=[include])) == {
-        "fabric_llm",
-        *(f"fabric_llm.{room}" for room in FLOOR),
-    }
+    [include] = re.findall(r'packages\.find\.include = \["(.*)"\]', PROJECT)
+    packages = {"fabric_llm", *(f"fabric_llm.{room}" for room in FLOOR)}
+    assert set(find_packages(str(ROOT), include=[include])) == packages
 
 
 def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
-    [listed] = re.findall(
-        r"package-data = { fabric_llm = \[(.*)\] }", (ROOT / "pyproject.toml").read_text()
-    )
+    [listed] = re.findall(r"package-data = { fabric_llm = \[(.*)\] }", PROJECT)
     held = {path for pattern in re.findall(r'"(.*?)"', listed) for path in PACKAGE.glob(pattern)}
-    others = {
-        path
-        for path in PACKAGE.rglob("*.*")
-        if path.is_file() and path.suffix not in (".py", ".pyc")
-    }
-    assert held == others and {path.suffix for path in others} == {".cpp", ".html", ".md"}
+    files = {path for path in PACKAGE.rglob("*.*") if path.is_file()}
+    assert held == {path for path in files if path.suffix not in (".py", ".pyc")}
+    assert {path.suffix for path in held} == {".cpp", ".html", ".md"}
 
 
 OFF = {
@@ -144,24 +123,23 @@ def test_a_feature_that_is_off_is_not_imported(toys, tmp_path):
     """By a run with default flags, in a process of its own."""
     flags = [str(word) for word in (*toy_run(toys, tmp_path), "--max_step", 1)]
     program = f"import sys, train; train.main({flags}); print(*sys.modules, sep='\\n')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     off = {f"fabric_llm.{room}.{name}" for room, names in OFF.items() for name in names}
     assert "fabric_llm.model.layers" in done.stdout.split()
     assert off & {*done.stdout.split()} == set()
-    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in off)
+    assert off <= {dotted(path) for path in SOURCES}
 
 
 def test_what_trains_reaches_nothing_that_works_on_folders():
     """Neither by an import, wherever it stands, nor as a process, but for the demo's dataset."""
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
+    paths = {dotted(path): path for path in SOURCES}
     reached, left = set(), {"train"}
     while left:
         name = left.pop()
         reached.add(name)
         named = {*imported(paths[name])}
-        named |= {before for one in named for before in [one.rpartition(".")[0]]}
+        named |= {one.rpartition(".")[0] for one in named}
         left |= (named & paths.keys()) - reached
     rooms = {name.split(".")[1] for name in reached if name.startswith("fabric_llm.")}
     assert not rooms & BESIDE_TRAINING
