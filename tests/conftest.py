@@ -193,6 +193,17 @@ def parts(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
+def flip(file: Path) -> None:
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
 def ended(main: Callable[[list[str]], Any], *words: Any) -> Any:
     """The exit code of a command in this process."""
     try:

@@ -8,7 +8,7 @@ import shutil
 import conftest
 import pytest
 import torch
-from conftest import changed_config, ended, parts, same_tensors
+from conftest import changed_config, ended, flip, parts, same_tensors
 from ranks import metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -299,9 +299,7 @@ def test_the_output_is_not_a_part_nor_a_run(runs, toys, tmp_path, run_average):
 def test_a_damaged_checkpoint_is_named(runs, tmp_path, run_average):
     shutil.copytree(runs / "full", tmp_path / "full")
     file = tmp_path / "full" / "step-00000004" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file)
     code, _, error = run_average(tmp_path / "full", "--last", 2)
     assert code == 66 and "the content of model.safetensors has changed" in error
     assert parts(tmp_path) == ["full"]

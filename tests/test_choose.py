@@ -132,12 +132,9 @@ def test_the_command_that_is_advised_steers():
     assert "replay: {path: old, weight: '0.285'}" in flags.data.data_mix
 
 
-@pytest.mark.parametrize(
-    "budgets, action", [("replay:0.1,copy:0.2", "steer"), ("copy:0.2", "warn")]
-)
-def test_replay_is_steered_where_it_has_a_budget(budgets, action):
-    flags = advised(RUN.replace("replay:0.1", budgets))
-    assert flags.evaluation.forgetting_action == action
+def test_replay_without_a_budget_is_not_steered():
+    flags = advised(RUN.replace("replay:0.1", "copy:0.2"))
+    assert flags.evaluation.forgetting_action == "warn"
     assert "weight: '0.285'" in flags.data.data_mix
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCABULARY, ended, parts, same_tensors, stored
+from conftest import VOCABULARY, ended, flip, parts, same_tensors, stored, truncate
 from families import toy_config
 from ranks import toy_run, train_ranks
 from safetensors.torch import save_file
@@ -231,16 +231,6 @@ def test_bad_sizes_and_outputs(runs, tmp_path, run_export):
 # ------------------------------------------------------------------------------- damage
 
 
-def flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 @pytest.mark.parametrize(
     ("run", "pattern"),
@@ -320,10 +310,13 @@ def test_an_export_that_is_not_the_model_is_taken_back(
     assert "Verified" not in out and parts(tmp_path) == [], "nothing is left"
 
 
-def test_an_export_that_cannot_be_opened_is_taken_back(runs, tmp_path, run_export, after_writing):
+def test_an_export_that_cannot_be_opened_is_taken_back_and_not_pushed(
+    runs, tmp_path, run_export, after_writing, hub
+):
     after_writing(lambda folder: truncate(folder / "model.safetensors"))
-    code, _, error = run_export(runs / "full")
+    code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")
     assert code == 1 and "can't open the export" in error and parts(tmp_path) == []
+    assert hub.calls == []
 
 
 @pytest.mark.longer
@@ -447,12 +440,6 @@ def test_push(runs, tmp_path, run_export, hub):
     assert (what["repo_id"], what["folder_path"]) == ("org/name", str(tmp_path / "hf"))
     run_export(runs / "full", *push, "--overwrite", "true", "--private", "false")
     assert hub.calls[2][2]["private"] is False
-
-
-def test_nothing_is_pushed_unverified(runs, run_export, hub, after_writing):
-    after_writing(lambda folder: truncate(folder / "model.safetensors"))
-    assert run_export(runs / "full", "--push_to_hub", "org/name")[0] == 1
-    assert hub.calls == []
 
 
 class NetworkError(Exception):

@@ -3,20 +3,11 @@ and says so."""
 
 import errno
 import shutil
+from pathlib import Path
 
 import pytest
+from conftest import flip, truncate
 from ranks import Job, metrics, toy_run, train_ranks
-
-
-def damage_by(how, file):
-    content = bytearray(file.read_bytes())
-    if how == "flip":
-        content[len(content) // 2] ^= 1
-    else:
-        del content[len(content) // 2 :]
-    file.write_bytes(content)
-    if how == "delete":
-        file.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +41,23 @@ def ended(*words, ranks=1, before=lambda: None):
 @pytest.mark.longer
 @pytest.mark.every_eighth(1)
 @pytest.mark.parametrize(
-    ("how", "pattern"),
+    ("damage", "pattern"),
     [
-        ("flip", "model.safetensors"),
-        ("flip", "trainer/optimizer/shard-00002*"),
-        ("flip", "trainer/progress.json"),
-        ("flip", "config.json"),
-        ("flip", "MANIFEST.json"),
-        ("truncate", "trainer/optimizer/shard-00001*"),
-        ("truncate", "MANIFEST.json"),
-        ("delete", "model.safetensors"),
-        ("delete", "MANIFEST.json"),
+        (flip, "model.safetensors"),
+        (flip, "trainer/optimizer/shard-00002*"),
+        (flip, "trainer/progress.json"),
+        (flip, "config.json"),
+        (flip, "MANIFEST.json"),
+        (truncate, "trainer/optimizer/shard-00001*"),
+        (truncate, "MANIFEST.json"),
+        (Path.unlink, "model.safetensors"),
+        (Path.unlink, "MANIFEST.json"),
     ],
 )
-def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
+def test_resume_falls_back_to_the_newest_whole_checkpoint(run, damage, pattern):
     flags, folder = run
     [file] = (folder / "step-00000006").glob(pattern)
-    damage_by(how, file)
+    damage(file)
     code, said = ended(*flags, *MORE, "--strategy", "fsdp", ranks=2)
     assert code == 0 and "resumed from" in said and "step-00000004" in said
     # there another file's entry may be what has changed, or it is no checkpoint
@@ -79,7 +70,7 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
 @pytest.mark.longer
 def test_a_named_checkpoint_is_never_replaced_by_another(run):
     flags, folder = run
-    damage_by("flip", folder / "step-00000006" / "model.safetensors")
+    flip(folder / "step-00000006" / "model.safetensors")
     code, said = ended(*flags, *MORE, "--checkpoint", folder / "step-00000006")
     assert code == 66 and "the content of model.safetensors has changed" in said
 
@@ -116,17 +107,17 @@ def test_a_model_card_in_a_checkpoint_is_no_damage_to_a_new_run(run):
 
 
 @pytest.mark.parametrize(
-    ("how", "pattern", "words"),
+    ("damage", "pattern", "words"),
     [
-        ("flip", "model.safetensors", "the content of model.safetensors has changed"),
-        ("delete", "model.safetensors", "model.safetensors is missing"),
-        ("delete", "MANIFEST.json", "it has no MANIFEST.json"),
+        (flip, "model.safetensors", "the content of model.safetensors has changed"),
+        (Path.unlink, "model.safetensors", "model.safetensors is missing"),
+        (Path.unlink, "MANIFEST.json", "it has no MANIFEST.json"),
     ],
 )
-def test_a_new_run_from_a_damaged_checkpoint_does_not_begin(run, how, pattern, words):
+def test_a_new_run_from_a_damaged_checkpoint_does_not_begin(run, damage, pattern, words):
     """Least of all from random weights, where there are none."""
     flags, folder = run
-    damage_by(how, folder / "step-00000006" / pattern)
+    damage(folder / "step-00000006" / pattern)
     base = ("--model_name", folder / "step-00000006")
     code, said = ended(*flags, *base, "--run_name", "new", "--max_step", 1)
     assert code == 66 and words in said
@@ -152,7 +143,7 @@ def test_a_resumed_run_says_that_it_does_not_take_another_model(toys, run):
 def test_no_whole_checkpoint_at_all(run):
     flags, folder = run
     for step in (2, 4, 6):
-        damage_by("truncate", folder / f"step-{step:08d}" / "model.safetensors")
+        truncate(folder / f"step-{step:08d}" / "model.safetensors")
     code, said = ended(*flags, *MORE)
     assert code == 66 and "No checkpoint" in said and "step-00000002" in said
 
@@ -160,6 +151,6 @@ def test_no_whole_checkpoint_at_all(run):
 def test_sizes_alone_do_not_see_a_flipped_bit(run):
     """What the cheaper setting gives up."""
     flags, folder = run
-    damage_by("flip", folder / "step-00000006" / "trainer" / "probe.safetensors")
+    flip(folder / "step-00000006" / "trainer" / "probe.safetensors")
     code, said = ended(*flags, *MORE, "--verify_checkpoints", "size")
     assert code == 0 and "step-00000006" in said and "Warning" not in said

@@ -216,7 +216,6 @@ def test_speed_is_that_since_the_last_line(monkeypatch):
     ("name", "peak"),
     [
         ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
@@ -236,7 +235,6 @@ def test_speed_is_that_since_the_last_line(monkeypatch):
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
         ("NVIDIA RTX A1000", None),
-        ("NVIDIA GeForce GTX 1080", None),
         ("", None),
     ],
 )
