@@ -188,6 +188,11 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+def step(run: Path, number: int) -> Path:
+    """The checkpoint of a step."""
+    return run / f"step-{number:08d}"
+
+
 def parts(folder: Path) -> list[str]:
     """Names in the folder, hidden ones too."""
     return sorted(os.listdir(folder)) if folder.exists() else []

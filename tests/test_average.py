@@ -107,17 +107,6 @@ def test_is_the_plain_average(runs, tmp_path, run_average, run, dtype, weights, 
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("run", ["full", "sharded"])
-def test_one_part_is_its_own_average(runs, tmp_path, run_average, run):
-    code, out, _ = run_average(runs / run)
-    assert code == 0 and "Averaging 1 model into" in out
-    average, part = stored(tmp_path / "hf"), stored(step_directories(runs / run)[-1])
-    assert average.keys() == part.keys()
-    for name, tensor in part.items():
-        assert torch.equal(average[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-@pytest.mark.longer
 def test_base_and_end_and_another_run(runs, toys, tmp_path, run_average):
     """A Hugging Face directory, and checkpoints of runs of different precision: the wider dtype."""
     ends = [step_directories(runs / run)[-1] for run in ("full", "bf16")]

@@ -132,13 +132,6 @@ def test_decay_0_is_the_model_itself(toys, tmp_path, device, dtype):
     assert metrics(tmp_path / "run", "eval_loss_ema") == metrics(tmp_path / "run", "eval_loss")
 
 
-def test_every_second_step_decays_as_two(toys, tmp_path):
-    train_ranks(1, *flags(toys, tmp_path, "--ema_decay", DECAY, "--ema_every", 2, model="llama"))
-    wanted = plain(tmp_path, stored(toys / "llama"), DECAY**2, (2, 4))
-    assert_average(step(tmp_path, 4), wanted)
-    assert same_tensors(average_of(step(tmp_path, 2)), average_of(step(tmp_path, 3)))
-
-
 @pytest.mark.longer
 def test_the_average_does_not_change_the_run(toys, tmp_path):
     """Neither its weights, nor, with evaluations of the average between steps, under FSDP."""

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import flip, truncate
+from conftest import flip, step, truncate
 from ranks import Job, metrics, toy_run, train_ranks
 
 
@@ -56,7 +56,7 @@ def ended(*words, ranks=1, before=lambda: None):
 )
 def test_resume_falls_back_to_the_newest_whole_checkpoint(run, damage, pattern):
     flags, folder = run
-    [file] = (folder / "step-00000006").glob(pattern)
+    [file] = step(folder, 6).glob(pattern)
     damage(file)
     code, said = ended(*flags, *MORE, "--strategy", "fsdp", ranks=2)
     assert code == 0 and "resumed from" in said and "step-00000004" in said
@@ -64,21 +64,21 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, damage, pattern):
     if pattern != "MANIFEST.json":
         assert "is damaged" in said and file.name in said
     assert metrics(folder, "step")[-3:] == [5, 6, 7]
-    assert (folder / "step-00000007").is_dir()
+    assert step(folder, 7).is_dir()
 
 
 @pytest.mark.longer
 def test_a_named_checkpoint_is_never_replaced_by_another(run):
     flags, folder = run
-    flip(folder / "step-00000006" / "model.safetensors")
-    code, said = ended(*flags, *MORE, "--checkpoint", folder / "step-00000006")
+    flip(step(folder, 6) / "model.safetensors")
+    code, said = ended(*flags, *MORE, "--checkpoint", step(folder, 6))
     assert code == 66 and "the content of model.safetensors has changed" in said
 
 
 @pytest.mark.longer
 def test_a_file_that_cannot_be_read_is_damaged(run):
     flags, folder = run
-    file = folder / "step-00000006" / "model.safetensors"
+    file = step(folder, 6) / "model.safetensors"
 
     def bad_sector():
         from fabric_llm.base import files
@@ -94,14 +94,14 @@ def test_a_file_that_cannot_be_read_is_damaged(run):
 
     code, said = ended(*flags, *MORE, before=bad_sector)
     assert code == 0 and "model.safetensors can't be read (Input/output error)" in said
-    assert f"resumed from {folder / 'step-00000004'}" in said
+    assert f"resumed from {step(folder, 4)}" in said
 
 
 def test_a_model_card_in_a_checkpoint_is_no_damage_to_a_new_run(run):
     flags, folder = run
-    (folder / "step-00000006" / "README.md").write_text("A card.")
+    (step(folder, 6) / "README.md").write_text("A card.")
     base = folder.parent / "base"
-    base.symlink_to(folder / "step-00000006")
+    base.symlink_to(step(folder, 6))
     code, said = ended(*flags, "--model_name", base, "--run_name", "new", "--max_step", 1)
     assert code == 0 and f"weights of {base}" in said
 
@@ -117,8 +117,8 @@ def test_a_model_card_in_a_checkpoint_is_no_damage_to_a_new_run(run):
 def test_a_new_run_from_a_damaged_checkpoint_does_not_begin(run, damage, pattern, words):
     """Least of all from random weights, where there are none."""
     flags, folder = run
-    damage(folder / "step-00000006" / pattern)
-    base = ("--model_name", folder / "step-00000006")
+    damage(step(folder, 6) / pattern)
+    base = ("--model_name", step(folder, 6))
     code, said = ended(*flags, *base, "--run_name", "new", "--max_step", 1)
     assert code == 66 and words in said
 
@@ -142,8 +142,8 @@ def test_a_resumed_run_says_that_it_does_not_take_another_model(toys, run):
 
 def test_no_whole_checkpoint_at_all(run):
     flags, folder = run
-    for step in (2, 4, 6):
-        truncate(folder / f"step-{step:08d}" / "model.safetensors")
+    for number in (2, 4, 6):
+        truncate(step(folder, number) / "model.safetensors")
     code, said = ended(*flags, *MORE)
     assert code == 66 and "No checkpoint" in said and "step-00000002" in said
 
@@ -151,6 +151,6 @@ def test_no_whole_checkpoint_at_all(run):
 def test_sizes_alone_do_not_see_a_flipped_bit(run):
     """What the cheaper setting gives up."""
     flags, folder = run
-    flip(folder / "step-00000006" / "trainer" / "probe.safetensors")
+    flip(step(folder, 6) / "trainer" / "probe.safetensors")
     code, said = ended(*flags, *MORE, "--verify_checkpoints", "size")
     assert code == 0 and "step-00000006" in said and "Warning" not in said

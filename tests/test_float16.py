@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from conftest import ended, same_tensors, stored
+from conftest import ended, same_tensors, step, stored
 from ranks import metrics, run_ranks, toy_run
 
 
@@ -42,10 +42,6 @@ SIZES = (
 
 def flags(toys, output, name, *more):
     return (*toy_run(toys, output), *SIZES.split(), name, *more)
-
-
-def step(run, number):
-    return run / f"step-0000000{number}"
 
 
 def scale_at(checkpoint):

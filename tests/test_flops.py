@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import CONTEXT, MIXTRAL_CONFIG, TOY_CONFIGS, VOCABULARY
+from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
 from families import FAMILIES, toy_config
 from ranks import metrics, toy_run, train_ranks
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fabric_llm.data.batches import Batches, Prefetch, token_places
 from fabric_llm.data.dataset import open_dataset
@@ -35,20 +35,6 @@ def test_a_llama_by_hand():
     matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 56) + 32 * VOCABULARY
     assert counted.of_token == 3 * 2 * matrices
     assert counted.of_pair == {None: 3 * 2 * 2 * (2 * 32)}, "the scores, and the sum of the values"
-
-
-def test_gpt2_whose_output_layer_is_its_embedding_by_hand():
-    counted = flops.of_model(skeleton(TOY_CONFIGS["gpt2"]))
-    # no embedding of tokens or positions
-    matrices = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + 32 * VOCABULARY
-    assert counted.of_token == 6 * matrices and counted.of_pair == {None: 2 * 12 * 32}
-
-
-@pytest.mark.parametrize("chosen", [1, 2, 3])
-def test_mixtral_counts_the_experts_that_are_chosen_by_hand(chosen):
-    config = MixtralConfig(**{**MIXTRAL_CONFIG.to_dict(), "num_experts_per_tok": chosen})
-    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 4 * 32 + chosen * 3 * 32 * 24
-    assert flops.of_model(skeleton(config)).of_token == 6 * (2 * layer + 32 * VOCABULARY)
 
 
 def test_a_row_of_one_document_and_of_several():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import MIXTRAL_CONFIG, TOY_CONFIGS, changed_config, ended
+from conftest import MIXTRAL_CONFIG, TOY_CONFIGS, changed_config, ended, step
 from ranks import Job, metrics, planned, toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
@@ -48,10 +48,6 @@ SIZES = (
 
 def flags(toys, output, model, *more):
     return (*toy_run(toys, output, model=model, data="ragged"), *SIZES.split(), *more)
-
-
-def step(run, number):
-    return run / f"step-{number:08d}"
 
 
 def train(ranks, *words):
