@@ -11,7 +11,6 @@ import time
 import datasets
 import pytest
 from hub import Revisions, hub
-from ranks import toy_run
 from transformers import AutoTokenizer
 
 from arguments import ROOT
@@ -107,7 +106,8 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(environment):
 
 @pytest.mark.longer
 def test_train_py_says_it(environment, toys, tmp_path):
-    words = (*toy_run(toys, tmp_path), "--model_name", "org/gated")
+    data, output = ("--train_data_dir", toys / "data"), ("--output_dir", tmp_path)
+    words = ("--model_name", "org/gated", *data, *output)
     done = run(environment, ROOT / "train.py", *words)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(
