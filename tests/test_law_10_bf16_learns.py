@@ -11,20 +11,11 @@ STEPS, LR = 300, 1e-4
 
 
 def final_loss(toys, folder, name, ranks, *flags):
-    train_ranks(
-        ranks,
-        *toy_run(toys, folder, model="llama-tied", data="many"),
-        *(
-            "--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 16 // ranks,
-            "--max_step", STEPS,
-        ),
-        *(
-            "--lr", LR, "--min_lr", LR / 10, "--warmup_steps", 5, "--beta2", 0.95,
-            "--weight_decay", 0.0,
-        ),
-        *("--eval_batch_size", 32, "--eval_iters", 8, *flags),
-        timeout_seconds=400,
-    )
+    words = f"--run_name {name} --global_batch_size 16 --micro_batch_size {16 // ranks} --max_step "
+    words += f"{STEPS} --lr {LR} --min_lr {LR / 10} --warmup_steps 5 --beta2 0.95 --weight_decay 0 "
+    words += "--eval_batch_size 32 --eval_iters 8"
+    toy = toy_run(toys, folder, model="llama-tied", data="many")
+    train_ranks(ranks, *toy, *words.split(), *flags, timeout_seconds=400)
     return metrics(folder / name, "eval_loss")[-1], metrics(folder / name, "updated_fraction")[5:]
 
 
@@ -38,15 +29,13 @@ def final_loss(toys, folder, name, ranks, *flags):
     ],
 )
 def test_a_bf16_run_reaches_the_fp32_loss(toys, tmp_path, strategy, ranks, kept):
-    fp32, moved = final_loss(
-        toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true"
-    )
+    own = ("--strategy", strategy)
+    fp32, moved = final_loss(toys, tmp_path, "fp32", ranks, *own, "--precision", "32-true")
     assert min(moved) > 0.9
     gaps = {}
     for updates in [*kept, "nearest"]:
-        loss, _ = final_loss(
-            toys, tmp_path, updates, ranks, "--strategy", strategy, "--bf16_updates", updates
-        )
+        more = (*own, "--bf16_updates", updates)
+        loss, _ = final_loss(toys, tmp_path, updates, ranks, *more)
         gaps[updates] = abs(loss - fp32)
     assert all(gaps[updates] < 0.01 for updates in kept), gaps
     assert gaps["nearest"] > 5 * max(0.01, *(gaps[updates] for updates in kept))

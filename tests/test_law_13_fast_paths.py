@@ -11,10 +11,12 @@ import weakref
 import pytest
 import torch
 from conftest import documents
-from families import FAMILIES
+from families import COMMON as SIZES
+from families import CONTEXT, FAMILIES, GPT_NAMES, VOCABULARY
 from ranks import built, metrics, run_ranks, toy_run, train_ranks
 from test_law_9_packed_documents import packed_batch
 from test_law_10_bf16_learns import final_loss
+from test_law_17_kernels import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,43 +29,22 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
 
-VOCABULARY, CONTEXT = 131, 24
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-}
-COMMON |= {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-COMMON |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+COMMON = {**SIZES, "head_dim": 8}
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-GPT2 = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "resid_pdrop": 0,
-    "embd_pdrop": 0,
-    "attn_pdrop": 0,
-}
+STRATEGIES = [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
+inside_the_compiler = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 HEADS = {  # what a head can have between hidden states and logits
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
-    "gpt2": GPT2,
+    "gpt2": {**GPT_NAMES, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     "phi": {},  # a bias
     "gemma2": {**SLIDING, "final_logit_softcapping": 0.5},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 7.0},
-    "opt": {
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 16,
-        "dropout": 0.0,
-    },  # a projection after the layers
+    # a projection after the layers
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
     "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0},  # a bias that two modules hold
     "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -95,6 +76,17 @@ def gradients(model, inputs, parameters=None):
     )
     return loss.detach(), [g for g in found if g is not None]
 
+def assert_close(found, expected):
+    """(loss, gradients) of a fast path are those of the plain one."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
+
+
+def assert_packed_attention_is_masked_attention(model, inputs):
+    masked = gradients(LanguageModel(model), inputs)
+    with capabilities.attention(model, packed_attention.PACKED):
+        assert_close(gradients(LanguageModel(model), inputs), masked)
+
 
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that is made in the body."""
@@ -122,9 +114,7 @@ def test_a_chunked_loss_has_every_detail_of_the_head(name, seven_tokens):
     full, chunked = (
         gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True)
     )
-    torch.testing.assert_close(chunked[0], full[0], rtol=1e-5, atol=1e-4)
-    for ours, plain in zip(chunked[1], full[1], strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+    assert_close(chunked, full)
 
 
 def test_in_bfloat16_it_is_no_further_from_float64_than_the_full_loss(seven_tokens):
@@ -167,8 +157,7 @@ def test_a_compiled_loss_is_the_plain_one(dtype, seven_tokens):
     [found] = run_ranks(1, plain_and_compiled, dtype, timeout_seconds=300)
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-4)
     close = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
-    for ours, plain in zip(found[1][1], found[0][1], strict=True):
-        torch.testing.assert_close(ours, plain, **close)
+    torch.testing.assert_close(found[1][1], found[0][1], **close)
 
 
 def record_graphs():
@@ -291,30 +280,15 @@ def test_an_evaluation_makes_no_gradients(seven_tokens, monkeypatch):
 def test_packed_attention_is_the_masked_one(name, more):
     model = causal_lm(name, **more)
     assert capabilities.takes_packed_attention(model)
-    masked = gradients(LanguageModel(model), packed())
-    with capabilities.attention(model, packed_attention.PACKED):
-        ours = gradients(LanguageModel(model), packed())
-    torch.testing.assert_close(ours[0], masked[0], rtol=1e-5, atol=1e-4)
-    for one, other in zip(ours[1], masked[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert_packed_attention_is_masked_attention(model, packed())
 
 
 # Positions are ignored; soft-capping; sinks; a window that is in the mask alone, longer than the
 # tokens that are compared.
-WINDOW = {"sliding_window": 40, "num_hidden_layers": 1}
-OTHERWISE = [
-    ("opt", {}),
-    ("gemma2", {}),
-    ("gpt_oss", {}),
-    ("phimoe", {**WINDOW, "num_local_experts": 4}),
-]
-OTHERWISE += [
-    (
-        "qwen2_moe",
-        {**WINDOW, "use_sliding_window": True, "max_window_layers": layers, "num_experts": 4},
-    )
-    for layers in (0, 28)
-]
+WINDOW = {"sliding_window": 40, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts": 4}
+SOME_LAYERS = {**WINDOW, "use_sliding_window": True}
+OTHERWISE = [("opt", {}), ("gemma2", {}), ("gpt_oss", {}), ("phimoe", WINDOW)]
+OTHERWISE += [("qwen2_moe", {**SOME_LAYERS, "max_window_layers": number}) for number in (0, 28)]
 
 
 @pytest.mark.parametrize(("name", "more"), OTHERWISE)
@@ -343,28 +317,18 @@ def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
     ids = torch.randint(1, VOCABULARY, (1, 48))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
     model = causal_lm("mistral", sliding_window=window, max_position_embeddings=2048)
-    masked = gradients(LanguageModel(model), inputs)
-    with capabilities.attention(model, packed_attention.PACKED):
-        ours = gradients(LanguageModel(model), inputs)
-    torch.testing.assert_close(ours, masked, rtol=1e-4, atol=1e-6)
-    long = {
-        "input_ids": ids.repeat(1, 40),
-        "labels": ids.repeat(1, 40),
-        "position_ids": torch.arange(48 * 40)[None],
-    }
+    assert_packed_attention_is_masked_attention(model, inputs)
+    long = {name: tensor.repeat(1, 40) for name, tensor in inputs.items()}
+    long["position_ids"] = torch.arange(48 * 40)[None]
     with capabilities.attention(model, packed_attention.PACKED), Largest() as largest:
         gradients(LanguageModel(model, chunked=True), long)
     assert largest.elements < (48 * 40) ** 2 / 8
 
 
 def test_rows_of_one_document_beside_rows_of_several():
-    model, inputs = causal_lm("llama"), packed(rows=5)
+    inputs = packed(rows=5)
     inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)
-    masked = gradients(LanguageModel(model), inputs)
-    with capabilities.attention(model, packed_attention.PACKED):
-        ours = gradients(LanguageModel(model), inputs)
-    for one, other in zip(ours[1], masked[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert_packed_attention_is_masked_attention(causal_lm("llama"), inputs)
 
 
 def test_where_documents_end():
@@ -379,26 +343,32 @@ def test_recomputed_layers_give_the_same_gradients(which):
         model = causal_lm("llama").train()
         layers.checkpoint_activations(model, how)
         found.append(gradients(LanguageModel(model), batch()))
-    for ours, plain in zip(found[1][1], found[0][1], strict=True):
-        assert torch.equal(ours, plain)
+    (_, plain), (_, ours) = found
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """What is offloaded. Here it waits as copies, which only the backward pass takes: what a GPU's
+    host does, but for the streams."""
+    copies = []
+
+    def put(inputs, hidden, tensor):
+        copies.append(tensor.clone())
+        return copies[-1:]
+
+    monkeypatch.setattr(offload.Inputs, "put", put)
+    monkeypatch.setattr(offload.Inputs, "get", lambda _, kept: kept[0])
+    return copies
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "mixtral", "gemma3_text", "phi", "olmo2", "qwen3", "gpt_neox"]
 )
-def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
-    """Here it waits as a copy, which only the backward pass takes: what a GPU's host does, but for
-    the streams."""
-    model = causal_lm(name).train()
-    inputs, waiting = batch(), []
+def test_what_is_offloaded_is_the_input_of_each_layer(name, waiting):
+    model, inputs = causal_lm(name).train(), batch()
     torch.manual_seed(0)  # of dropout
     plain = gradients(LanguageModel(model), inputs)
-    monkeypatch.setattr(
-        offload.Inputs,
-        "put",
-        lambda _, hidden, tensor: waiting.append(tensor.clone()) or waiting[-1:],
-    )
-    monkeypatch.setattr(offload.Inputs, "get", lambda _, kept: kept[0])
     layers.checkpoint_activations(model, "offload")
     torch.manual_seed(0)
     found = gradients(LanguageModel(model), inputs)
@@ -409,11 +379,9 @@ def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(found[1], plain[1], strict=True))
 
 
-def test_nothing_holds_an_input_that_is_offloaded(monkeypatch):
+def test_nothing_holds_an_input_that_is_offloaded(waiting):
     """Autograd keeps the hooks of what it saves: what they hold would stay on the device."""
     model, inputs = causal_lm("llama").train(), batch()
-    monkeypatch.setattr(offload.Inputs, "put", lambda _, hidden, tensor: [tensor.clone()])
-    monkeypatch.setattr(offload.Inputs, "get", lambda _, kept: kept[0])
     layers.checkpoint_activations(model, "offload")
     seen = []
     for layer in model.model.layers:
@@ -446,24 +414,19 @@ def graphs_of_recomputed_layers(which, shares):
     model = LanguageModel(causal_lm("llama", attn_implementation="packed").train())
     layers.checkpoint_activations(model.causal_lm, which, compiles=True)
     layers.compile_layers(model, which)
-    inputs = {
-        "input_ids": torch.arange(32)[None],
-        "position_ids": torch.arange(32)[None],
-        "labels": torch.arange(32)[None],
-    }
+    row = torch.arange(32)[None]
+    inputs = {"input_ids": row, "position_ids": row, "labels": row}
     if shares:
         model.context_group = torch.distributed.group.WORLD
-        inputs["labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)
+        inputs["labels"] = torch.nn.functional.pad(row, (0, 1), value=-100)
     model(**inputs).backward()
     return found
 
 
 @pytest.mark.quick_cases(r"full-alone")
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
+@inside_the_compiler
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "context parallel"])
-@pytest.mark.parametrize("which", ["full", "offload"])
+@pytest.mark.parametrize("which", ["none", "full", "offload"])
 def test_recomputed_layers_are_compiled_as_a_whole(which, shares):
     [found] = run_ranks(1, graphs_of_recomputed_layers, which, shares)
     assert found == [7], "both layers share one graph, of all products of a layer"
@@ -543,9 +506,8 @@ def break_packed_attention():
     of_document = packed_attention._of_document
 
     def broken(query, key, value, scaling, *more):
-        return of_document(
-            query, key, value, scaling * (20 if torch.is_grad_enabled() else 1), *more
-        )
+        factor = 20 if torch.is_grad_enabled() else 1
+        return of_document(query, key, value, scaling * factor, *more)
 
     packed_attention._of_document = broken
 
@@ -570,14 +532,9 @@ CASES = [
 
 
 def flags(toys, folder, data, strategy, *more):
-    words = [
-        "--model_name", toys / "llama", "--train_data_dir", data, "--output_dir", folder,
-        "--max_step", 2,
-    ]
-    return [
-        *words, "--strategy", strategy, "--eval_iters", 0, "--global_batch_size", 4,
-        "--run_name", "run", *more,
-    ]
+    words = "--max_step 2 --eval_iters 0 --global_batch_size 4 --run_name run --strategy"
+    data = ("--train_data_dir", data, *words.split(), strategy)
+    return [*toy_run(toys, folder), *data, *more]
 
 
 @pytest.mark.longer
@@ -589,9 +546,8 @@ def flags(toys, folder, data, strategy, *more):
 def test_a_fast_path_that_is_another_model_is_refused(
     toys, tmp_path, packed_data, patch, flag, more, strategy, ranks, precision
 ):
-    words = flags(
-        toys, tmp_path, packed_data, strategy, *more, "--devices", ranks, "--precision", precision
-    )
+    more = (*more, "--devices", ranks, "--precision", precision)
+    words = flags(toys, tmp_path, packed_data, strategy, *more)
     for rank, (code, said) in enumerate(run_ranks(ranks, train_with, patch, words)):
         assert code == 2
         if rank == 0:
@@ -602,78 +558,53 @@ def test_a_fast_path_that_is_another_model_is_refused(
 @pytest.mark.quick_cases(r"(auto-1|fsdp-2)-bf16-true")
 @pytest.mark.every_eighth(5)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
-)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_the_defaults_are_fast_and_pass(toys, tmp_path, packed_data, strategy, ranks, precision):
-    words = flags(
-        toys, tmp_path, packed_data, strategy, "--devices", ranks, "--precision", precision
-    )
+    more = ("--devices", ranks, "--precision", precision)
+    words = flags(toys, tmp_path, packed_data, strategy, *more)
     (code, said), *_ = run_ranks(ranks, train_with, nothing, words)
-    assert code == 0, said
-    assert "packed attention, chunked loss" in said
+    assert code == 0 and "Start verified: loss" in said, said
+    assert "packed attention, chunked loss" in said and "compiled layers" not in said
     assert "the gradients are equal to rounding" in said
 
 
 @pytest.mark.quick_cases(r"auto")
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
-)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_a_run_on_fast_paths_is_the_run_on_plain_ones(toys, tmp_path, packed_data, strategy, ranks):
-    plain = ("--loss", "full", "--attention", "sdpa")
-    found = []
-    for name, more in (("fast", ("--activation_checkpointing", "selective")), ("plain", plain)):
-        words = flags(
-            toys, tmp_path / name, packed_data, strategy, *more, "--precision", "32-true",
-            "--lr", 1e-3,
-        )
-        train_ranks(ranks, *words, "--max_step", 5)
+    plain, found = "--loss full --attention sdpa", []
+    for name, more in (("fast", "--activation_checkpointing selective"), ("plain", plain)):
+        more = f"{more} --precision 32-true --lr 1e-3 --max_step 5".split()
+        train_ranks(ranks, *flags(toys, tmp_path / name, packed_data, strategy, *more))
         run = tmp_path / name / "run"
         found.append((metrics(run), metrics(run, "grad_norm")))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
 
 
-FAST = ("--loss", "chunked", "--attention", "packed", "--compile", "true")
-PLAIN = ("--loss", "full", "--attention", "sdpa", "--compile", "false", "--verify_start", "false")
+FAST = "--loss chunked --attention packed --compile true".split()
+PLAIN = "--loss full --attention sdpa --compile false --verify_start false".split()
+SLOW = [("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "sharded"), ("fsdp2", 2, "full")]
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
+@inside_the_compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kind"),
-    [
-        ("auto", 1, "full"),
-        *(
-            pytest.param(strategy, 2, kind, marks=pytest.mark.slow)
-            for strategy, kind in (
-                ("ddp", "full"),
-                ("fsdp", "sharded"),
-                ("fsdp2", "sharded"),
-                ("fsdp2", "full"),
-            )
-        ),
-    ],
+    [("auto", 1, "full"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
 )
 def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks, kind):
     steps, half = 8, 4
-    every = [
-        "--precision", "32-true", "--lr", 1e-3, "--max_step", steps, "--save_step_interval", half,
-    ]
-    every += ["--state_dict_type", kind, "--grad_clip", 1.0]
+    every = f"--precision 32-true --lr 1e-3 --max_step {steps} --save_step_interval {half} "
+    every = [*every.split(), "--state_dict_type", kind, "--grad_clip", 1.0]
     fast = [*flags(toys, tmp_path, packed_data, strategy, *every, *FAST), "--micro_batch_size", 1]
     train_ranks(ranks, *fast, "--run_name", "whole", timeout_seconds=300)
 
     plain = flags(toys, tmp_path, packed_data, "auto", *every, *PLAIN)
     train_ranks(1, *plain, "--micro_batch_size", 4, "--run_name", "plain")
-    for key in ("loss", "grad_norm"):  # law 1: micro-batches on ranks are one big batch
-        assert metrics(tmp_path / "whole", key) == pytest.approx(
-            metrics(tmp_path / "plain", key), rel=1e-5
-        ), key
-
     expected = {key: metrics(tmp_path / "whole", key) for key in ("loss", "grad_norm")}
+    for key, values in expected.items():  # law 1: micro-batches on ranks are one big batch
+        assert values == pytest.approx(metrics(tmp_path / "plain", key), rel=1e-5), key
+
     checkpoint = tmp_path / "whole" / f"step-{half:08d}"
     go_on = ("--run_name", "whole", "--resume", "true", "--checkpoint", checkpoint)
     train_ranks(ranks, *fast, *go_on, timeout_seconds=300)
@@ -701,9 +632,8 @@ def laws_7_and_9(argv):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     _, plan, model, _ = built(argv)
-    reference = AutoModelForCausalLM.from_pretrained(
-        plan.model.source, dtype=torch.float32
-    ).state_dict()
+    reference = AutoModelForCausalLM.from_pretrained(plan.model.source, dtype=torch.float32)
+    reference = reference.state_dict()
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
     equal = all(
         torch.equal(value, reference[name.removeprefix(PREFIX)]) for name, value in state.items()
@@ -717,29 +647,17 @@ def laws_7_and_9(argv):
 
 
 @pytest.mark.longer
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
+@inside_the_compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [
-        ("fsdp2", 2),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("auto", 1), ("ddp", 2), ("fsdp", 2))
-        ),
-    ],
+    [("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in STRATEGIES[:3])],
 )
 def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks):
-    words = [
-        *flags(toys, tmp_path, packed_data, strategy, "--precision", "32-true", *FAST),
-        "--micro_batch_size",
-        1,
-    ]
+    words = flags(toys, tmp_path, packed_data, strategy, "--precision", "32-true", *FAST)
+    words += ["--micro_batch_size", 1]
     argv = [str(word) for word in [*words, "--devices", ranks]]
-    for attention, equal, count, packed, alone in run_ranks(
-        ranks, laws_7_and_9, argv, timeout_seconds=300
-    ):
+    results = run_ranks(ranks, laws_7_and_9, argv, timeout_seconds=300)
+    for attention, equal, count, packed, alone in results:
         assert attention == "packed" and equal and count > 10
         assert packed == pytest.approx(alone, rel=1e-5)
     run = (*words, "--max_step", 2 * 40 // 4, "--save_step_interval", 7, "--run_name", "run")
@@ -750,74 +668,30 @@ def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, stra
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)],
-)
+@inside_the_compiler
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, ranks):
-    fp32, _ = final_loss(
-        toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true"
-    )
-    fast = ("--loss", "chunked", "--compile", "true")
+    plain = ("--strategy", strategy, "--precision", "32-true")
+    fp32, _ = final_loss(toys, tmp_path, "fp32", ranks, *plain)
+    fast = "--loss chunked --compile true".split()
     bf16, _ = final_loss(toys, tmp_path, "bf16", ranks, "--strategy", strategy, *fast)
     assert abs(bf16 - fp32) < 0.01
+
+
+ACTIVATIONS = "takes none, full, every:N (such as every:2), selective or offload"
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ("--activation_checkpointing", "every:0"),
-            "takes none, full, every:N (such as every:2), selective or offload",
-        ),
-        (
-            ("--activation_checkpointing", "half"),
-            "takes none, full, every:N (such as every:2), selective or offload",
-        ),
-        (("--loss", "liger"), "--loss takes auto, full or chunked, not 'liger'"),
+        ("--activation_checkpointing every:0", ACTIVATIONS),
+        ("--activation_checkpointing half", ACTIVATIONS),
+        ("--loss liger", "--loss takes auto, full or chunked, not 'liger'"),
     ],
 )
-def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, capsys, words, sentence):
-    import train
-
-    with pytest.raises(SystemExit) as stop:
-        train.main([str(word) for word in [*toy_run(toys, tmp_path), *words]])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err
-
-
-@pytest.mark.longer
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside torch's compiler
-def test_one_compilation_serves_all_layers(toys, tmp_path, packed_data):
-    """And the compiled run is the plain one."""
-    AutoConfig.from_pretrained(toys / "llama", num_hidden_layers=6).save_pretrained(
-        tmp_path / "model"
-    )
-    words = flags(toys, tmp_path, packed_data, "auto", "--precision", "32-true", "--lr", 1e-3)
-    words += ["--model_name", tmp_path / "model"]
-    runs = {}
-    for name, more in (("plain", ()), ("compiled", ("--compile", "true", "--attention", "sdpa"))):
-        [(code, said, graphs)] = run_ranks(
-            1, train_and_count_graphs, [*words, "--run_name", name, *more]
-        )
-        assert code == 0, said
-        runs[name] = metrics(tmp_path / name), graphs
-    assert runs["compiled"][0] == pytest.approx(runs["plain"][0], rel=1e-5)
-    assert runs["plain"][1] == 0 and 0 < runs["compiled"][1] <= 3, (
-        "six layers; graphs for the probe and for training"
-    )
-
-
-def train_and_count_graphs(argv):
-    from torch._dynamo.utils import counters
-
-    counters.clear()  # of what was compiled before this process was forked
-    code, said = train_with(nothing, argv)
-    return code, said, counters["stats"]["unique_graphs"]
+def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, words, sentence):
+    [(code, said)] = run_ranks(1, train_with, nothing, [*toy_run(toys, tmp_path), *words.split()])
+    assert code == 2 and sentence in said
 
 
 def test_layers_that_are_no_part_of_a_gradient_are_compared_as_well():
@@ -878,27 +752,9 @@ def test_an_embedding_of_which_the_sample_has_no_token_passes():
     ],
 )
 def test_the_kernel_of_gpus_gets_the_head_sizes_that_it_takes(name, more, monkeypatch):
-    """The kernel's conditions, with PyTorch's own attention in its place."""
+    """The kernel's conditions but that of 16 bits, with PyTorch's own attention in its place."""
     called = []
-
-    def kernel(
-        query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options
-    ):
-        sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-        assert len(sizes) == 1 and max(sizes) % 8 == 0 and max(sizes) <= 256
-        called.append(sizes)
-        key, value = (
-            tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-            for tensor in (key, value)
-        )
-        return packed_attention._one_by_one([query, key, value], ends, scale, 0.0, None)
-
-    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    monkeypatch.setattr(packed_attention, "varlen_attn", varlen((9, 0), called, [torch.float32]))
     monkeypatch.setattr(packed_attention, "_has_kernel", lambda query, head_size: head_size <= 256)
-    model = causal_lm(name, **more)
-    expected = gradients(LanguageModel(model), packed())
-    with capabilities.attention(model, packed_attention.PACKED):
-        found = gradients(LanguageModel(model), packed())
+    assert_packed_attention_is_masked_attention(causal_lm(name, **more), packed())
     assert bool(called) == (more.get("head_dim") != 320)
-    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -31,12 +31,8 @@ from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 WORDS = ["one", "two", "vier", "fünf", "huit", "十", "十一", "🎉", "\t", "", "tab", '"quoted"']
 WORDS += ["comma,", "{json}", "[list]", "\\", "end"]
 READ = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-PACK = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstandard.compress,
-}
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+PACK[".zst"] = zstandard.compress
 
 
 # ------------------------------------------------------------------------------- drawing
@@ -89,25 +85,16 @@ class Draw:
             return b"\n".join(self.records()) + self.random.choice([b"", b"\n", b"\n \n"])
         if kind == ".json":
             return b"[\n" + b",\n".join(self.records()) + b"\n]\n"
-        texts = [
-            f"row in {self.random.random()}",
-            *(self.text() for _ in range(self.random.randrange(8))),
-        ]
+        texts = [f"row in {self.random.random()}"]
+        texts += [self.text() for _ in range(self.random.randrange(8))]
         if kind == ".tsv":  # without quotes, as most are
-            lines = [
-                "id\ttext",
-                *(f"{n}\t{' '.join(text.split())}" for n, text in enumerate(texts)),
-            ]
-            for at in self.random.sample(range(1, len(lines)), min(3, len(lines) - 1)):
-                lines[at] = (
-                    f'{at}\t"begins {at}' if self.random.random() < 0.5 else f'{at}\tends {at}"'
-                )
-            return "\n".join(lines).encode() + b"\n"
+            lines = [f"{number}\t{' '.join(text.split())}" for number, text in enumerate(texts)]
+            for at in self.random.sample(range(len(lines)), min(3, len(lines))):
+                lines[at] = self.random.choice([f'{at}\t"begins {at}', f'{at}\tends {at}"'])
+            return "\n".join(["id\ttext", *lines]).encode() + b"\n"
         if kind == ".csv":
             out = io.StringIO(newline="")
-            csv.writer(out).writerows(
-                [("id", "text"), *((str(n), text) for n, text in enumerate(texts))]
-            )
+            csv.writer(out).writerows([("id", "text"), *enumerate(texts)])
             return out.getvalue().encode() + self.random.choice([b"", b"9\n", b"9,too,many\n"])
         out = io.BytesIO()
         column = pa.array([None if text == " " else text for text in texts], pa.string())
@@ -120,11 +107,8 @@ class Draw:
         end = b",\n" if kind == ".json" else b"\n"
         begin = max(content.find(b"good in"), content.find(b"row in"))
         first = content.find(end, begin) + len(end) if begin >= 0 and end in content[begin:] else 0
-        cuts = (
-            sorted(self.random.choices(range(max(first, 1), len(content) + 1), k=2))
-            if first
-            else []
-        )
+        places = range(max(first, 1), len(content) + 1)
+        cuts = sorted(self.random.choices(places, k=2)) if first else []
         parts = [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)])]
         streams = [PACK[packed](part) for part in parts]
         # Of zstandard, pyarrow gives nothing of the 16 KB before a damage, and a file that small is
@@ -151,9 +135,8 @@ class Draw:
             folders[-1].mkdir()
         (self.root / "first.txt").write_text("the first text")
         (self.root / "second.txt").write_text("the second text")
-        files = [
-            self.file(self.random.choice(folders)) for _ in range(self.random.randrange(2, 12))
-        ]
+        count = self.random.randrange(2, 12)
+        files = [self.file(self.random.choice(folders)) for _ in range(count)]
         for number in range(self.random.randrange(5)):
             place, kind = self.random.choice(folders) / f"z{number}", self.random.randrange(5)
             if kind == 0:
@@ -168,9 +151,8 @@ class Draw:
             elif kind == 3:
                 Path(f"{place}.txt").symlink_to("nowhere")
             else:  # what isn't read
-                Path(f"{place}{self.random.choice(['.pdf', '.html', '', '.py'])}").write_bytes(
-                    b"<p>\xff"
-                )
+                suffix = self.random.choice([".pdf", ".html", "", ".py"])
+                Path(f"{place}{suffix}").write_bytes(b"<p>\xff")
 
     def dataset(self, folder: Path) -> dict[str, list[str]]:
         """A dataset of several splits, the texts of which are returned."""
@@ -215,24 +197,12 @@ class Seen:
         self.found.add(os.path.realpath(folder))
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             place = os.path.realpath(entry.path)
-            place = (
-                place
-                if os.path.isdir(place) or not os.path.exists(place)
-                else os.stat(place).st_ino
-            )
-            kind = next(
-                (
-                    kind
-                    for kind in READ
-                    if any(entry.name.endswith(kind + end) for end in ("", *PACK))
-                ),
-                None,
-            )
-            if (
-                entry.name.startswith(".")
-                or not entry.is_dir()
-                and (kind is None or not entry.is_file())
-            ):
+            if os.path.isfile(place):
+                place = os.stat(place).st_ino
+            kinds = [k for k in READ for end in ("", *PACK) if entry.name.endswith(k + end)]
+            kind = kinds[0] if kinds else None
+            is_read = entry.is_dir() or (kind is not None and entry.is_file())
+            if entry.name.startswith(".") or not is_read:
                 self.not_read += 1
             elif place in self.found:
                 self.twice += 1
@@ -359,37 +329,27 @@ def hold_to_the_law(seed: int, folder: Path, tokenizer: str) -> None:
         inputs=inputs, output=folder / "out", tokenizer=tokenizer, context_length=2,
         validation_fraction=0.3, deduplicate=deduplicate,
     )
-    splits, skipped, where = (
-        manifest["splits"],
-        manifest["skipped"],
-        f"seed {seed}: {summary(manifest)}",
-    )
+    splits, skipped = manifest["splits"], manifest["skipped"]
+    where = f"seed {seed}: {summary(manifest)}"
     kept = Counter(seen.texts) if deduplicate == "none" else Counter({*seen.texts})
     in_rows = {name: texts_of(folder / "out", name, tokenizer) for name in splits}
     assert in_rows["train"] + in_rows["validation"] == kept, where
     assert not in_rows["train"].keys() & in_rows["validation"].keys(), f"in both splits, {where}"
-    assert {name: split["documents"] for name, split in splits.items()} == {
-        n: c.total() for n, c in in_rows.items()
-    }
+    counts = {name: texts.total() for name, texts in in_rows.items()}
+    assert {name: split["documents"] for name, split in splits.items()} == counts
     assert manifest["duplicates"]["documents"] == len(seen.texts) - kept.total(), where
     assert (skipped["empty"], skipped["bad"]) == (seen.empty, seen.bad), where
     assert sum(skipped["files_by_suffix"].values()) == seen.not_read, where
     assert (skipped["files_twice"], skipped["splits"]) == (seen.twice, left_out), where
     assert manifest["text"]["records"] == len(seen.texts) + seen.empty + seen.bad
-    assert (
-        manifest["text"]["bytes"]
-        == manifest["text"]["bytes_of_tokens"]
-        == sum(len(t.encode()) for t in seen.texts)
-    )
+    size = sum(len(text.encode()) for text in seen.texts)
+    assert manifest["text"]["bytes"] == manifest["text"]["bytes_of_tokens"] == size
 
 
 @pytest.mark.every_eighth(1)
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.longer) for n in range(25, 500, 25))]
-)
-def test_documents_of_the_inputs_are_those_of_the_splits_and_those_counted(
-    first, tmp_path, tokenizer
-):
+@pytest.mark.quick_cases(r"\[0\]")
+@pytest.mark.parametrize("first", range(0, 500, 25))
+def test_documents_are_those_of_the_splits_and_those_counted(first, tmp_path, tokenizer):
     for seed in range(first, first + 25):
         (tmp_path / str(seed)).mkdir()
         hold_to_the_law(seed, tmp_path / str(seed), tokenizer)

@@ -72,31 +72,17 @@ class Rounded(torch.optim.Optimizer):
                 group["store"](parameter, p, 1)
 
 
-class Split:
-    def __init__(self, split):
-        self.split = split
-
-    def __len__(self):
-        return len(self.split)
-
-    def __getitem__(self, number):
-        return {"input_ids": self.split[number]["input_ids"]}
-
-
 @register.source("same.txt")
 def same(folder, flags):
-    splits = datasets.load_from_disk((folder / "same.txt").read_text())
-    return {name: Split(splits[name]) for name in ("train", "validation")}
+    return datasets.load_from_disk((folder / "same.txt").read_text())
 """
 
 
 def run(folder, *words, **variables):
     """Run a command of the repository in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *map(str, words)], **how, timeout=600)
 
 
 def training(folder, *flags):
@@ -142,17 +128,14 @@ def test_the_page_trains_is_killed_resumes_verifies_and_exports(
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     data = tmp_path / "data"
     data.mkdir()
-    (data / "stream.txt").touch()
-    if file == "train.bin":
-        (data / "stream.txt").unlink()
-        for name, rows in (("train.bin", 40), ("val.bin", 8)):
-            ids = np.random.default_rng(0).integers(0, VOCABULARY, rows * 64)
-            ids.astype(np.uint16).tofile(data / name)
-    words = ["--model_name", "model", "--train_data_dir", "data", "--max_step", STEPS, "--lr", 1e-3]
-    words += ["--save_step_interval", 2, "--global_batch_size", 4, "--eval_iters", 2]
-    words += ["--lr_schedule", "sqrt", "--logger", "lines", "--lion_beta", 0.9, "--code", code.name]
-    words += ["--devices", ranks, "--strategy", "fsdp2" if ranks > 1 else "auto"]
-    train = training(tmp_path, *words)
+    (data / file).touch()
+    for name, rows in (("train.bin", 40), ("val.bin", 8)) if file == "train.bin" else ():
+        ids = np.random.default_rng(0).integers(0, VOCABULARY, rows * 64)
+        ids.astype(np.uint16).tofile(data / name)
+    words = f"--model_name model --train_data_dir data --max_step {STEPS} --lr 1e-3 --eval_iters 2 "
+    words += "--save_step_interval 2 --global_batch_size 4 --lr_schedule sqrt --logger lines "
+    words += f"--lion_beta 0.9 --code {code.name} --devices {ranks} --strategy"
+    train = training(tmp_path, *words.split(), "fsdp2" if ranks > 1 else "auto")
     exit_code, said = train("whole")
     assert exit_code == 0 and "entropy" in said, said
     assert train("cut", FABRIC_LLM_FAILPOINT="between_steps:count=5")[0] != 0
@@ -168,9 +151,8 @@ def test_the_page_trains_is_killed_resumes_verifies_and_exports(
         assert line["lr"] == pytest.approx(1e-3 * (1 - ((line["step"] - 1) / STEPS) ** 0.5))
     assert len((tmp_path / "runs" / "whole" / "lines.txt").read_text().splitlines()) >= STEPS
     verified = run(tmp_path, "-m", "fabric_llm.verify", "runs/cut")
-    assert verified.returncode == 0 and "verdict         whole" in verified.stdout, (
-        verified.stderr + verified.stdout
-    )
+    assert "verdict         whole" in verified.stdout, verified.stderr + verified.stdout
+    assert verified.returncode == 0
     exported = run(tmp_path, ROOT / "export_hf.py", "runs/cut", "--output", "hf")
     assert "Verified with plain transformers" in exported.stdout, exported.stderr
 
@@ -183,14 +165,12 @@ def test_what_repeats_ours_gives_our_numbers(toys, tmp_path, ranks, precision, s
     (tmp_path / "ours.py").write_text(OURS)
     (tmp_path / "same").mkdir()
     (tmp_path / "same" / "same.txt").write_text(str(toys / "data"))
-    flags = ["--model_name", toys / "llama", "--max_step", steps, "--precision", precision]
-    flags += ["--save_step_interval", 2, "--global_batch_size", 4, "--eval_iters", 2]
-    flags += ["--devices", ranks, "--strategy", "fsdp2" if ranks > 1 else "auto", "--lr", 1e-3]
+    flags = f"--max_step {steps} --precision {precision} --save_step_interval 2 --eval_iters 2 "
+    flags += f"--global_batch_size 4 --devices {ranks} --lr 1e-3 --strategy"
+    flags = [*flags.split(), "fsdp2" if ranks > 1 else "auto", "--model_name", toys / "llama"]
     plain = training(tmp_path, *flags, "--train_data_dir", toys / "data")
-    own = training(
-        *(tmp_path, *flags, "--train_data_dir", "same"),
-        *("--code", "ours.py", "--lr_schedule", "again"),
-    )
+    words = "--train_data_dir same --code ours.py --lr_schedule again"
+    own = training(tmp_path, *flags, *words.split())
     exit_code, said = plain("ours")
     assert exit_code == 0, said
     if steps > 1:
@@ -352,10 +332,8 @@ def test_flags_are_known_in_help_in_files_and_to_plan(tmp_path, capsys):
     assert flags.training.lr_schedule == "a" and register.LOADED["flags"] is flags
     flags = parse_plan(["--code", str(path), "--model_name", "x", "--strength", "4"])[1]
     assert flags.own.strength == 4
-    done = run(
-        *(tmp_path, "-X", "importtime", ROOT / "train.py"),
-        *("--code", path, "--help", "strength"),
-    )
+    words = ("-X", "importtime", ROOT / "train.py", "--code", path, "--help", "strength")
+    done = run(tmp_path, *words)
     assert "--strength  (an integer; default: 1)\n      a text" in done.stdout
     assert not re.search(r"\| +torch$", done.stderr, re.M)
     parse_train([])
@@ -381,25 +359,24 @@ class Squares:
 MIXED = [np.arange(4), {"input_ids": np.arange(4), "labels": np.full(4, -100)}]
 
 
+class Mixed(list):
+    """A stream of these rows."""
+
+    def __next__(self):
+        return self.pop(0)
+
+    def state(self):
+        return {}
+
+
 def test_labels_of_some_rows_alone_are_refused():
     rows = own._rows(MIXED, "train")
     with pytest.raises(Fault, match="has input_ids, labels, the first input_ids"):
         rows[[0, 1]]
     with pytest.raises(Fault, match="has input_ids, labels, the first input_ids"):
-        Stream(lambda state: iter_with_state(MIXED * HEAD), 4, "mixed")
+        Stream(lambda state: Mixed(MIXED * HEAD), 4, "mixed")
     labels = {"input_ids": np.arange(4), "labels": np.array([-100, 70_000, 1, 2])}
     assert own._largest(own._rows([labels], "train")) == 70_000
-
-
-class iter_with_state:
-    def __init__(self, rows):
-        self.rows = iter(rows)
-
-    def __next__(self):
-        return next(self.rows)
-
-    def state(self):
-        return {}
 
 
 def test_a_stream_is_a_function_of_the_position():

@@ -46,10 +46,8 @@ def test_the_task_is_one_of_skypilot():
     assert mistakes(TASK, "skypilot_task.json") == []
     assert mistakes(TASK["resources"], "skypilot_resources.json") == []
     assert mistakes({**TASK, "num_node": 2}, "skypilot_task.json") != []
-    recovery = {"recover_on_exit_codes": [71, 300]}
-    assert (
-        mistakes({**TASK["resources"], "job_recovery": recovery}, "skypilot_resources.json") != []
-    )
+    wrong = {**TASK["resources"], "job_recovery": {"recover_on_exit_codes": [71, 300]}}
+    assert mistakes(wrong, "skypilot_resources.json") != []
 
 
 def test_each_exit_code_is_restarted_or_not_in_both():
@@ -70,30 +68,30 @@ def test_the_pods_find_each_other_and_are_as_many_as_torchrun_waits_for():
     words = dict(word.removeprefix("--").split("=", 1) for word in CONTAINER["args"] if "=" in word)
     assert JOB["parallelism"] == JOB["completions"] == int(words["nnodes"])
     name, job = JOBSET["metadata"]["name"], JOBSET["spec"]["replicatedJobs"][0]["name"]
-    assert words["rdzv_endpoint"] == f"{name}-{job}-0-0.{name}:29400", (
-        "<jobset>-<job>-<job index>-<pod index>.<subdomain>"
-    )
+    # <jobset>-<job>-<job index>-<pod index>.<subdomain>
+    assert words["rdzv_endpoint"] == f"{name}-{job}-0-0.{name}:29400"
     assert int(words["nproc_per_node"]) == CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert CONTAINER["args"][2] == f"checkpoints/{words['run_name']}" and words["resume"] == "auto"
     kept = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPT.read_text())[1])
     assert kept < JOB["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
-STATUS = '{{"code": {code}, "retryable": {retryable}}}'
+def status(code, retryable="true"):
+    return f'{{"code": {code}, "retryable": {retryable}}}'
 
 
 @pytest.mark.parametrize(
     ("before", "after", "torchrun", "code"),
     [
-        (None, STATUS.format(code=75, retryable="true"), 1, 75),
-        (None, STATUS.format(code=76, retryable="false"), 1, 76),
-        (STATUS.format(code=75, retryable="true"), STATUS.format(code=71, retryable="true"), 1, 71),
-        (None, STATUS.format(code="null", retryable="true"), 1, 71),
-        (None, STATUS.format(code=74, retryable="true"), 1, 74),
-        (None, STATUS.format(code=74, retryable="false"), 1, 73),
-        (STATUS.format(code=75, retryable="true"), STATUS.format(code=75, retryable="true"), 1, 1),
+        (None, status(75), 1, 75),
+        (None, status(76, "false"), 1, 76),
+        (status(75), status(71), 1, 71),
+        (None, status("null"), 1, 71),
+        (None, status(74), 1, 74),
+        (None, status(74, "false"), 1, 73),
+        (status(75), status(75), 1, 1),
         (None, None, 1, 1),
-        (None, STATUS.format(code=0, retryable="false"), 0, 0),
+        (None, status(0, "false"), 0, 0),
     ],
     ids="stopped diverged lost killed save_failed disk_full before_the_run no_run done".split(),
 )
@@ -110,10 +108,9 @@ def test_the_code_is_that_of_the_run(tmp_path, before, after, torchrun, code):
         (programs / name).chmod(0o755)
     if before == after and before:
         (run / "STATUS.json").write_text(after)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", SCRIPT, run], env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
+    path = {"PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    own, words = {**os.environ, **path}, ["bash", SCRIPT, run]
+    done = subprocess.run(words, env=own, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, "")
 
 
@@ -130,26 +127,13 @@ def test_a_stop_before_the_run_is_none_that_ends_a_job(tmp_path):
 
 def start(toys, folder, *more):
     """The container's command on a machine of two CPUs."""
-    toy = [
-        str(word)
-        for word in (
-            *toy_run(toys, folder / "checkpoints"),
-            "--save_step_interval",
-            20,
-            "--eval_iters",
-            0,
-            *more,
-        )
-    ]
-    words = [
-        w for w in CONTAINER["args"] if not w.startswith(("--config", "--train_data_dir", "--rdzv"))
-    ]
-    words = [
-        {"--nnodes=2": "--nnodes=1", "--nproc_per_node=8": "--nproc_per_node=2"}.get(w, w)
-        for w in words
-    ]
+    changed = {"--nnodes=2": "--nnodes=1", "--nproc_per_node=8": "--nproc_per_node=2"}
+    changed |= {CONTAINER["args"][1]: str(SCRIPT), "train.py": str(ROOT / "train.py")}
+    left_out = ("--config", "--train_data_dir", "--rdzv")
+    words = [changed.get(w, w) for w in CONTAINER["args"] if not w.startswith(left_out)]
     words = [w.replace("s3://bucket/runs", f"file://{folder}/mirror") for w in words]
-    words = [{words[1]: str(SCRIPT), "train.py": str(ROOT / "train.py")}.get(w, w) for w in words]
+    toy = (*toy_run(toys, folder / "checkpoints"), "--save_step_interval", 20, "--eval_iters", 0)
+    toy = [str(word) for word in (*toy, *more)]
     words = [words[0], *words[1:4], "--standalone", *words[4:], *toy]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
@@ -162,23 +146,20 @@ def test_a_pod_that_is_preempted_saves_and_the_next_one_goes_on(toys, tmp_path):
     """On an empty disk, since that of a pod goes with it."""
     pytest.importorskip("obstore")
     run, endless = tmp_path / "checkpoints" / "mine", ("--max_step", 100_000, "--keep_last", 2)
-    pod = start(toys, tmp_path, *endless)
+    pod, log = start(toys, tmp_path, *endless), tmp_path / "log"
     deadline = time.monotonic() + 120
     while not (run / "step-00000020").is_dir():
-        assert time.monotonic() < deadline and pod.poll() is None, (tmp_path / "log").read_text()[
-            -3000:
-        ]
+        assert time.monotonic() < deadline and pod.poll() is None, log.read_text()[-3000:]
         time.sleep(0.2)
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(60) == 75, (tmp_path / "log").read_text()[-3000:]
+    assert pod.wait(60) == 75, log.read_text()[-3000:]
     saved = max(int(path.name[5:]) for path in run.glob("step-*"))
     assert metrics(run, "step")[-1] == saved
     assert json.loads((run / "STATUS.json").read_text())["code"] == 75
     shutil.rmtree(tmp_path / "checkpoints")
     more = ("--max_step", saved + 5, "--keep_last", 2, "--resume_override", "max_step")
-    assert start(toys, tmp_path, *more).wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert metrics(run, "step")[-1] == saved + 5
-    assert "resumed from" in (tmp_path / "log").read_text()
+    assert start(toys, tmp_path, *more).wait(120) == 0, log.read_text()[-3000:]
+    assert metrics(run, "step")[-1] == saved + 5 and "resumed from" in log.read_text()
 
 
 @pytest.mark.longer
