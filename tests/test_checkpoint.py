@@ -459,6 +459,16 @@ def test_the_best_of_a_mixture_are_compared_by_the_same_shares(tmp_path):
     assert saved(tmp_path) == [2, 3]
 
 
+def test_losses_of_other_rows_are_not_compared_and_have_their_own_best(tmp_path):
+    """A run that was resumed with another --eval_iters: its new rows may be harder, or easier."""
+    few, many = {"validation": ["abc", 2, 256]}, {"validation": ["abc", 100, 256]}
+    for step, rows, loss in ((1, many, 2.0), (2, many, 2.1), (3, few, 9.0), (4, few, 9.5)):
+        found_checkpoint(tmp_path, step, eval_loss=loss, evaluated_on=rows)
+    found_checkpoint(tmp_path, 5, eval_loss=9.6, evaluated_on=few)
+    prune(tmp_path, Kept(1, best=1))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [1, 3, 5]
+
+
 def found_checkpoint(run, step, **document):
     folder = run / f"step-{step:08d}"
     (folder / "trainer").mkdir(parents=True)

@@ -89,6 +89,22 @@ def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_m
     assert same_tensors(*(stored(run / "step-00000004") for run in (cut, whole)))
 
 
+@pytest.mark.longer
+def test_a_resumed_run_takes_no_losses_of_other_rows_from_the_log(toys, data, tmp_path):
+    """Of an evaluation that was cut off, and made up with another --eval_iters."""
+    words = flags(toys, data, tmp_path, "--run_name", "run", "--resume", "auto")
+    cut_off = f"evaluate:count={VALIDATION_ROWS + 3}:do=term"
+    all_rows, few = ("--eval_iters", VALIDATION_ROWS), ("--eval_iters", 2)
+    assert Job(1, *words, *all_rows, failpoint=cut_off).wait() == [75]
+    assert Job(1, *words, *few, failpoint="forward:do=kill").wait() == [-9]
+    assert [one["validation"].get("rows") for one in metrics(tmp_path / "run", "eval")] == [None, 2]
+    asked = f"evaluate:count={VALIDATION_ROWS}:do=kill"  # it is made on all rows
+    assert Job(1, *words, *all_rows, failpoint=asked).wait() == [-9]
+    assert Job(1, *words, *all_rows).wait() == [0]
+    read = [one["validation"].get("rows") for one in metrics(tmp_path / "run", "eval")]
+    assert read == [None, 2, None, None]
+
+
 def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, data, tmp_path):
     def touch():
         any_rank = evaluation.any_rank

@@ -270,6 +270,21 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
 
 
 @pytest.mark.longer
+def test_losses_of_other_rows_at_a_checkpoint_judge_no_budget(base, tmp_path):
+    """The losses before step 1 and those from here on are of the same rows, those of the process in
+    between aren't."""
+    run = flags(base, tmp_path, "--train_data_dir", base / "old", "--lr", 1e-7)
+    train_ranks(1, *run, "--max_step", 4, "--eval_iters", 6)
+    again = (*run, "--resume", "true", "--resume_override", "max_step,forgetting_budget,forgetting_action")
+    train_ranks(1, *again, "--max_step", 8, "--eval_iters", 1, "--eval_batch_size", 1)
+    [first, *_, last] = evaluated(tmp_path / "run", "validation")
+    assert last > first + 0.01, "its row is harder"
+    budget = ("--forgetting_budget", f"validation:{(last - first) / 2:.6f}")
+    job = Job(1, *again, "--eval_iters", 6, *budget, "--forgetting_action", "stop")
+    assert job.wait() == [0], job.output
+
+
+@pytest.mark.longer
 def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(base, tmp_path):
     more = "--max_step 8 --max_skipped_steps 1".split()
     run = replayed(base, tmp_path, *NO_BUDGET, *REWIND, *more)

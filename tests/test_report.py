@@ -348,6 +348,20 @@ def test_text_from_runs_is_text(tmp_path):
         assert any(one["set"].endswith(HOSTILE) for one in shown.lines("eval_loss"))
 
 
+@pytest.mark.parametrize("others", [(), ("other",)])
+def test_the_best_loss_is_of_the_rows_of_the_last_one(tmp_path, others):
+    """A run that was resumed with another --eval_iters, and one that then read all rows."""
+    for end, words in ((3, "best 4.0000 at step 2; before"), (4, "best 4.5000 at step 4; before")):
+        lines = []
+        for step, loss in list(enumerate((2.0, 1.9, 4.0, 4.2, 4.5)))[: end + 1]:
+            part = {} if step == 4 else {"rows": 9 if step < 2 else 3, "of_rows": 99}
+            sets = dict.fromkeys(("validation", *others), {"loss": loss, **part})
+            lines.append({"step": step, "tokens": 9 * step, "eval_loss": loss, "eval": sets})
+        run = reading.read_run(made(tmp_path / str(end), lines))
+        said = page.last_and_best(run, next(iter(run.numbers["eval_loss"].values())))[1]
+        assert said.startswith(words) and "it was of other rows" in said, said
+
+
 def test_runs_beside_each_other(tmp_path):
     lines = [training(step) for step in range(1, 5)]
     flags = {"lr": 1e-3, "compile": "auto"}

@@ -24,6 +24,8 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
 from fabric_llm.base.names import nearest_of
+from fabric_llm.data.periods import ONE_SET
+from fabric_llm.data.sources import PROBES
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
@@ -80,7 +82,8 @@ def read_progress(path: Path) -> dict[str, Any]:
         raise damaged(path, f"trainer/progress.json says {numbers}.")
     # The log beside a folder with a checkpoint's name is that of the checkpoint's own run.
     if not is_evaluated(document) and re.fullmatch(STEP_NAME, path.name):
-        document |= _logged_losses(path.parent / METRICS, Progress(**numbers))
+        rows = document.get("evaluated_on")
+        document |= _logged_losses(path.parent / METRICS, Progress(**numbers), rows)
     return document
 
 
@@ -89,13 +92,25 @@ def is_evaluated(document: Mapping[str, Any]) -> bool:
     return any(document.get(name) is not None for name in ("eval_loss", "eval_losses"))
 
 
-def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
+def comparable_losses(document: Mapping[str, Any]) -> Optional[dict[str, float]]:
+    """The losses at a checkpoint of those sets that were evaluated there on the same rows as before
+    step 1; None if it wasn't evaluated."""
+    losses, then, here = map(document.get, ("eval_losses", "measured_on", "evaluated_on"))
+    # At step 0 they are those before step 1.
+    if losses is None or then is None or here is None or not document["progress"]["step"]:
+        return losses
+    return {name: loss for name, loss in losses.items() if then.get(name) == here.get(name)}
+
+
+def _logged_losses(log: Path, progress: Progress, measured: Any) -> dict[str, Any]:
     """What metrics.jsonl says of an evaluation there, as progress.json says it, and `from_log`; {}
-    without one."""
+    without one. measured: see DataPlan.measured_on; an evaluation of other rows is passed over."""
     # Lines of earlier versions have no position: then the step alone decides.
     for _, line in files.json_lines(log, having='"eval_loss"'):
         at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
         if at == (progress.step, progress.position) and isinstance(sets, dict):
+            if not _is_of(sets, measured):
+                continue
             losses = {}
             for name, numbers in sets.items():
                 if isinstance(numbers, dict):
@@ -105,6 +120,31 @@ def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
             found = {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
             return {**found, "from_log": True}
     return {}
+
+
+def part_read(measured: Any) -> dict[str, int]:
+    """How many rows of how many a loss is of, as metrics.jsonl has it, from the entry of
+    DataPlan.measured_on for its set; {} if it is of all."""
+    # What older versions wrote has no numbers of rows here.
+    match measured:
+        case [_, int(rows), int(of_rows), *_] if rows < of_rows:
+            return {"rows": rows, "of_rows": of_rows}
+    return {}
+
+
+def _is_of(sets: dict[str, Any], measured: Any) -> bool:
+    """Whether an evaluation in a log is of as many rows of each set as a checkpoint says: a run
+    that was resumed with another --eval_iters may have made it."""
+    if not isinstance(measured, dict):  # an older version's
+        return True
+    for name, numbers in sets.items():
+        # A probe's rows aren't those of the set that it is made of.
+        if name in PROBES or name not in measured or not isinstance(numbers, dict):
+            continue
+        read = {key: numbers[key] for key in ("rows", "of_rows") if key in numbers}
+        if read != part_read(measured[name]):
+            return False
+    return True
 
 
 def is_before(line: Mapping[str, Any], progress: Progress) -> bool:
@@ -267,9 +307,15 @@ def not_kept(
     # The newest checkpoint always stays, because the run resumes from it.
     stays = {*ordered[-kept.last :], *there[-1:]}
     # Of equal losses the older checkpoint stays. Without a loss, one is never among the best.
+    # Losses of other rows don't compare, so those of the same rows have their best.
     shares = _newest_shares([documents[path] for path in there])
-    losses = sorted((_eval_loss(documents[path], kept.best_of, shares), path) for path in there)
-    stays.update(path for loss, path in losses[: kept.best] if math.isfinite(loss))
+    of_rows: dict[str, list[tuple[float, Path]]] = {}
+    for path in there:
+        loss = _eval_loss(documents[path], kept.best_of, shares)
+        of_rows.setdefault(_rows_of(documents[path], kept.best_of), []).append((loss, path))
+    for losses in of_rows.values():
+        best = sorted(losses)[: kept.best]
+        stays.update(path for loss, path in best if math.isfinite(loss))
     if kept.every is not None:
         stays.update(path for path in there if step_of(path) % kept.every == 0)
     # The newest suitable one stays, however old it is, so that a rewind has somewhere to go.
@@ -324,6 +370,15 @@ def _eval_loss(
         loss = sum(share * losses[name] for name, share in shares.items())
     # A checkpoint without an evaluation counts as worse than all others.
     return loss if isinstance(loss, float) else math.inf
+
+
+def _rows_of(document: dict[str, Any], of_set: Optional[str]) -> str:
+    """What the loss by which checkpoints are compared is of, see DataPlan.measured_on."""
+    measured, mixture = document.get("evaluated_on"), document.get("mixture")
+    if not isinstance(measured, dict):  # an older version's
+        return ""
+    names = [of_set] if of_set else mixture["sources"] if mixture else [ONE_SET]
+    return json.dumps([measured.get(name) for name in names])
 
 
 def sweep(run_directory: Path) -> list[str]:

@@ -9,7 +9,7 @@ from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.base.names import command, listed
-from fabric_llm.checkpoint.keep import is_evaluated
+from fabric_llm.checkpoint.keep import comparable_losses, is_evaluated
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_stream
 from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER
@@ -222,7 +222,7 @@ def forgetting_at_start(plan: Plan, flags: Flags) -> Forgetting:
     if plan.resumed:
         forgetting.before = dict(plan.resumed["guard"]["before"])
         forgetting.changed = plan.changed_eval_sets()
-        losses = plan.resumed.get("eval_losses")
+        losses = comparable_losses(plan.resumed)
         if losses is not None:
             forgetting.accept_evaluation(plan.start.step, losses)
     return forgetting

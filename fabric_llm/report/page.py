@@ -173,18 +173,19 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 
 
 def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
-    """The last loss, and in words the best one. A mean over sets is followed back only to where
-    their shares last changed, since means with other shares don't compare."""
+    """The last loss, and in words the best one. It is followed back only to where its rows last
+    changed, and a mean over sets to where their shares did: what is before doesn't compare."""
     # A loss of NaN or infinity is neither the last nor the best one.
     steps, values = (part[np.isfinite(loss.values)] for part in loss)
     if not len(values):
         return NONE, ""
-    since = 0
-    if len(run.shares) > 1 and loss is run.numbers["eval_loss"].get(reading.MEAN):
-        since = run.shares[-1][0]
+    since, other = reading.rows_changed_at(run, loss), "was of other rows"
+    is_mean = loss is run.numbers["eval_loss"].get(reading.MEAN)
+    if len(run.shares) > 1 and is_mean and run.shares[-1][0] >= since:
+        since, other = run.shares[-1][0], "had other shares"
     words, latest = [], steps >= since
     if since:
-        words.append(f"before step {since:,} it had other shares")
+        words.append(f"before step {since:,} it {other}")
     if latest.any():
         lowest = values[latest].argmin()
         words.insert(0, f"best {number(values[latest][lowest])} at step {steps[latest][lowest]:,}")

@@ -282,6 +282,26 @@ def parts_read(run: Run) -> list[str]:
     return words
 
 
+def rows_changed_at(run: Run, loss: Series) -> int:
+    """The step of the first evaluation that read as many rows of the sets behind a loss as the last
+    one did, and all since: a run may resume with another --eval_iters. 0 if all did."""
+    losses, since = run.numbers["eval_loss"], 0
+    sets = [name for name, one in losses.items() if one is loss and name not in (MEAN, AVERAGE)]
+    for name in sets or losses:
+        counts = []
+        for number in ("eval_rows", "eval_of_rows"):
+            found = run.numbers.get(number, {}).get(name)
+            counts.append({} if found is None else dict(zip(*map(np.ndarray.tolist, found))))
+        before = None
+        for step in losses[name].steps.tolist():
+            # Without these numbers in a line, the loss is of all rows.
+            read = [of_step.get(step) for of_step in counts]
+            if before is not None and read != before:
+                since = max(since, step)
+            before = read
+    return since
+
+
 def _collect(
     columns: Columns, step: int, numbers: Mapping[str, Any], prefix: str = "", of_what: str = ""
 ) -> None:

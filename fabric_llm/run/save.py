@@ -303,7 +303,7 @@ def kept(run: Run) -> keep.Kept:
     flags, to_go_back_to = run.flags.save, None
 
     def has_room(document: dict[str, Any]) -> bool:
-        return run.forgetting.has_room(document.get("eval_losses"))
+        return run.forgetting.has_room(keep.comparable_losses(document))
 
     # Otherwise no rewind depends on losses.
     if goes_back_by_losses(run.flags):

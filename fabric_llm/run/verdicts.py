@@ -68,7 +68,9 @@ def steer_once_more(run: Run) -> None:
     """In a resumed run: steer by the losses of an evaluation here that the checkpoint lacks the
     stage of. All ranks call it."""
     begin, resumed = run.progress.position, run.plan.resumed
-    if not resumed or run.losses is None:
+    # Losses of other rows than before step 1 say nothing of what is forgotten.
+    known = keep.comparable_losses(resumed) if resumed else None
+    if known is None or run.losses is None or not run.forgetting.budgets.keys() <= known.keys():
         return
     # An evaluation that is only in the log came after the checkpoint. A stage that begins here may
     # then be one of --data_mix.
@@ -235,7 +237,7 @@ def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
 
     If it forgot, at most half of each budget may be used there.
     """
-    return lambda document: not forgot or run.forgetting.has_room(document.get("eval_losses"))
+    return lambda document: not forgot or run.forgetting.has_room(keep.comparable_losses(document))
 
 
 def _too_many(run: Run, many: str, reason: str, forgot: bool = False) -> Fault:

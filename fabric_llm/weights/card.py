@@ -7,7 +7,7 @@ network is asked.
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
@@ -196,20 +196,10 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     for at, of_sets in losses.items():
         sets = {}
         for name, loss in of_sets.items():
-            sets[name] = {"loss": loss, **part_read(rows[at].get(name, ()))}
+            sets[name] = {"loss": loss, **keep.part_read(rows[at].get(name, ()))}
         if sets:
             own_lines.append({"step": at, "eval": sets})
     return own_lines
-
-
-def part_read(measured: Sequence[Any]) -> dict[str, int]:
-    """How many rows of how many a loss is of, as metrics.jsonl has it, from the entry of
-    DataPlan.measured_on for its set; {} if it is of all."""
-    # What older versions wrote has no numbers of rows here.
-    match measured:
-        case [_, int(rows), int(of_rows), *_] if rows < of_rows:
-            return {"rows": rows, "of_rows": of_rows}
-    return {}
 
 
 def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
