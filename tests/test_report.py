@@ -351,7 +351,7 @@ def test_text_from_runs_is_text(tmp_path):
 @pytest.mark.parametrize("others", [(), ("other",)])
 def test_the_best_loss_is_of_the_rows_of_the_last_one(tmp_path, others):
     """A run that was resumed with another --eval_iters, and one that then read all rows."""
-    for end, words in ((3, "best 4.0000 at step 2; before"), (4, "best 4.5000 at step 4; before")):
+    for end, words in ((3, "best 4 at step 2; before"), (4, "best 4.5000 at step 4; before")):
         lines = []
         for step, loss in list(enumerate((2.0, 1.9, 4.0, 4.2, 4.5)))[: end + 1]:
             part = {} if step == 4 else {"rows": 9 if step < 2 else 3, "of_rows": 99}

@@ -370,7 +370,8 @@ def open_log(run: Run) -> Log:
             shutil.copyfile(before, folder / name)
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
     # Lines of steps that this run makes again are removed here.
-    log.metrics = MetricsFile(folder / METRICS, plan.begins_at)
+    evaluates = not keep.is_evaluated(plan.resumed)
+    log.metrics = MetricsFile(folder / METRICS, plan.begins_at, evaluates)
     MetricsFile(folder / SAMPLES, plan.begins_at)  # also where this process takes none
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement

@@ -75,16 +75,21 @@ class MetricsFile:
     The position counts the sequences that were read by then. Open only while a line is written.
     """
 
-    def __init__(self, path: Path, last: Optional[Progress] = None) -> None:
+    def __init__(
+        self, path: Path, last: Optional[Progress] = None, evaluates: bool = False
+    ) -> None:
         """last: where the run resumes, None for one that begins: see `cut`."""
         self.path = path
-        self.cut(last)
+        self.cut(last, evaluates=evaluates)
 
-    def cut(self, last: Optional[Progress], undone: Optional[Path] = None) -> None:
+    def cut(
+        self, last: Optional[Progress], undone: Optional[Path] = None, evaluates: bool = False
+    ) -> None:
         """Remove the lines of steps that a run at `last` makes again, or all lines if it is None.
         Lines that aren't whole are removed, too.
 
-        undone: a file to which they are added, behind a line that counts them.
+        undone: a file to which they are added, behind a line that counts them. evaluates: the run
+        evaluates at `last`, where the log may have an evaluation of other rows.
         """
         if not self.path.exists():
             return
@@ -93,7 +98,8 @@ class MetricsFile:
             # A line that was cut off is {} here, so it is removed.
             lines = removed
             if last is not None and is_before(record, last):
-                lines = kept
+                is_again = evaluates and "eval_loss" in record and record["step"] == last.step
+                lines = removed if is_again else kept
             lines.append(f"{line.rstrip()}\n")
         # Before the log is cut: a kill in between leaves lines twice, and loses none.
         if removed and undone is not None:
