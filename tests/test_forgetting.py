@@ -325,6 +325,24 @@ def test_a_run_that_is_back_at_its_beginning_and_killed_goes_on_from_there(base,
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize("where", ["resume.moved_aside:count=2", "publish.renamed"])
+def test_a_rewind_to_the_beginning_that_is_killed_leaves_its_line_and_the_undone_ones(
+    base, tmp_path, where
+):
+    """The next start resumes where the rewind has saved, and doesn't go back again."""
+    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind")
+    more += ("--eval_step_interval", 2, "--max_step", 4, "--eval_iters", 2)
+    run = replayed(base, tmp_path, *more, "--max_skipped_steps", 1)
+    assert Job(1, *run, failpoint=f"{where}:do=kill").wait() == [-9]
+    assert Job(1, *run, "--resume", "true").wait() == [76]
+    folder = tmp_path / "run"
+    rewinds = [line for line in lines(folder) if line.get("verdict") == "rewind"]
+    assert [(line["step"], line["position"]) for line in rewinds] == [(0, 16)]
+    undone = (folder / "metrics.undone.jsonl").read_text().splitlines()
+    assert {1, 2} <= {json.loads(line)["step"] for line in undone if "loss" in line}
+
+
+@pytest.mark.longer
 def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
     more = (*NO_BUDGET, *REWIND, "--max_skipped_steps", 0, "--eval_iters", 2)
     job = ended_with([76], *replayed(base, tmp_path, *more))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY, make_dataset
-from ranks import Job, instead, metrics, toy_run, train_ranks
+from ranks import Job, instead, metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
+from test_guard import train_with_faults
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -132,6 +133,20 @@ def test_samples_are_there_after_a_kill_in_a_branch_and_not_of_steps_that_are_un
     # Also by a process that takes none.
     assert Job(1, *plain, *run, "true", *back, failpoint="between_steps").wait() == [-9]
     assert sampled_at("run") == [0, 0, 2, 2]
+
+
+@pytest.mark.longer
+def test_a_rewind_removes_samples_also_in_a_process_that_takes_none(toys, data, tmp_path):
+    run = flags(toys, data, tmp_path, "--run_name", "run", "--save_step_interval", 4, "--lr", 1e-4)
+    run = [*map(str, run), "--global_batch_size", "4", "--micro_batch_size", "4"]
+    run += ["--spike_threshold", "6", "--spike_action", "rewind", "--max_step"]
+    train_ranks(1, *run, 13, *sampled(data))
+    assert [one["step"] for one in lines(tmp_path / "run" / "samples.jsonl")][-1] == 13
+    again = [*run, "16", "--resume", "true", "--resume_override", "max_step", "--devices", "1"]
+    # In step 14, which goes back to 12.
+    assert run_ranks(1, train_with_faults, again, {0: [0]}, 100.0) == [0]
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    assert [one["step"] for one in lines(tmp_path / "run" / "samples.jsonl")][-1] == 12
 
 
 @pytest.mark.parametrize(

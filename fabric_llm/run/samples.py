@@ -69,11 +69,6 @@ class Samples:
         if fabric.global_rank == 0:
             self.file = MetricsFile(plan.run_directory / SAMPLES, plan.begins_at)
 
-    def cut(self, there: Progress) -> None:
-        """The run went back: remove the samples of steps that are undone."""
-        if self.file is not None:
-            self.file.cut(there)
-
     @torch.no_grad()
     def take(self, model: nn.Module, progress: Progress) -> None:
         """Continue each prompt with the most likely tokens, and write the texts. All ranks call

@@ -16,7 +16,7 @@ from fabric_llm.model import loading
 from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
-from fabric_llm.run.metrics import Record
+from fabric_llm.run.metrics import MetricsFile, Record
 from fabric_llm.run.run import Run
 from fabric_llm.training.forgetting import parse_bounds
 from fabric_llm.training.guard import Guard
@@ -159,16 +159,19 @@ def rewind(run: Run) -> None:
 
     # Later checkpoints are moved aside last: a run that is killed before that goes back again.
     folder = run.plan.run_directory
-    if ranks.from_rank_zero(lambda: leaves_none(folder, last, there.step)):
+    saves = ranks.from_rank_zero(lambda: leaves_none(folder, last, there.step))
+    if saves:
+        # Before the save, at which a killed run resumes: it doesn't come here again.
+        run.log.rewound(there, run.schedule, words, record)
         save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
         keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
         if run.mirror is not None:
             run.mirror.go_back(there.step)
         run_directory.write_status(folder, None, "running", there.step, True)
-    run.log.rewound(there, run.schedule, words, record)
-    if run.samples is not None:
-        run.samples.cut(there)
+        MetricsFile(folder / keep.SAMPLES, there)  # also where this process takes none
+    if not saves:
+        run.log.rewound(there, run.schedule, words, record)
 
 
 def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
