@@ -130,7 +130,8 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         # The loss of the step asks for a rewind, or what the evaluation says of forgetting. A
         # request to stop waits: the next step asks again, and saves where the run is then.
         if "rewind" in (guard.verdict, forgetting.verdict):
-            verdicts.rewind(run)
+            with log.untimed:
+                verdicts.rewind(run)
             continue
         stops = bool(stop) or verdicts.stops(run)
         if saves or save_now or stops:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from fractions import Fraction
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -19,7 +20,7 @@ from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.data.probes import copy_probe
-from fabric_llm.run.run import of_sets
+from fabric_llm.run.run import how_it_compares, of_sets
 from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
@@ -474,6 +475,19 @@ def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
 
 
 # ------------------------------------------------------------------------------- from numbers alone
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [(2.00004, ""), (1.9, ""), (2.0001, "0.0001 above"), (3.0, "1.0000 above")]
+)
+def test_the_end_warns_of_a_rise_that_its_digits_show(loss, said):
+    schedule = SimpleNamespace(shares_at=lambda position: {"a": 1.0})
+    log = SimpleNamespace(overall=lambda rises: rises["a"])
+    forgetting = Forgetting(before={"a": 2.0})
+    run = SimpleNamespace(forgetting=forgetting, losses={"a": loss}, log=log, schedule=schedule)
+    run.progress = SimpleNamespace(position=8)
+    lines = how_it_compares(run)
+    assert said in lines and bool(lines) == bool(said)
 
 
 def test_a_budget_judges_each_set_by_its_value_before_step_1():

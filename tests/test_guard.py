@@ -165,6 +165,30 @@ SPIKE_FROM_12 = {0: range(4 * 1, 4 * 2)}
 
 
 @pytest.mark.longer
+def test_what_a_rewind_takes_to_load_is_no_training(toys, tmp_path):
+    argv = argv_of(toys, tmp_path, 1, *SPIKE, "--spike_action", "rewind")
+    assert run_ranks(1, with_slow_rewinds, argv, SPIKE_AT) == [0]
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    rates = metrics(tmp_path / "run", "tokens_per_second")[1:]
+    assert min(rates) > max(rates) / 20, rates  # a step takes milliseconds
+
+
+def with_slow_rewinds(argv, faults):
+    import time
+
+    from fabric_llm.run import verdicts
+
+    load_again = verdicts.load_again
+
+    def slow(*args):
+        time.sleep(5)
+        return load_again(*args)
+
+    verdicts.load_again = slow
+    return train_with_faults(argv, faults, 100.0)
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, branch):
     """A branch that hasn't saved yet goes back to where it began."""

@@ -182,6 +182,7 @@ def how_it_compares(run: Run) -> str:
         lines = f"\nForgotten: {', '.join(used)} nats"
     # `overall` takes a rise of each source. A set that is evaluated on other rows now has none.
     is_known = rises.keys() >= run.schedule.shares_at(run.progress.position).keys()
-    if is_known and (rise := run.log.overall(rises)) > 0:
+    # A rise that these digits don't show is no news.
+    if is_known and round(rise := run.log.overall(rises), 4) > 0:
         lines += f"\nWarning: the validation loss is {rise:.4f} above that before step 1."
     return lines

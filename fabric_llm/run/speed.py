@@ -11,24 +11,28 @@ from fabric_llm.model.flops import Flops, peak_tflops
 
 
 class Stopwatch:
-    """The seconds spent inside its `with` blocks."""
+    """The seconds spent inside its `with` blocks, of which one may be in another."""
 
     def __init__(self) -> None:
-        self.seconds, self._began = 0.0, 0.0
+        self.seconds, self._began, self._depth = 0.0, 0.0, 0
 
     def __enter__(self) -> None:
-        self._began = time.monotonic()
+        if self._depth == 0:
+            self._began = time.monotonic()
+        self._depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self.seconds += time.monotonic() - self._began
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.monotonic() - self._began
 
 
 class Speed:
     """Tokens and FLOPs per second, and how long a step waits. Each lap is an average since the one
     before.
 
-    The log counts `tokens` and `steps`. Time in `other`, of evaluations and saves, counts only for
-    what is left.
+    The log counts `tokens` and `steps`. Time in `other`, of evaluations, saves and rewinds, counts
+    only for what is left.
     """
 
     def __init__(
