@@ -131,6 +131,17 @@ def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
     return total.to(numbers.device)
 
 
+def fingerprint(model: nn.Module) -> int:
+    """A number that tells the weights of a wrapped model: the sum of their bits as integers, the
+    same however ranks share them. All ranks call it."""
+    total = torch.zeros(1, dtype=torch.int64)
+    for parameter in model.parameters():
+        part = local_part(parameter.detach()).contiguous()
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
+        total += part.view(integers).sum(dtype=torch.int64).cpu()
+    return int(sum_over_shards(total, shard_group(model)))
+
+
 def communication_device(group: Optional[ProcessGroup] = None) -> str:
     """Where the tensors are that ranks of a group send to each other; without ranks the CPU."""
     is_nccl = torch.distributed.is_initialized() and torch.distributed.get_backend(group) == "nccl"

@@ -69,6 +69,10 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     run.closing.callback(save.wait_for_mirror, run)
     build_model(run, loaded)
     del loaded  # it may hold the weights of the whole model
+    # --model_name may hold other weights by the time that the run goes back to its beginning.
+    run.began_with = plan.resumed.get("began_with")
+    if not plan.resumed and save.goes_back_by_losses(flags):
+        run.began_with = sharded.fingerprint(run.model)
     run.guard = Guard(**vars(flags.guard))
     run.forgetting = same_run.forgetting_at_start(plan, flags)
     # build_model has loaded weights and optimizer. This is the rest of the checkpoint.

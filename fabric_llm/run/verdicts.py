@@ -12,7 +12,7 @@ from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
-from fabric_llm.model import loading
+from fabric_llm.model import loading, sharded
 from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
@@ -153,6 +153,8 @@ def rewind(run: Run) -> None:
     # None where a run goes back to its beginning, and loads --model_name once more.
     load_again(run, copies.readable(address, run.mirror, run.ranks_apart, watch, last))
     copies.forget(run.ranks_apart, run.plan.run_directory)
+    if last is None:
+        require_beginning(run)
     restore(run, document)
     # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
     guard.rewinds, run.forgetting.over = rewinds, ()
@@ -172,6 +174,17 @@ def rewind(run: Run) -> None:
         MetricsFile(folder / keep.SAMPLES, there)  # also where this process takes none
     if not saves:
         run.log.rewound(there, run.schedule, words, record)
+
+
+def require_beginning(run: Run) -> None:
+    """Raises Fault (2) unless the weights that were loaded once more are those before step 1. All
+    ranks call it."""
+    if run.began_with not in (None, sharded.fingerprint(run.model)):
+        raise Fault(
+            f"--model_name {run.flags.model.model_name} doesn't hold the weights with which this "
+            "run began, to which it would go back: put them there again, or leave out "
+            "--forgetting_action rewind by --resume_override forgetting_action."
+        )
 
 
 def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
