@@ -148,10 +148,14 @@ def before_first_step(run: Run) -> bool:
     from fabric_llm.run import save, verdicts
 
     verdicts.steer_once_more(run)
-    stops = save.evaluates_first(run.plan, run.flags) and not evaluate(run)
+    evaluates = save.evaluates_first(run.plan, run.flags)
+    stops = evaluates and not evaluate(run)
     if run.forgetting.verdict == "rewind":
         verdicts.rewind(run)
     stops = stops or verdicts.stops(run)
+    # The stop that had cut off the last evaluation didn't wait for samples.
+    if evaluates and run.is_over and run.samples is not None:
+        run.samples.take(run.model, run.progress)
     # A run that began at its own checkpoint can resume from that one.
     if stops and not run.plan.has_checkpoint:
         save.save(run, stops=True)

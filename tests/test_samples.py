@@ -136,6 +136,19 @@ def test_samples_are_there_after_a_kill_in_a_branch_and_not_of_steps_that_are_un
 
 
 @pytest.mark.longer
+def test_a_stop_in_the_last_evaluation_leaves_the_last_samples_to_the_resumed_run(
+    toys, data, tmp_path
+):
+    words = flags(toys, data, tmp_path, "--run_name", "run", *sampled(data), "--resume", "auto")
+    words += ["--eval_iters", "2", "--eval_batch_size", "1", "--eval_step_interval", "100"]
+    # The third batch is the first after step 4: before step 1 there are two.
+    assert Job(1, *words, failpoint="evaluate:count=3:do=term").wait() == [75]
+    assert [one["step"] for one in lines(tmp_path / "run" / "samples.jsonl")] == [0, 0, 2, 2]
+    assert Job(1, *words).wait() == [0]
+    assert [one["step"] for one in lines(tmp_path / "run" / "samples.jsonl")] == [0, 0, 2, 2, 4, 4]
+
+
+@pytest.mark.longer
 def test_a_rewind_removes_samples_also_in_a_process_that_takes_none(toys, data, tmp_path):
     run = flags(toys, data, tmp_path, "--run_name", "run", "--save_step_interval", 4, "--lr", 1e-4)
     run = [*map(str, run), "--global_batch_size", "4", "--micro_batch_size", "4"]
