@@ -130,8 +130,7 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         # The loss of the step asks for a rewind, or what the evaluation says of forgetting. A
         # request to stop waits: the next step asks again, and saves where the run is then.
         if "rewind" in (guard.verdict, forgetting.verdict):
-            with log.untimed:
-                verdicts.rewind(run)
+            verdicts.rewind(run)
             continue
         stops = bool(stop) or verdicts.stops(run)
         if saves or save_now or stops:

@@ -23,7 +23,8 @@ from fabric_llm.base.faults import CODES, DONE, NON_FINITE, PEER_LOST, UNEXPECTE
 from fabric_llm.base.names import at_home, by_flag, command
 from fabric_llm.base.program import plain_output
 from fabric_llm.data.mixture_text import NEW, REPLAY
-from fabric_llm.data.sources import PROBES, parse_eval_data
+from fabric_llm.data.periods import PROBES
+from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.forecast import shares
 from fabric_llm.plan.checks import MANY_STEPS, MIN_EVALUATIONS, require_set
 from fabric_llm.plan.run_directory import read_status

@@ -466,7 +466,7 @@ def test_losses_of_other_rows_are_not_compared_and_have_their_own_best(tmp_path)
         found_checkpoint(tmp_path, step, eval_loss=loss, evaluated_on=rows)
     found_checkpoint(tmp_path, 5, eval_loss=9.6, evaluated_on=few)
     prune(tmp_path, Kept(1, best=1))
-    assert [step_of(path) for path in checkpoints(tmp_path)] == [1, 3, 5]
+    assert [files.step_of(path) for path in checkpoints(tmp_path)] == [1, 3, 5]
 
 
 def found_checkpoint(run, step, **document):

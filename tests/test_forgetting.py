@@ -1,6 +1,7 @@
 """What a run may forget: validation sets by name, a budget for each, and what happens above it,
 over resumes and ranks."""
 
+import json
 import math
 import os
 import shutil

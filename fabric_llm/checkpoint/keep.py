@@ -24,8 +24,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
 from fabric_llm.base.names import nearest_of
-from fabric_llm.data.periods import ONE_SET
-from fabric_llm.data.sources import PROBES
+from fabric_llm.data.periods import ONE_SET, PROBES
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report

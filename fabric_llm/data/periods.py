@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Optional
 # stage for each evaluation.
 KEPT = 1024
 ONE_SET = "validation"  # the name of the only source, and of its validation set
+# The probes of what a model does with its context, see probes.py.
+COPY, RETRIEVAL = PROBES = ("copy", "retrieval")
 
 
 class Stage(NamedTuple):

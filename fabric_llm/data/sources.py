@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import register
 from fabric_llm.base.names import NAME, at_home, comma_separated, command, listed, nearest_of
+from fabric_llm.data.periods import PROBES
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
 
 
-# The probes of what a model does with its context, see probes.py.
-COPY, RETRIEVAL = PROBES = ("copy", "retrieval")
 MAX_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 

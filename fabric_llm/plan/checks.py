@@ -15,9 +15,8 @@ from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.names import flag_meant, nearest
 from fabric_llm.data import mixture_text
-from fabric_llm.data.periods import ONE_SET
+from fabric_llm.data.periods import ONE_SET, PROBES
 from fabric_llm.data.sources import (
-    PROBES,
     check_dataset_folder,
     parse_eval_data,
     parse_probes,

@@ -15,7 +15,8 @@ from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.folders import TASKS
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.mixture_text import DataMix
-from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
+from fabric_llm.data.periods import COPY, PROBES
+from fabric_llm.data.sources import open_source, parse_eval_data, parse_probes
 from fabric_llm.data.tasks import open_tasks
 from fabric_llm.mirror.address import is_address
 from fabric_llm.model import loading

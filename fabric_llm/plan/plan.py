@@ -16,7 +16,7 @@ from fabric_llm.checkpoint.keep import Progress, is_evaluated
 from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, concatenate, fingerprint
 from fabric_llm.data.order import drawn_from, sample
-from fabric_llm.data.sources import COPY, RETRIEVAL
+from fabric_llm.data.periods import COPY, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement

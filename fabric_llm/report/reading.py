@@ -20,7 +20,7 @@ from fabric_llm.base import command_line, files
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import listed, nearest_of
 from fabric_llm.checkpoint.keep import METRICS_UNDONE
-from fabric_llm.data.sources import PROBES
+from fabric_llm.data.periods import PROBES
 from fabric_llm.plan import run_directory
 
 # Names of an evaluation's curves: the only set, all sets together, and these with averaged weights.

@@ -115,6 +115,11 @@ def rewind(run: Run) -> None:
     If too much was forgotten, go on with more replay. Raises Fault (76) after too many rewinds,
     without a checkpoint, or if a source can't be read more often. All ranks call it.
     """
+    with run.log.untimed:
+        _rewind(run)
+
+
+def _rewind(run: Run) -> None:
     # The checkpoint that is being written may be the one to go back to.
     save.publish(run)
     guard, position = run.guard, run.progress.position

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
-from fabric_llm.data.sources import PROBES
+from fabric_llm.data.periods import PROBES
 from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
 from fabric_llm.training.evaluation import rows_in_words
