@@ -4,7 +4,7 @@ equal to the reference.
 folders         `check_model_folder`: what a model's folder may hold and declare, before torch is
                 imported
 tokenizer_file  `check_tokenizer_file`: what a tokenizer.json may declare
-tokenizer       `load_tokenizer`, `save_tokenizer`: as transformers 4 and 5 read it
+tokenizer       `load_tokenizer`, `save_tokenizer`: as transformers 4 and 5 read it; `identity`
 loading         `load_config`, `build_skeleton`, `open_weights`: what a model's files say of it
 tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, read and written one
                 tensor at a time

@@ -1,10 +1,12 @@
 """Tokenizers, read and written beside models."""
 
+import hashlib
 import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Optional
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -50,6 +52,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
         check_name(template, Path(name) / "tokenizer_config.json")
     return tokenizer
+
+
+def identity(tokenizer: Optional[PreTrainedTokenizerBase]) -> Optional[str]:
+    """Hash of its tokens, their ids, and which of them are special; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    facts = sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids)
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

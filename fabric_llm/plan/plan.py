@@ -12,6 +12,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from fabric_llm.base.files import MANIFEST, sha256
 from fabric_llm.checkpoint.keep import Progress, is_evaluated
 from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, concatenate, fingerprint
@@ -20,6 +21,7 @@ from fabric_llm.data.periods import COPY, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
+from fabric_llm.model.tokenizer import identity
 from fabric_llm.plan.schedule import Schedule
 
 PROBE_TOKENS = 128  # of the validation split, at most
@@ -266,6 +268,12 @@ class Plan:
         for dataset in self.data.opened:
             fact = dataset.fingerprint, dataset.manifest.get("sha256")
             facts.append((repr(dataset.given), fact))
+        # Each rank counts the bytes of its own rows' text, and draws the rows of probes.
+        facts.append(("the tokenizer", identity(self.model.tokenizer)))
+        # Each rank reads its own part of the optimizer's state.
+        if self.resume_from is not None:
+            manifest = sha256(Path(self.model.source) / MANIFEST)
+            facts.append((repr(str(self.resume_from)), manifest))
         return [*facts, ("validation sets", self.data.measured_on())]
 
     def of_each_source(self, fact: Callable[[TokenDataset], Any]) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import VOCABULARY
 from ranks import (
     Job,
     assert_same_tensors,
@@ -29,9 +30,12 @@ from ranks import (
     status,
     tensors,
     toy_run,
+    train_ranks,
     weights,
 )
 from servers import wait_for
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import train
 from fabric_llm.base import files
@@ -398,6 +402,39 @@ def test_machines_with_other_files_at_the_same_paths_are_told(toys, tmp_path, wh
     job = ended_with([2, 2], *flags(Path(), tmp_path), before=elsewhere(tmp_path))
     path = {"model": "the model's config.json", "data": "'data'", "validation": "validation sets"}
     assert f"{path[what]}: rank 1 reads another version at this path than rank 0" in job.output[0]
+
+
+def test_machines_with_another_tokenizer_are_told(toys, tmp_path):
+    """Such as a model's folder that was copied without it. The bytes of rank 1's rows wouldn't
+    count in bits per byte, and probes would have other rows there."""
+    for rank in ("0", "1"):
+        shutil.copytree(toys / "gpt2", tmp_path / rank / "gpt2")
+        shutil.copytree(toys / "data", tmp_path / rank / "data")
+    words = {f"word{number}": number for number in range(VOCABULARY)}
+    whole_words = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    PreTrainedTokenizerFast(tokenizer_object=whole_words).save_pretrained(tmp_path / "0" / "gpt2")
+
+    def change():
+        os.chdir(tmp_path / os.environ["RANK"])
+
+    job = Job(2, *flags(Path(), tmp_path), before=change)
+    assert job.wait() == [2, 2], job.output
+    assert "the tokenizer: rank 1 reads another version at this path" in job.output[0]
+
+
+def test_machines_with_another_checkpoint_to_branch_from_are_told(toys, tmp_path):
+    """Rank 1 would go on with its part of the optimizer's state of another run."""
+    for rank, decay in (("0", 0.1), ("1", 0.2)):
+        (tmp_path / rank).mkdir()
+        train_ranks(1, *flags(toys, tmp_path / rank / "old", "--weight_decay", decay))
+
+    def change():
+        os.chdir(tmp_path / os.environ["RANK"])
+
+    branch = ("--resume", "true", "--checkpoint", "old/run/step-00000003", "--weight_decay", 0.1)
+    job = Job(2, *flags(toys, tmp_path), *branch, before=change)
+    assert job.wait() == [2, 2], job.output
+    assert "step-00000003': rank 1 reads another version at this path" in job.output[0]
 
 
 def test_hashing_a_large_start_may_take_longer_than_a_hang(toys, tmp_path, whole):
