@@ -172,6 +172,13 @@ def require_model_can(plan: Plan, skeleton: Any) -> None:
     isn't used afterwards."""
     name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
     whole.require_opens(skeleton)
+    # Ranks would wait for each other in different layers, or take the weights of one for another's.
+    dropped = max(getattr(module, "layerdrop", 0) for module in skeleton.modules())
+    if dropped and plan.placement.world_size > 1:
+        raise ValueError(
+            f"{name} leaves out layers at random ({dropped:g} as layerdrop in the configuration of "
+            f"{plan.model.source!r}), on each rank others: set that to 0, or train on one device."
+        )
     # The same units as in training, so that a wrong policy is told before weights are loaded.
     units = strategies.modules_to_wrap(skeleton, plan.placement.sharding.auto_wrap_policy)
     # Raises for a module with parameters of several dtypes, which FSDP can't flatten.
