@@ -78,7 +78,7 @@ def test_a_branch_of_another_run_s_checkpoint_of_the_same_step_is_refused(toys, 
     """Else it would be taken for a restart, and go on with the branch that is there."""
     more = ("--run_name", "of-wsd", "--save_step_interval", 2, "--resume", "auto")
     train_ranks(1, *branch(trunk, "wsd", 8, *more))
-    job = Job(1, *branch(trunk, "cosine", 8, *more))
+    job = Job(1, *branch(trunk, "infinite", 8, *more))
     assert job.wait() == [2], job.output
     assert "would begin a branch in" in job.output[0] and "of-wsd" in job.output[0]
     job = Job(1, *branch(trunk, "wsd", 8, *more))

@@ -79,7 +79,11 @@ def _why_needed(flags: Flags) -> str:
             f"{why}; a resumed one takes its flags from arguments.yaml only without --model_name, "
             "--train_data_dir and --config"
         )
-    folder = run_directory.directory(flags)
+    folder, given = run_directory.directory(flags), run_directory.given_checkpoint(flags)
+    # A branch takes the flags of the run that it begins from.
+    if given is not None:
+        run_directory.require_checkpoint(given)
+        folder = given.parent
     return f"{why}, and {str(folder)!r} has no arguments.yaml{run_directory.beside(folder)}"
 
 
