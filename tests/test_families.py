@@ -169,13 +169,13 @@ def test_a_model_that_sees_the_tokens_it_is_to_predict_is_refused(tmp_path, pack
 
 
 @pytest.mark.parametrize(("family", "key"), [("opt", "layerdrop"), ("bart", "decoder_layerdrop")])
-def test_ranks_do_not_leave_out_layers_each_by_itself(tmp_path, packed, family, key):
+def test_ranks_do_not_leave_out_layers_each_by_itself(tmp_path, packed_data, family, key):
     """One rank would wait for the other in another layer. Where both leave out as many, it would
     compute with the weights of a layer that it isn't in, without a word."""
     sizes = {"ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_layers": 2, "word_embed_proj_dim": 16}
     sizes |= {**COMMON, "decoder_attention_heads": 2, "d_model": COMMON["hidden_size"]}
     AutoConfig.for_model(family, **{**sizes, key: 0.5}).save_pretrained(tmp_path / family)
-    flags = flags_of({family: tmp_path / family}, family, packed, tmp_path / "out")
+    flags = short(tmp_path / family, packed_data, tmp_path / "out")
     assert "(0.5 as layerdrop in the configuration of" in train(2, *flags, "--hang_timeout", 10)
     assert train(1, *flags, "--document_masking", "false") is None
 
