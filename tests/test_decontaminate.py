@@ -157,7 +157,7 @@ def clean(drawn):
     folder, _, _ = drawn
     both = f"{folder / 'one'},{folder / 'two'}"
     manifest = prepare(**arguments(folder, folder / "clean", decontaminate=both))
-    return folder / "clean", both, manifest
+    return folder, folder / "clean", both, manifest
 
 
 # --- the law ---------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def listed_in(output):
 
 
 def test_what_shares_13_words_is_left_out_listed_and_counted(drawn, clean):
-    folder, sets, texts = drawn
-    output, _, manifest = clean
+    _, sets, texts = drawn
+    folder, output, _, manifest = clean
     known, expected = {}, set()
     for name, of_set in sets.items():
         path = str(folder / name)
@@ -200,8 +200,8 @@ def test_what_shares_13_words_is_left_out_listed_and_counted(drawn, clean):
 
 
 def test_the_others_come_into_the_split_where_they_were(drawn, clean, tmp_path):
-    folder, _, texts = drawn
-    output, both, _ = clean
+    _, _, texts = drawn
+    folder, output, both, _ = clean
     given = {"packing": "best_fit", "context_length": 4096}
     prepare(**arguments(folder, tmp_path / "all", **given))
     prepare(**arguments(folder, tmp_path / "clean", decontaminate=both, **given))
@@ -276,9 +276,8 @@ def test_a_set_that_is_read_in_many_parts_is_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.longer
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_any_number_of_processes_makes_the_same_bytes(drawn, clean, tmp_path, workers):
-    folder, _, _ = drawn
-    output, both, _ = clean
+def test_any_number_of_processes_makes_the_same_bytes(clean, tmp_path, workers):
+    folder, output, both, _ = clean
     given = arguments(folder, tmp_path / "out", decontaminate=both, num_workers=workers)
     prepare(**given)
     assert_same(tmp_path / "out", output)
@@ -297,9 +296,8 @@ def killed(place, **given):
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_a_killed_preparation_goes_on_in_two_processes(drawn, clean, tmp_path, capfd):
-    folder, _, _ = drawn
-    output, both, _ = clean
+def test_a_killed_preparation_goes_on_in_two_processes(clean, tmp_path, capfd):
+    folder, output, both, _ = clean
     killed("prepare.mark:count=3", **arguments(folder, tmp_path / "out", decontaminate=both))
     prepare(**arguments(folder, tmp_path / "out", decontaminate=both, num_workers=2))
     assert "Going on: 2 of " in capfd.readouterr().err
@@ -307,9 +305,8 @@ def test_a_killed_preparation_goes_on_in_two_processes(drawn, clean, tmp_path, c
 
 
 @pytest.mark.longer
-def test_work_for_other_sets_is_not_taken_up(drawn, clean, tmp_path):
-    folder, _, _ = drawn
-    output, both, _ = clean
+def test_work_for_other_sets_is_not_taken_up(clean, tmp_path):
+    folder, output, both, _ = clean
     one = str(folder / "one")
     killed("prepare.rows", **arguments(folder, tmp_path / "out", decontaminate=one))
     prepare(**arguments(folder, tmp_path / "out", decontaminate=both))
@@ -325,8 +322,8 @@ def test_work_for_other_sets_is_not_taken_up(drawn, clean, tmp_path):
 
 @pytest.mark.longer
 def test_each_document_is_left_out_for_one_reason(drawn, clean, tmp_path):
-    folder, _, texts = drawn
-    _, both, before = clean
+    _, _, texts = drawn
+    folder, _, both, before = clean
     shutil.copytree(folder / "in", tmp_path / "in" / "first")
     shutil.copytree(folder / "in", tmp_path / "in" / "again")
     given = arguments(folder, tmp_path / "out", decontaminate=both, min_document_tokens=60)
@@ -430,17 +427,12 @@ def test_tasks_of_lm_eval_are_kept_apart(tmp_path):
 
 
 def refused(capsys, folder, *words):
-    given = ["--input", str(folder / "in"), "--tokenizer", str(folder / "one" / "tokenizer")]
-    with pytest.raises(SystemExit) as ended:
-        prepare_data.main([*given, *map(str, words)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("error: ") == 1 and "Traceback" not in said
-    return said
+    given = ("--input", folder / "in", "--tokenizer", folder / "one" / "tokenizer")
+    return test_tasks.refused(capsys, *given, *words)
 
 
-def test_a_set_that_is_none_is_refused_in_one_sentence(drawn, clean, tmp_path, capsys):
-    folder, _, _ = drawn
-    output, _, _ = clean
+def test_a_set_that_is_none_is_refused_in_one_sentence(clean, tmp_path, capsys):
+    folder, output, _, _ = clean
     out = ("--output", tmp_path / "out", "--decontaminate")
     for name in (tmp_path / "none", folder / "in", folder / "one-text"):
         said = refused(capsys, folder, *out, name)
@@ -462,10 +454,8 @@ def test_a_set_that_is_none_is_refused_in_one_sentence(drawn, clean, tmp_path, c
     file = tmp_path / "pieces" / "tokenizer" / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": None}))
     assert "has no decoder" in refused(capsys, folder, *out, tmp_path / "pieces")
-    with_tasks = ["--tasks", "x", "--tokenizer", "y", "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit):
-        prepare_data.main([*with_tasks, "--decontaminate", str(folder / "one")])
-    assert "not --decontaminate" in capsys.readouterr().err
+    with_tasks = ("--tasks", "x", "--tokenizer", "y", *out, folder / "one")
+    assert "not --decontaminate" in test_tasks.refused(capsys, *with_tasks)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 

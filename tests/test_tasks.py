@@ -265,52 +265,55 @@ def test_requests_keep_their_ends(world, tmp_path):
         assert short["input_ids"][-40:][: min(end, 40)] == long["input_ids"][:end][-40:]
 
 
-def refused(capsys, program, *flags):
+def refused(capsys, *flags):
+    """The last line that prepare_data.py says."""
     with pytest.raises(SystemExit) as ending:
-        program.main([str(flag) for flag in flags])
-    assert ending.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
+        prepare_data.main([str(flag) for flag in flags])
+    said = capsys.readouterr().err
+    assert ending.value.code == 2 and said.count("error: ") == 1 and "Traceback" not in said
+    return said.strip().splitlines()[-1]
 
 
-@LM_EVAL
-def test_mistakes(world, tmp_path, capsys, monkeypatch):
-    tokenizer = ("--tokenizer", world / "model")
+@pytest.fixture
+def of(world, tmp_path, capsys):
+    """What prepare_data.py says of tasks that it refuses."""
 
-    def of(*flags):
-        said = refused(capsys, prepare_data, "--output", tmp_path / "out", *flags)
+    def of(tasks, *flags):
+        given = ("--tokenizer", world / "model", "--output", tmp_path / "out", *flags)
+        said = refused(capsys, "--tasks", tasks, *given)
         assert not (tmp_path / "out").exists()
         return said
 
-    def of_task(name, **more):
-        return of("--tasks", write_task(tmp_path, name, **more), *tokenizer)
+    return of
 
-    assert "and needs the first" in of("--tasks", "first")
-    assert "and needs" in of("--tasks", ", ", *tokenizer)
-    assert "not --packing" in of("--tasks", "first", *tokenizer, "--packing", "best_fit")
-    assert "not --input" in of("--tasks", "first", *tokenizer, "--input", world / "text.txt")
-    assert "no input" in of(*tokenizer)
+
+@LM_EVAL
+def test_mistakes(world, of, tmp_path, capsys, monkeypatch):
+    def of_task(name, **more):
+        return of(write_task(tmp_path, name, **more))
+
+    output = ("--output", tmp_path / "out")
+    assert "and needs the first" in refused(capsys, "--tasks", "first", *output)
+    assert "no input" in refused(capsys, "--tokenizer", world / "model", *output)
+    assert "and needs" in of(", ")
+    assert "not --packing" in of("first", "--packing", "best_fit")
+    assert "not --input" in of("first", "--input", world / "text.txt")
+    said = of("hellaswog")
+    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in said
     generates = {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
     assert "'written' (generate_until) doesn't judge" in of_task("written", **generates)
     said = of_task("otherwise", metric_list=[{"metric": "f1"}])
     assert "'otherwise' (multiple_choice) doesn't judge" in said
     said = of_task("unknown", doc_to_target="-1")
     assert "'unknown' says of no answer that it is right" in said
-    first = ("--tasks", world / "yaml" / "first.yaml", *tokenizer)
-    assert "an answer of" in of(*first, "--context_length", 4)
+    assert "an answer of" in of(world / "yaml" / "first.yaml", "--context_length", 4)
     (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: nowhere/at_all\n")
-    assert "lm_eval can't load this" in of("--tasks", tmp_path / "broken.yaml", *tokenizer)
+    assert "lm_eval can't load this" in of(tmp_path / "broken.yaml")
     of_the_second = "{{question if choices|length == 3 else question.of.nothing}}"
     said = of_task("template", doc_to_text=of_the_second)
     assert "can't build the requests of 'template': UndefinedError" in said
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert "pip install -e '.[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
-
-
-@LM_EVAL
-def test_the_nearest_task_is_named(world, tmp_path, capsys):
-    flags = ("--tasks", "hellaswog", "--tokenizer", world / "model", "--output", tmp_path / "out")
-    said = refused(capsys, prepare_data, *flags)
-    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in said
+    assert "pip install -e '.[tasks]'" in of("hellaswag")
 
 
 @LM_EVAL
@@ -319,9 +322,9 @@ def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_p
     assert job.wait() == [2] and "has no split 'train', only 'validation'" in job.output[0]
     other = train_byte_level_bpe([" ".join(reversed(WORDS)) * 9], vocab_size=280)
     other.save_pretrained(tmp_path / "other")
-    flags = ["--tasks", world / "yaml" / "first.yaml", "--tokenizer", tmp_path / "other"]
-    prepare_data.main([str(flag) for flag in [*flags, "--output", tmp_path / "tasks"]])
-    more = ("--eval_data", f"tasks={tmp_path / 'tasks'}")
+    tokenizer = ("--tokenizer", tmp_path / "other")
+    tasks = prepare(world, world / "yaml" / "first.yaml", "other", *tokenizer)
+    more = ("--eval_data", f"tasks={tasks}")
     job = Job(1, *run_of(world / "model", world / "data", tmp_path, "run", *more))
     assert job.wait() == [2] and "was made with a different tokenizer" in job.output[0]
 
@@ -356,30 +359,24 @@ def test_a_group_in_a_folder_or_alone_is_its_tasks(world, tmp_path):
 
 
 @LM_EVAL
-def test_no_task_disappears_beside_another_of_its_name(world, tmp_path, capsys):
-    flags = ("--tokenizer", world / "model", "--output", tmp_path / "out")
+def test_no_task_disappears_beside_another_of_its_name(of, tmp_path):
     folder = tmp_path / "yaml"
     write_task(folder, "first", task="mine")
     write_task(folder, "second", task="mine")
-    said = refused(capsys, prepare_data, "--tasks", folder, *flags)
-    assert f"'{folder}/first.yaml' and '{folder}/second.yaml' have the same name, 'mine'" in said
+    both = f"'{folder}/first.yaml' and '{folder}/second.yaml' have the same name, 'mine'"
+    assert both in of(folder)
     write_task(folder, "first", task="first")
     write_task(folder / "below", "second", task="mine")
-    said = refused(capsys, prepare_data, "--tasks", folder, *flags)
-    assert f"'{folder}/below/second.yaml' and '{folder}/second.yaml' have the same name" in said
+    both = f"'{folder}/below/second.yaml' and '{folder}/second.yaml' have the same name"
+    assert both in of(folder)
     write_task(tmp_path, "alone", task="hellaswag")
-    said = refused(capsys, prepare_data, "--tasks", f"hellaswag,{tmp_path / 'alone.yaml'}", *flags)
+    said = of(f"hellaswag,{tmp_path / 'alone.yaml'}")
     assert f"has 'hellaswag' twice: by its name, and in '{tmp_path}/alone.yaml'" in said
 
 
 @LM_EVAL
-def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
+def test_what_is_no_task_or_group(of, tmp_path, monkeypatch):
     import lm_eval.tasks
-
-    flags = ("--tokenizer", world / "model", "--output", tmp_path / "out")
-
-    def of(path):
-        return refused(capsys, prepare_data, "--tasks", path, *flags)
 
     assert "no task, but a group without tasks" in of(group_of(tmp_path, "empty"))
     assert "no task, but a group without tasks" in of(write_task(tmp_path, "of_old", group="older"))
@@ -401,13 +398,12 @@ def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
 
 @LM_EVAL
 @pytest.mark.parametrize("sampler", ["default", "first_n"])
-def test_more_examples_than_documents(world, tmp_path, capsys, sampler):
-    def of(examples, split):
-        config = {"sampler": sampler, "split": split}
-        path = write_task(tmp_path, "many", num_fewshot=examples, fewshot_config=config)
-        return ["--tasks", path, "--tokenizer", world / "model", "--output", tmp_path / "out"]
+def test_more_examples_than_documents(world, of, tmp_path, sampler):
+    def task(examples):
+        config = {"sampler": sampler, "split": "train"}
+        return write_task(tmp_path, "many", num_fewshot=examples, fewshot_config=config)
 
-    said = refused(capsys, prepare_data, *of(QUESTIONS, "train"))
+    said = of(task(QUESTIONS))
     assert f"'many' has num_fewshot {QUESTIONS}, drawn from {QUESTIONS} documents, of which" in said
     assert " of which one is asked itself" in said
-    prepare_data.main([str(flag) for flag in [*of(QUESTIONS - 1, "train"), "--context_length", 64]])
+    prepare(world, task(QUESTIONS - 1), f"many-{sampler}", "--context_length", 64)
