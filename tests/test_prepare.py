@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_prepare_reading import documents_in
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -106,10 +107,6 @@ def make(tmp_path, bpe):
         return prepare(inputs=list(inputs), **{**arguments, **changes})
 
     return make
-
-
-def documents_in(manifest: dict) -> int:
-    return sum(split["documents"] for split in manifest["splits"].values())
 
 
 def text_hash(text: str) -> np.uint64:
@@ -296,23 +293,15 @@ def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path
     assert documents_in(manifest) == 3
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda backend: setattr(backend.model, "dropout", 0.5),
-        lambda backend: backend.enable_truncation(5),
-        lambda backend: backend.enable_padding(length=7),
-    ],
-    ids=["dropout", "truncation", "padding"],
-)
-def test_what_changes_a_text_is_not_obeyed(make, tmp_path, texts, bpe, change):
+def test_dropout_truncation_and_padding_of_a_tokenizer_are_not_obeyed(make, tmp_path, texts, bpe):
     folder = write_texts(tmp_path / "in", texts)
     backend = Tokenizer.from_file(f"{bpe}/tokenizer.json")
-    change(backend)
+    backend.model.dropout = 0.5
+    backend.enable_truncation(5)
+    backend.enable_padding(length=7)
     tokenizer = save_tokenizer(tmp_path / "changed", backend, bos=END_OF_TEXT, eos=END_OF_TEXT)
-    make(folder, output=tmp_path / "a", tokenizer=tokenizer)
-    make(folder, output=tmp_path / "b")
-    assert tokens_of(tmp_path / "a", "train") == tokens_of(tmp_path / "b", "train")
+    changed = make(folder, output=tmp_path / "a", tokenizer=tokenizer)
+    assert changed["splits"] == make(folder, output=tmp_path / "b")["splits"]
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(make, tmp_path, texts, capfd):
@@ -872,22 +861,21 @@ def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lengths, split, advice",
+    "lengths, fraction, split, advice",
     [
-        ([300, 1], "validation", "a larger --validation_fraction"),  # more would be over half
-        ([1] + [300] * 20, "train", "a smaller --validation_fraction"),
+        ([300, 1], 1e-9, "validation", "a larger --validation_fraction"),  # more would be over half
+        ([300] * 20 + [1], 1 - 1e-9, "train", "a smaller --validation_fraction"),
     ],
 )
-def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
+def test_split_that_fills_no_row(make, tmp_path, lengths, fraction, split, advice):
     texts = [(chr(97 + number) * length) for number, length in enumerate(lengths)]
     path = write_lines(tmp_path / "a.jsonl", texts)
-    # A seed and a fraction that leave the document of 1 token alone on its side.
-    short = lengths.index(1)
-    order = min if split == "validation" else max
-    seed = seed_where(
-        lambda seed: order(texts, key=lambda text: document_hash(seed, text)) == texts[short]
-    )
-    fraction = 1e-9 if split == "validation" else 1 - 1e-9
+
+    def moves(seed):
+        """The text that is nearest to the fraction, and moves into the empty split."""
+        return min(texts, key=lambda text: abs(document_hash(seed, text) - fraction))
+
+    seed = seed_where(lambda seed: len(moves(seed)) == 1)
     with pytest.raises(ValueError) as raised:
         make(path, seed=seed, validation_fraction=fraction)
     assert str(raised.value).startswith(
