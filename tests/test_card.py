@@ -2,7 +2,6 @@
 half-way goes on."""
 
 import importlib.metadata
-import json
 import re
 import shlex
 import shutil
@@ -11,10 +10,10 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import TOY_CONFIGS
+from conftest import TOY_CONFIGS, ended
 from hub import Uploads
 from huggingface_hub import ModelCard, constants
-from ranks import train_ranks
+from ranks import lines, metrics, train_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import export_hf
@@ -63,10 +62,6 @@ def train(folder, model, name, *more):
     train_ranks(1, *flags, "--train_data_dir", folder / "new", *RUN, *more)
 
 
-def logged(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def export(source, output, *more):
     export_hf.main([str(word) for word in (source, "--output", output, *more)])
     return ModelCard.load(output / "README.md")
@@ -86,8 +81,8 @@ def section(card, title):
 
 def rows(card, title):
     """The cells of a section's table, without its head."""
-    lines = [line for line in section(card, title).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    table = [line for line in section(card, title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
 def block(card, title, language):
@@ -111,7 +106,7 @@ def test_the_front_matter_is_that_of_the_hub(made):
 @pytest.mark.longer
 def test_losses_are_those_of_the_log_at_the_step_of_the_checkpoint(made):
     card, source, _ = made
-    evaluated = {line["step"]: line["eval"] for line in logged(source.parent) if "eval" in line}
+    evaluated = {line["step"]: line["eval"] for line in lines(source.parent, "eval")}
     before, then = evaluated[0], evaluated[4]
     assert [row[0] for row in rows(card, "Evaluation")] == list(then) == ["new", "replay", "copy"]
     measured = {}
@@ -287,8 +282,8 @@ def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path
 def test_of_an_average_no_loss_is_said_to_be_its_own(work, tmp_path):
     train(work, work / BASE, "ema", "--ema_decay", 0.5)
     card = export(work / "checkpoints" / "ema", tmp_path / "hf", "--ema", "true")
-    last = logged(work / "checkpoints" / "ema")[-1]
-    assert f"The average has a loss of {last['eval_loss_ema']:.4f} over all sets" in card.text
+    loss = metrics(work / "checkpoints" / "ema", "eval_loss_ema")[-1]
+    assert f"The average has a loss of {loss:.4f} over all sets" in card.text
     assert card.data.eval_results is None and "their moving average (decay 0.5)" in card.text
 
 
@@ -309,35 +304,27 @@ def hub(monkeypatch):
     server.server_close()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Use 'content=:DeprecationWarning"
-)  # of huggingface_hub's own request
+# of huggingface_hub's own request
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_push_that_broke_half_way_is_repeated_with_the_same_command(made, hub, tmp_path, capsys):
-    command = (made[1], tmp_path / "hf", "--push_to_hub", "org/name", "--max_shard_size", "50KB")
+    more = ("--push_to_hub", "org/name", "--max_shard_size", "50KB")
     hub.breaks_at = 2
-    with pytest.raises(SystemExit) as ended:
-        export(*command)
-    said = capsys.readouterr()
-    assert (
-        ended.value.code == 2
-        and "is complete, but pushing it failed (repeat the command): " in said.err
-    )
+    assert ended(export_hf.main, made[1], "--output", tmp_path / "hf", *more) == 2
+    said = capsys.readouterr().err
+    assert "is complete, but pushing it failed (repeat the command): " in said
     assert len(hub.stored) == 1 and hub.repository == {}
     readme = tmp_path / "hf" / "README.md"
     readme.write_text(readme.read_text() + "\nA sentence of mine.\n")
-    hub.breaks_at, broken, weights = (
-        float("inf"), len(hub.put), readme.with_name("model.safetensors.index.json").stat(),
-    )
-    card = export(*command)
-    assert (
-        "which is there: comparing them" in (out := capsys.readouterr().out) and "Pushed to" in out
-    )
-    assert readme.with_name("model.safetensors.index.json").stat() == weights, "not written again"
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    hub.breaks_at, broken, before = float("inf"), len(hub.put), index.stat()
+    card = export(made[1], tmp_path / "hf", *more)
+    said = capsys.readouterr().out
+    assert "which is there: comparing them" in said and "Pushed to" in said
+    assert index.stat() == before, "not written again"
     assert hub.repository == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     assert len(hub.put) - broken == len(hub.stored) - 1, "what was stored isn't sent again"
-    assert (
-        card.text.endswith("A sentence of mine.\n") and 'from_pretrained("org/name")' in card.text
-    )
+    assert card.text.endswith("A sentence of mine.\n")
+    assert 'from_pretrained("org/name")' in card.text
     assert len(hub.asked_for) == 2 and all("private" in said for said in hub.asked_for)
 
 
@@ -351,25 +338,17 @@ def test_what_was_exported_is_pushed_later_with_its_card(made, hub, tmp_path):
     assert hub.repository["README.md"] == (tmp_path / "hf" / "README.md").read_bytes()
     rename(tmp_path / "hf", "org/other's")
     card = ModelCard.load(tmp_path / "hf" / "README.md")
-    assert card.text.count(
-        'from_pretrained("org/other\'s")'
-    ) == 2 and card.text.lstrip().startswith("# org/other's\n")
+    assert card.text.count('from_pretrained("org/other\'s")') == 2
+    assert card.text.lstrip().startswith("# org/other's\n")
 
 
-@pytest.mark.parametrize("other", ["checkpoint", "dtype"])
-def test_what_is_there_is_pushed_only_if_it_is_this_export(
-    made, hub, work, tmp_path, capsys, other
-):
+@pytest.mark.parametrize(
+    ("name", "more"), [("step-00000006", ""), ("step-00000004", "--dtype bfloat16")]
+)
+def test_what_is_there_is_pushed_only_if_it_is_this_export(made, hub, tmp_path, capsys, name, more):
     export(made[1], tmp_path / "hf")
-    source = made[1].with_name("step-00000006") if other == "checkpoint" else made[1]
-    with pytest.raises(SystemExit) as ended:
-        export(
-            source, tmp_path / "hf", "--push_to_hub", "org/name",
-            *(("--dtype", "bfloat16") * (other == "dtype")),
-        )
+    words = ("--output", tmp_path / "hf", "--push_to_hub", "org/name", *more.split())
+    assert ended(export_hf.main, made[1].with_name(name), *words) == 2
     said = capsys.readouterr().err
-    assert (
-        ended.value.code == 2
-        and "exists and isn't this export: take another --output, or --overwrite true" in said
-    )
+    assert "exists and isn't this export: take another --output, or --overwrite true" in said
     assert hub.asked_for == [] and hub.repository == {}
