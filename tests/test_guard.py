@@ -6,11 +6,10 @@ import math
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROWS
+from conftest import ROWS, flip
 from ranks import assert_same_tensors, lines, metrics, run_ranks, saved, status, toy_run
 from ranks import weights as weights_of
 from test_order import claimed_rows
@@ -110,12 +109,6 @@ def named(folder):
     return re.search(r": the same command with (.*)$", reason)[1].split()
 
 
-def test_skips_that_are_not_in_a_row_do_not_add_up(toys, tmp_path):
-    faults = {0: [4 * k for k in (1, 3, 5, 7)]}
-    assert run(toys, tmp_path, 1, faults, "--max_step", 10, "--max_skipped_steps", 1) == 0
-    assert metrics(tmp_path / "run", "verdict") == ["skip"] * 4
-
-
 SPIKE = ("--max_step", 16, "--save_step_interval", 4, "--spike_threshold", 6, "--lr", 1e-4)
 SPIKE_AT = {0: range(4 * 12, 4 * 13)}  # the loss of step 13 is 100 times too large
 SPIKE_AT_14 = {0: range(4 * 13, 4 * 14)}
@@ -196,27 +189,14 @@ def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, b
     more, spike = TO_20, SPIKE_FROM_12
     if branch:
         more += ("--checkpoint", tmp_path / "run" / "step-00000012", "--run_name", "branch")
-    killed = run_ranks(1, killed_after_the_rewind, argv_of(toys, tmp_path, 1, *more), spike)
+    argv = argv_of(toys, tmp_path, 1, *more)
+    assert run_ranks(1, doing, interrupt, 3, argv, spike) == [75]
     folder = tmp_path / ("branch" if branch else "run")
-    assert killed == ["killed"] and metrics(folder, "verdict") == ["rewind"]
+    assert metrics(folder, "verdict") == ["rewind"]
+    assert metrics(folder, "step")[-1] == 13, "once more"
     assert run(toys, tmp_path, 1, spike, *more, factor=100.0) == 0
     assert metrics(folder, "verdict") == ["rewind"] and metrics(folder, "step")[-1] == 20
     assert [line["position"] for line in lines(folder, "verdict")] == [14 * 4]
-
-
-def killed_after_the_rewind(argv, faults):
-    from fabric_llm.run.log import Log
-
-    advance, seen = Log.advance, []
-
-    def until_the_rewind_is_over(self, progress):
-        advance(self, progress)
-        seen.append(progress.step)
-        if seen.count(13) == 2:
-            raise KeyboardInterrupt("killed")
-
-    Log.advance = until_the_rewind_is_over
-    return "killed" if train_with_faults(argv, faults, 100.0) == 75 else "not killed"
 
 
 @pytest.mark.longer
@@ -230,13 +210,21 @@ def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branc
     if not branch:
         more, name = TO_20, "run"
     argv = argv_of(toys, tmp_path, 1, *more)
-    assert run_ranks(1, stopped_in_the_rewind, argv, SPIKE_FROM_12) == [75]
+    assert run_ranks(1, doing, stop, 1, argv, SPIKE_FROM_12) == [75]
     said = status(tmp_path / name)
     assert said["last_durable_step"] == said["step"] == 13
     assert run(toys, tmp_path, 1, {}, *TO_20, "--run_name", name) == 0
     for key in ("step", "loss", "tokens", "position"):
         assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), key
     assert_same_tensors(weights_of(tmp_path / name, 20), weights_of(tmp_path / "whole", 20))
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def doing(action, steps, argv, faults):
@@ -253,10 +241,6 @@ def doing(action, steps, argv, faults):
 
     step.clip = acting
     return train_with_faults(argv, faults, 100.0)
-
-
-def stopped_in_the_rewind(argv, faults):
-    return doing(lambda: os.kill(os.getpid(), signal.SIGTERM), 1, argv, faults)
 
 
 @pytest.mark.longer
@@ -286,11 +270,8 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
 
     def damaging(temporary, target, document):
         publish(temporary, target, document)
-        weights_file = target / "model.safetensors"
         if target.name == "step-00000012" and not list(target.parent.glob("aside-*")):
-            content = bytearray(weights_file.read_bytes())
-            content[-5] ^= 16
-            weights_file.write_bytes(content)
+            flip(target / "model.safetensors")
 
     monkeypatch.setattr(writing, "publish", damaging)
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
@@ -316,14 +297,10 @@ def test_a_spike_with_the_last_data_is_left_out(toys, tmp_path):
 @pytest.mark.longer
 def test_a_request_to_save_in_the_step_of_a_rewind_is_kept_for_the_next(toys, tmp_path):
     argv = argv_of(toys, tmp_path, 1, *REWIND)
-    assert run_ranks(1, saved_in_the_rewind, argv, SPIKE_AT_14) == [0]
+    save_now = (tmp_path / "run" / "save_now").touch
+    assert run_ranks(1, doing, save_now, 13, argv, SPIKE_AT_14) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
     assert saved(tmp_path / "run") == [4, 8, 12, 13, 16]
-
-
-def saved_in_the_rewind(argv, faults):
-    folder = argv[argv.index("--output_dir") + 1]
-    return doing(Path(folder, "run", "save_now").touch, 13, argv, faults)
 
 
 @pytest.mark.longer
@@ -332,16 +309,12 @@ def test_a_rewind_goes_where_a_run_that_was_not_stopped_would(toys, tmp_path):
     more = (*REWIND, "--keep_last", 2, "--keep_best", 0)
     assert run(toys, tmp_path, 1, SPIKE_AT_14, *more, "--run_name", "whole", factor=100.0) == 0
     argv = argv_of(toys, tmp_path, 1, *more)
-    assert run_ranks(1, stopped_in_step_13, argv) == [75]
+    assert run_ranks(1, doing, stop, 12, argv, {}) == [75]
     assert run(toys, tmp_path, 1, {0: range(4)}, *more, "--resume", "auto", factor=100.0) == 0
     for key in ("step", "loss", "position", "verdict"):
         assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
     assert saved(tmp_path / "whole") == saved(tmp_path / "run") == [12, 16]
     assert not list((tmp_path / "run").glob("aside-*")), "they count as well, and go first"
-
-
-def stopped_in_step_13(argv):
-    return doing(lambda: os.kill(os.getpid(), signal.SIGTERM), 12, argv, {})
 
 
 def test_after_a_rate_that_spoils_the_weights_no_spoilt_checkpoint_is_named(toys, tmp_path):
