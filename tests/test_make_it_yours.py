@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY
-from safetensors.torch import load_file
+from ranks import lines, metrics, weights
 
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
@@ -96,15 +96,6 @@ def training(folder, *flags):
     return train
 
 
-def weights(folder, name, step=STEPS):
-    return load_file(folder / "runs" / name / f"step-{step:08d}" / "model.safetensors")
-
-
-def lines(folder, name):
-    text = (folder / "runs" / name / "metrics.jsonl").read_text()
-    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
-
-
 @pytest.fixture
 def code(tmp_path):
     """The blocks of the page, as one module."""
@@ -142,14 +133,15 @@ def test_the_page_trains_is_killed_resumes_verifies_and_exports(
     # all that belongs to the run is found, the module included
     exit_code, said = training(tmp_path)("cut", "--resume", "true")
     assert exit_code == 0 and "resumed from" in said, said
-    whole, cut = (weights(tmp_path, name) for name in ("whole", "cut"))
+    runs = tmp_path / "runs"
+    whole, cut = (weights(runs / name, STEPS) for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    first = weights(tmp_path, "whole", 2)
+    first = weights(runs / "whole", 2)
     assert any(not torch.equal(whole[name], first[name]) for name in whole)
-    for line in lines(tmp_path, "whole"):
+    for line in lines(runs / "whole", "loss"):
         assert line["z"] > 0 and line["entropy"] > 0
         assert line["lr"] == pytest.approx(1e-3 * (1 - ((line["step"] - 1) / STEPS) ** 0.5))
-    assert len((tmp_path / "runs" / "whole" / "lines.txt").read_text().splitlines()) >= STEPS
+    assert len((runs / "whole" / "lines.txt").read_text().splitlines()) >= STEPS
     verified = run(tmp_path, "-m", "fabric_llm.verify", "runs/cut")
     assert "verdict         whole" in verified.stdout, verified.stderr + verified.stdout
     assert verified.returncode == 0
@@ -177,10 +169,11 @@ def test_what_repeats_ours_gives_our_numbers(toys, tmp_path, ranks, precision, s
         assert own("own", FABRIC_LLM_FAILPOINT="between_steps:count=3")[0] != 0
     exit_code, said = own("own", "--resume", "auto")
     assert exit_code == 0, said
-    for ours, theirs in zip(lines(tmp_path, "ours"), lines(tmp_path, "own"), strict=True):
+    runs = tmp_path / "runs"
+    for ours, theirs in zip(*(lines(runs / name, "loss") for name in ("ours", "own")), strict=True):
         for name in ("step", "position", "grad_norm", "loss", "lr", "tokens"):
             assert ours[name] == theirs[name], f"{name} of step {ours['step']}"
-    ours, theirs = (weights(tmp_path, name, steps) for name in ("ours", "own"))
+    ours, theirs = (weights(runs / name, steps) for name in ("ours", "own"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -201,7 +194,7 @@ def strength(at):
     train = training(tmp_path, *flags, "--save_step_interval", 2)
     code = ("--code", "mine.py")
     exit_code, said = train("run", *code, "--strength", 0.9, "--max_step", 4)
-    assert exit_code == 0 and lines(tmp_path, "run")[0]["strength"] == 0.9, said
+    assert exit_code == 0 and metrics(tmp_path / "runs" / "run", "strength")[0] == 0.9, said
     back = ("--resume", "true", "--checkpoint", "runs/run/step-00000002", "--max_step", 4)
     exit_code, said = train("run", *back, *code)
     assert exit_code == 2 and "was written with strength 0.9, not 0.5." in said

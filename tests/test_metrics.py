@@ -28,7 +28,7 @@ from fabric_llm.model.flops import Flops
 from fabric_llm.run import metrics
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, flat
-from fabric_llm.run.speed import Speed, peak_memory_gib
+from fabric_llm.run.speed import Speed
 
 COUNTS = ("step", "position", "tokens")
 NUMBERS = """loss lr grad_norm tokens_per_second tokens_per_second_per_device
@@ -223,12 +223,6 @@ def logged(kind, folder):
     return str(caught[0].message), trackers
 
 
-def test_a_tracker_that_fails_at_once_is_a_warning(tmp_path):
-    (tmp_path / "metrics.csv").mkdir()
-    said, _ = logged("csv", tmp_path)
-    assert re.search("--logger csv failed, the run .* go on: IsADirectoryError", said)
-
-
 def tracking(monkeypatch, folder, log):
     """As `--logger wandb` would, with another function that takes the numbers."""
     monkeypatch.setitem(TRACKERS, "wandb", lambda *_: (log, lambda: None))
@@ -271,13 +265,6 @@ def test_an_upload_that_fails_is_one_warning_and_the_numbers_go_on(monkeypatch, 
     assert len(caught) == 1 and had == [1, 2, 3]
 
 
-def test_no_tracker(tmp_path):
-    tracker = Trackers("none", tmp_path, {}, None, None)
-    tracker.log(1, {"loss": 1.0})
-    tracker.close(30)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ------------------------------------------------------------------------------- Weights & Biases
 
 
@@ -304,34 +291,25 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
 
 @pytest.mark.longer
 @mock.patch.dict(os.environ)
-def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
-    os.environ["WANDB_MODE"] = "offline"
-    log, close = metrics._wandb(tmp_path, {}, None, None)
-    losses = {"1111.25": 1, "2222.25": 2, "3333.25": 3, "4444.25": 2, "5555.25": 3}
-    for loss, step in losses.items():
-        log(step, {"loss": float(loss)})
-    close()
-    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-
-    def missing():
-        return [loss for loss in losses if loss.encode() not in written.read_bytes()]
-
-    wait_for(lambda: not missing(), 60)  # another process writes, which a busy machine delays
-
-
-@pytest.mark.longer
-@mock.patch.dict(os.environ)
-def test_an_offline_run_says_how_it_is_sent(tmp_path, capsys):
+def test_wandb_takes_the_steps_of_a_run_that_went_back_and_says_how_they_are_sent(tmp_path, capsys):
     pytest.importorskip("wandb")
     os.environ["WANDB_MODE"] = "offline"
     folder = tmp_path / "two words"
     folder.mkdir()
     log, close = metrics._wandb(folder, {}, None, None)
-    log(1, {"loss": 1.0})
+    losses = {"1111.25": 1, "2222.25": 2, "3333.25": 3, "4444.25": 2, "5555.25": 3}
+    for loss, step in losses.items():
+        log(step, {"loss": float(loss)})
     close()
     said = re.search("logged offline: (.*) sends it", capsys.readouterr().out)[1]
     program, action, place = shlex.split(said)
-    assert (program, action) == ("wandb", "sync") and list(Path(place).glob("*.wandb"))
+    [written] = Path(place).glob("*.wandb")
+    assert (program, action) == ("wandb", "sync") and folder in written.parents
+
+    def missing():
+        return [loss for loss in losses if loss.encode() not in written.read_bytes()]
+
+    wait_for(lambda: not missing(), 60)  # another process writes, which a busy machine delays
 
 
 @pytest.fixture(scope="module")
@@ -497,12 +475,6 @@ def test_speed_of_a_run_that_went_back_counts_no_token_twice(tmp_path):
     time.sleep(0.1)
     log.advance(Progress(step=2, tokens=500))
     assert 100 / 0.3 < log.speed.lap()["tokens_per_second"] < 100 / 0.1
-
-
-def test_peak_memory_counts_what_was_used():
-    before = peak_memory_gib(torch.device("cpu"))
-    torch.ones(2**27, dtype=torch.uint8)
-    assert 0 < before <= peak_memory_gib(torch.device("cpu")) < before + 1
 
 
 LIBRARIES = """
