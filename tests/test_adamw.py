@@ -264,23 +264,6 @@ def test_lr_0_changes_nothing(updates):
 # ------------------------------------------------------------------------------- randomness
 
 
-def result(steps=3, **settings):
-    params = parameters(torch.bfloat16, (50, 40), (7,))
-    optimizer = AdamW(params, **SETTINGS, **settings)
-    train(params, optimizer, steps)
-    return params + [value for p in params for value in optimizer.state[p].values() if value.ndim]
-
-
-def test_random_numbers_are_a_function_of_seed_name_and_step():
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    first = result(seed=5)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(4)
-    assert same_bits(first, result(seed=5))
-    assert not same_bits(first, result(seed=6))
-
-
 def pieces_after_a_step(*pieces, name="weight", seed=0):
     """Ones after a constant update, the pieces side by side: (offset, elements) of each. Only
     rounding tells them apart."""
@@ -293,8 +276,12 @@ def pieces_after_a_step(*pieces, name="weight", seed=0):
     return torch.cat([param.detach() for param in params])
 
 
-def test_rounding_is_that_of_the_name_and_the_place_in_the_whole_parameter():
+def test_rounding_is_that_of_the_seed_the_name_and_the_place_in_the_whole_parameter():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
     whole = pieces_after_a_step((0, 1000))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
     assert torch.equal(whole, pieces_after_a_step((0, 1), (1, 16), (17, 983)))
     assert torch.equal(whole[300:], pieces_after_a_step((300, 700)))
     assert not torch.equal(whole, pieces_after_a_step((0, 1000), name="bias"))
@@ -310,36 +297,18 @@ def test_parameters_of_more_than_2_to_the_32_elements_keep_good_noise():
 
 
 def test_each_step_rounds_its_own_way():
+    param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    optimizer = AdamW([param], lr=1e-3, betas=(0.0, 0.0), eps=0.0)
     found = []
-    for step in (1.0, 2.0):
-        param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-        optimizer = AdamW([param], lr=1e-3, betas=(0.0, 0.0), eps=0.0)
-        state = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-        groups = optimizer.state_dict()["param_groups"]
-        state = {0: {"step": torch.tensor(step), **state}}
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-        param.grad = torch.ones_like(param)
+    for _ in range(2):
+        param.data.fill_(1.0)
+        param.grad = torch.ones_like(param)  # with these betas both steps make the same update
         optimizer.step()
-        found.append(param.detach())
+        found.append(param.detach().clone())
     assert not torch.equal(*found)
 
 
 # ------------------------------------------------------------------------------- state
-
-
-@pytest.mark.parametrize(
-    ("updates", "expected"), [("stochastic", 4), ("nearest", 4), ("master", 12)]
-)
-def test_state_takes_as_many_bytes_as_the_docstring_says(updates, expected):
-    params = parameters(torch.bfloat16, (50, 40), (7,))
-    optimizer = AdamW(params, **SETTINGS, updates=updates)
-    train(params, optimizer, 2)
-    for param in params:
-        state = dict(optimizer.state[param])
-        step = state.pop("step")
-        assert step.item() == 2 and step.ndim == 0
-        assert sum(t.nbytes for t in state.values()) == expected * param.numel()
-        assert all(t.shape == param.shape for t in state.values())
 
 
 @pytest.mark.parametrize("updates", UPDATES)
@@ -363,7 +332,7 @@ def test_state_dict_round_trip(updates, dtype):
         assert same_tensors(one.state[a], two.state[b])
 
 
-def build(name, updates, source, lr=1e-3):
+def build(name, updates, source):
     """(fabric, wrapped model, optimizer) on this rank, as train.py makes them, in bf16-true."""
     config, dtype = TOY_CONFIGS["llama"], torch.bfloat16
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -380,18 +349,9 @@ def build(name, updates, source, lr=1e-3):
         return weights.fill(model, empty, stored)
 
     wrapped = strategy.wrap(fabric, name, model, fill, "bf16-true", Sharding())
-    training = SimpleNamespace(lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1, seed=7)
+    training = SimpleNamespace(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, seed=7)
     optimizer = fabric.setup_optimizers(adamw.make_optimizer(wrapped, decayed, training, updates))
     return fabric, wrapped, optimizer
-
-
-def take_steps(fabric, wrapped, optimizer, first, last):
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(1000 * step + fabric.global_rank)
-        tokens = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=generator)
-        fabric.backward(wrapped(input_ids=tokens, labels=tokens))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def skeleton():
@@ -417,25 +377,24 @@ def state_on_disk(path):
     return tensors
 
 
-def train_and_save(name, updates, source, folder):
-    """Four steps, saved after the second and the fourth."""
-    pieces = build(name, updates, source)
-    take_steps(*pieces, 0, 2)
-    save(folder / "step-00000002", *pieces)
-    take_steps(*pieces, 2, 4)
-    save(folder / "step-00000004", *pieces)
+def train_and_save(name, updates, source, target):
+    fabric, wrapped, optimizer = build(name, updates, source)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(1000 * step + fabric.global_rank)
+        tokens = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=generator)
+        fabric.backward(wrapped(input_ids=tokens, labels=tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+    save(target, fabric, wrapped, optimizer)
 
 
-def load_and_save(name, updates, source, target, steps):
-    """From a checkpoint, with `steps` more steps, into another. Returns dtypes and devices of the
-    state in memory."""
+def load_and_save(name, updates, source, target):
+    """From a checkpoint into another. Returns dtypes and devices of the state in memory."""
     fabric, wrapped, optimizer = build(name, updates, source)
     reading.load_optimizer(source, wrapped.module, optimizer, skeleton())
     values = [item for state in optimizer.optimizer.state.values() for item in state.items()]
-    kinds = {(key, value.dtype, value.device.type) for key, value in values}
-    take_steps(fabric, wrapped, optimizer, 2, 2 + steps)
     save(target, fabric, wrapped, optimizer)
-    return kinds
+    return {(key, value.dtype, value.device.type) for key, value in values}
 
 
 @pytest.mark.longer
@@ -443,8 +402,8 @@ def load_and_save(name, updates, source, target, steps):
 def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
     """Written by one strategy, read and written again by the next: state and weights never
     change."""
-    run_ranks(2, train_and_save, "fsdp", updates, toys / "llama", tmp_path)
     source = tmp_path / "step-00000002"
+    run_ranks(2, train_and_save, "fsdp", updates, toys / "llama", source)
     original, weights = state_on_disk(source), (source / "model.safetensors").read_bytes()
     wide = torch.float32 if updates == "master" else torch.bfloat16
     expected = {"step": torch.float32, "exp_avg": wide, "exp_avg_sq": wide}
@@ -452,33 +411,8 @@ def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
     assert {name.rsplit(".", 1)[1]: t.dtype for name, t in original.items()} == expected
     for name, ranks in (("fsdp2", 3), ("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp", 3)):
         target = tmp_path / f"{name}-{ranks}" / "step-00000002"
-        kinds = set().union(*run_ranks(ranks, load_and_save, name, updates, source, target, 0))
+        kinds = set().union(*run_ranks(ranks, load_and_save, name, updates, source, target))
         assert kinds == {(key, dtype, "cpu") for key, dtype in expected.items()}
         assert same_tensors(state_on_disk(target), original), (name, ranks)
         assert (target / "model.safetensors").read_bytes() == weights
         source = target
-
-
-@pytest.mark.quick_cases(r"stochastic-(single|fsdp2)")
-@pytest.mark.every_eighth(2)
-@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 2), ("fsdp2", 2), ("ddp", 2), ("single", 1)])
-@pytest.mark.parametrize("updates", UPDATES)
-def test_resume_is_bit_for_bit(toys, tmp_path, name, ranks, updates):
-    run_ranks(ranks, train_and_save, name, updates, toys / "llama", tmp_path)
-    straight, resumed = (folder / "step-00000004" for folder in (tmp_path, tmp_path / "again"))
-    run_ranks(ranks, load_and_save, name, updates, tmp_path / "step-00000002", resumed, 2)
-    assert same_tensors(state_on_disk(straight), state_on_disk(resumed))
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (straight, resumed)]
-    assert weights[0] == weights[1]
-
-
-def ddp_parameters(updates, source):
-    pieces = build("ddp", updates, source)
-    take_steps(*pieces, 0, 3)
-    return [bits(p).clone() for p in pieces[1].module.parameters()]
-
-
-@pytest.mark.parametrize("updates", UPDATES)
-def test_ddp_ranks_stay_the_same(toys, updates):
-    first, second = run_ranks(2, ddp_parameters, updates, toys / "llama")
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
