@@ -98,6 +98,7 @@ def place(toys, tmp_path_factory):
         "small": "seed: 7\ndevices: 0\n",
         "clock": "max_hours: 1:30\n",
         "map": "seed: 7\nlr: {a: 1}\n",
+        "section": "seed: 7\ntraining:\n  lr: 1\n",
         "tab": "seed: 7\n\tlr: 1\n",
         "indented": "seed: 7\n  lr: 1\n",
         "equals": "[training]\nseed = 7\n",
@@ -309,6 +310,8 @@ train --config unclosed.yaml
     2: line 2 is "run_name: 'mine", and found unexpected end
 train --config number.yaml
     2: line 1 of number.yaml: run_name takes text, not '12': write it in
+train --config section.yaml
+    2: line 2: 'training' in section.yaml is a section, but such a file has lines of `flag: value` al
 train --config small.yaml --devices -1
     2: --devices must be positive, not -1.
 prepare_data

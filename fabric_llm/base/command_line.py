@@ -373,6 +373,13 @@ def _check_config(
     nodes = yaml.compose(text, Loader=_Loader).value
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in nodes}
     others = [str(key) for key in values if key not in flags]
+    for name in others:
+        if isinstance(values.get(name), dict):
+            fail(
+                program,
+                f"line {lines.get(name)}: {name!r} in {config} is a section, but such a file has "
+                "lines of `flag: value` alone.",
+            )
     if len(others) == 1:
         [name] = others
         message = unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere)

@@ -36,7 +36,7 @@ class Guard:
     def _judge(self, loss: float, grad_norm: float) -> tuple[str, str]:
         """(verdict, reason) of a step."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return "skip", f"loss {loss}, gradient norm {grad_norm}"
+            return "skip", f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
         enough = min(ENOUGH_LOSSES, self.spike_window)
         if self.spike_threshold is None or len(self.losses) < enough:
             return "take", ""
