@@ -310,6 +310,8 @@ train --config unclosed.yaml
     2: line 2 is "run_name: 'mine", and found unexpected end
 train --config number.yaml
     2: line 1 of number.yaml: run_name takes text, not '12': write it in
+train --ema_decay 5
+    2: --ema_decay must be less than 1, not 5.0.
 train --config section.yaml
     2: line 2: 'training' in section.yaml is a section, but such a file has lines of `flag: value` al
 train --config small.yaml --devices -1

@@ -115,8 +115,8 @@ class Flag:
             words = f"at least {self.at_least}"
         elif self.below is not None and not value < self.below:
             words = f"less than {self.below}"
-            # People mean percent.
-            if self.below == 1 and value < 100:
+            # People mean percent, of which a decay has more than half.
+            if self.below == 1 and (50 if "decay" in self.help else 0) <= value < 100:
                 words += f", such as {value / 100:g}"
         elif not math.isfinite(value):
             words = "a finite number"

@@ -85,7 +85,7 @@ def unknown(
         each = []
         for name, shown in names.items():
             each.append(f"{shown} ({meant[name]})" if meant[name] else shown)
-        return f"unknown {what}s: {', '.join(each)}. See --help."
+        return f"unknown {what}s: {listed(each)}. See --help."
     # A single name gets a sentence of its own.
     [(name, shown)] = names.items()
     words = meant[name] or "see --help"
