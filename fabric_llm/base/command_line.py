@@ -428,9 +428,11 @@ def _one_sentence(
 ) -> str:
     """One sentence with the offending value, for jsonargparse's message of several lines with
     Python types. about: its first line is how the program is called."""
-    # It has their names without dashes.
-    if missing := re.match("the following arguments are required: (.*)", message):
-        lacks = ", ".join(f"--{name}" for name in missing[1].split(", "))
+    # It has their names without dashes; older versions name the first one alone.
+    required = r'the following arguments are required: ([^\n]*)|.*[Kk]ey "(\w+)" is required'
+    if missing := re.match(required, message, re.S):
+        names = (missing[1] or missing[2]).split(", ")
+        lacks = ", ".join(f"--{name}" for name in names)
         usage = about.partition("\n")[0].removeprefix("usage: ")
         return f"missing: {lacks}. It is called like this: {usage}"
     # A value without a flag before it, such as the second word of a text without quotes.
@@ -451,8 +453,6 @@ def _one_sentence(
         if not {str, int, float}.isdisjoint(flags[bare[1]].kinds):
             dash = f" A value that begins with a dash is written --{bare[1]}=VALUE."
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
-    if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
-        return f"--{missing[1]} is required."
     # Any other message stays, in one line.
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
 

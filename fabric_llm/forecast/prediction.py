@@ -45,7 +45,7 @@ from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
 GIB = 2**30
-MOST_DEVICES = 1024  # of a node
+MAX_DEVICES = 1024  # of a node
 # Fractions of a device's memory above which a run doesn't fit, and may not fit (Fujii et al.,
 # https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
@@ -324,9 +324,9 @@ def devices_of_node(flags: Flags) -> int:
     """Of a node, as the flags name them. Raises ValueError for more than a node can have."""
     devices = 1 if flags.devices.devices == "auto" else flags.devices.devices
     # To trace a step takes the longer the more there are: of a mistyped number it wouldn't end.
-    if devices > MOST_DEVICES:
+    if devices > MAX_DEVICES:
         raise ValueError(
-            f"--devices {devices}: these are the devices of one machine, at most {MOST_DEVICES:,} "
+            f"--devices {devices}: these are the devices of one machine, at most {MAX_DEVICES:,} "
             "here. Give --num_nodes as well, or --sweep devices=8..4096 for more and more nodes."
         )
     return devices
