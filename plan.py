@@ -174,7 +174,11 @@ def show(prediction: Any, own: PlanArguments) -> None:
     # One unit for the whole table, so that its numbers can be compared.
     unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
-    print(f"Memory of a device at its peak, {unit}")
+    # The whole process holds about 0.4 GiB more.
+    counted = ""
+    if prediction.seconds.is_host:
+        counted = " (of tensors; the steps of a run on CPUs show that of its whole process)"
+    print(f"Memory of a device at its peak, {unit}{counted}")
     # Parts below a thousandth of the peak would only make the table longer.
     large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
     large["the rest"] = memory.peak - sum(large.values())
@@ -197,6 +201,8 @@ def show(prediction: Any, own: PlanArguments) -> None:
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {held}")
     # The speed is the least certain number, so its source is told.
     seconds, source = prediction.seconds, "assumed, see --mfu and --like"
+    if seconds.is_host:
+        source = "a guess, for idle cores of this machine: --like RUN knows better"
     if own.like is not None:
         source = f"as {own.like}"
     elif own.mfu:
@@ -239,7 +245,9 @@ def show(prediction: Any, own: PlanArguments) -> None:
 def lasting(hours: Optional[float]) -> str:
     if hours is None:
         return "for --tokens or --max_step steps"
-    return f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    if hours >= 1:
+        return f"{hours:,.2f} hours"
+    return f"{60 * hours:,.1f} minutes" if 60 * hours >= 1 else f"{3600 * hours:.2g} seconds"
 
 
 def show_sweep(

@@ -633,6 +633,27 @@ def test_new_runs_are_numbered_and_resume_takes_the_newest(run):
     assert choose(parent, None, True, run / "step-00000001") == run
 
 
+@pytest.mark.parametrize("number, before", [(2, "model-data"), (3, "model-data-2")])
+def test_a_new_run_names_the_one_before_it_that_can_go_on(run, number, before):
+    folder = run.parent / f"model-data-{number}"
+    shutil.copytree(run, run.parent / before)
+    words = ["--model_name=model", "--train_data_dir=data", f"--output_dir={run.parent}"]
+
+    def said(*more):
+        return run_directory.unfinished_before(parse_train([*words, *more]), folder)
+
+    for code, retryable in ((75, True), (None, True), (0, False), (76, False)):
+        run_directory.write_status(run.parent / before, code, "", 1, retryable)
+        assert bool(said()) == retryable
+    run_directory.write_status(run.parent / before, 75, "", 1, True)
+    assert f"--run_name {before} --resume true" in said()
+    assert said("--run_name", folder.name) == said("--resume", "true") == ""
+    for path in (run.parent / before).glob("step-*"):
+        shutil.rmtree(path)
+    run_directory.write_status(run.parent / before, 75, "", None, True)
+    assert said() == "", "there is nothing to go on from"
+
+
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", "a/"])
 def test_a_run_name_is_a_plain_name(tmp_path, name):
     with pytest.raises(ValueError, match="must be a plain name"):

@@ -198,6 +198,9 @@ def test_every_token_is_in_a_row_or_counted_as_dropped(make, tmp_path, texts, bp
     assert counted == sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
     assert documents_in(manifest) == len(texts)
     assert said.endswith(f"written to {tmp_path / 'out'}")
+    assert "/tokenizer\n" not in said, "it is where it was given"
+    few = 0 < manifest["splits"]["validation"]["documents"] < 10
+    assert few == ("raise --validation_fraction" in said)
 
 
 @pytest.mark.parametrize(
@@ -668,6 +671,7 @@ def test_trained_tokenizer_returns_any_text():
 
 def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path, texts):
     manifest = make(write_texts(tmp_path / "in", texts), train_tokenizer=500)
+    assert f"500 tokens, in {tmp_path / 'out'}/tokenizer\n" in summary(manifest)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_TEXT
     assert tokenizer.all_special_ids == [0]

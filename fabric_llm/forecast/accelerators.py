@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, Optional
 
+from fabric_llm.base.program import cores
 from fabric_llm.model.flops import peak_tflops
 
 
@@ -19,14 +20,14 @@ class Accelerator:
     link_gb: float
     mfu: float  # fraction of the peak that a model's operations reach where nothing else limits
 
-    @property
-    def tflops(self) -> float:
-        """Dense, bfloat16."""
-        return peak_tflops(self.name) or CPU_TFLOPS
+    def tflops(self, devices: int) -> float:
+        """Dense, bfloat16, of each of `devices` of a node: processes on a CPU share the cores of
+        this machine."""
+        return peak_tflops(self.name) or CPU_TFLOPS * cores() / devices
 
 
-# A guess, for two cores with AVX2 in float32, which reach 0.1 in docs/results/speed.md.
-CPU_TFLOPS = 0.25
+# A guess, for one core with AVX2 in float32: two reach 0.1 in docs/results/speed.md.
+CPU_TFLOPS = 0.125
 KNOWN = [
     Accelerator("A100-40GB", 39.4, 300, 0.45),
     Accelerator("A100-80GB", 79.2, 300, 0.45),
@@ -77,12 +78,13 @@ class Seconds:
     messages: float
     hidden: bool  # whether messages are sent while devices compute
     exchange: float = 0.0  # of heads, between ranks that share rows: layers wait for it
-    launch: float = 0.0  # that the host takes to launch operations, while the device computes
+    launch: float = 0.0  # that the host takes to launch operations
+    is_host: bool = False  # whether host and device are one CPU, which launches, then computes
 
     @property
     def busy(self) -> float:
         """Seconds without messages: the slower one of device and host counts."""
-        return max(self.compute, self.launch)
+        return self.compute + self.launch if self.is_host else max(self.compute, self.launch)
 
     @property
     def step(self) -> float:

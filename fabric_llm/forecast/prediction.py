@@ -145,7 +145,8 @@ def predict(
         host["inputs of layers"] = tokens_held * _inputs_of_layers(model, skeleton)
 
     # Time: what is computed, sent, and asked of the device.
-    counted, mfu = flops.of_model(skeleton), _mfu(own, device)
+    counted, tflops = flops.of_model(skeleton), device.tflops(placement.devices)
+    mfu = _mfu(own, device, tflops)
     link_bytes, network_bytes, latency = _sent(flags, placement, model, skeleton, micro_batches)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     # Links inside of a node and the network work at the same time, so the slower one counts.
@@ -153,11 +154,12 @@ def predict(
     messages = max(link_bytes / (device.link_gb * 1e9), network_bytes / (own.network * 1e9 / 8))
     operations = batch * counted.of_row(context)
     seconds = accelerators.Seconds(
-        compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
+        compute=operations * (1 + again) / (world * tflops * 1e12 * mfu),
         messages=messages + latency,
         hidden=flags.fsdp.backward_prefetch != "none",
         exchange=_exchange(own, device, placement, model, batch * context),
         launch=_launch(own, memory, micro_batches, parameters, is_cuda),
+        is_host=not is_cuda,
     )
 
     # What isn't known stays None.
@@ -353,12 +355,12 @@ def _recomputed(activation_checkpointing: str) -> float:
     return RECOMPUTED[every] if every in RECOMPUTED else 1 / 3 / int(every)
 
 
-def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
-    """The fraction of the device's peak that is reached: given, of a run, or assumed. Raises
-    Fault."""
+def _mfu(own: Flags, device: accelerators.Accelerator, tflops: float) -> float:
+    """The fraction of the device's peak, `tflops`, that is reached: given, of a run, or assumed.
+    Raises Fault."""
     if own.like is None:
         return own.mfu or device.mfu
-    mfu = tflops_of(Path(local(own.like, only_logs=True))) / device.tflops
+    mfu = tflops_of(Path(local(own.like, only_logs=True))) / tflops
     if own.mfu is not None:
         raise Fault("--mfu and --like both say how fast a device is: take one of them.")
     # The peak of a CPU is a guess, which a run may exceed.

@@ -159,6 +159,25 @@ def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] =
     return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
 
 
+def unfinished_before(flags: Flags, folder: Path) -> str:
+    """A sentence about the run before a new one in `folder`, of the same default name, that can go
+    on; "" where there is none."""
+    numbered = re.fullmatch(r"(.+)-(\d+)", folder.name)
+    if flags.checkpoint.resume or flags.checkpoint.run_name is not None or numbered is None:
+        return ""
+    # The first one has no number.
+    name, number = numbered[1], int(numbered[2]) - 1
+    before = folder.with_name(name if number == 1 else f"{name}-{number}")
+    status = read_status(before)
+    if not status.get("retryable") or status.get("last_durable_step") is None:
+        return ""
+    following = command(run_name=before.name, resume="true")
+    return (
+        f"this is a new run, {folder.name!r}, and {before.name!r} isn't finished: {following} "
+        "goes on with it."
+    )
+
+
 # ------------------------------------------------------------------------------- who writes there
 
 

@@ -58,6 +58,7 @@ MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
 # Of text, for a tokenizer: pairs are counted in 32 bits, and those that come more often are lost.
 MAX_TRAINED_BYTES = 2**30
+FEW_DOCUMENTS = 10  # of the validation split, below which `summary` warns
 PACKED_BYTES = 8  # of text in one of a compressed file, at most of most files
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 OF_TEXT = ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")  # in the manifest
@@ -647,7 +648,17 @@ def summary(manifest: dict) -> str:
             "bits per byte"
         )
         lines.append(("warning", lost))
-    lines.append(("tokenizer", f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"))
+    if (count := manifest["splits"]["validation"]["documents"]) < FEW_DOCUMENTS:
+        few = (
+            f"{count} document{'s' * (count > 1)} for validation, whose loss says little about "
+            f"others: raise --validation_fraction ({manifest['validation_fraction']:g})"
+        )
+        lines.append(("warning", few))
+    tokenizer = f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"
+    # Other datasets for the same model take it from there.
+    if manifest["tokenizer"].startswith("trained:"):
+        tokenizer += f", in {manifest['output']}/tokenizer"
+    lines.append(("tokenizer", tokenizer))
     lines.append(("written to", manifest["output"]))
     # Names of files may have characters that a terminal would obey.
     return "\n".join(f"{about:<10} {printable(line)}" for about, line in lines)

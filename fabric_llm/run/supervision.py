@@ -235,6 +235,8 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     if this.rank == 0:
         for sentence in warnings_of(flags, plan):
             print(f"Warning: {sentence}", flush=True)
+        if sentence := run_directory.unfinished_before(flags, plan.run_directory):
+            print(f"Warning: {sentence}", flush=True)
         if parent := run_directory.created_parent(this.directory):
             print(f"Warning: {str(parent)!r} wasn't there and was made for --output_dir.")
     if _writes_status(this):

@@ -14,6 +14,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading, sharded
 from fabric_llm.plan import mirrored, run_directory
+from fabric_llm.plan.warnings import LARGEST_LR
 from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.metrics import MetricsFile, Record
@@ -274,13 +275,13 @@ def _fault_of_all(run: Run, reason: str, forgot: bool) -> Fault:
 
 
 def _fault(run: Run, reason: str, forgot: bool) -> Fault:
-    """Fault (76) with the next command, at half the rate.
+    """Fault (76) with the next command, at half the rate, or what a rate is at most.
 
     That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
     that forgot can also be merged with its base model.
     """
     # A rate that is too high is the likeliest reason, so the advice is half of it.
-    folder, half = run.plan.run_directory, {"lr": f"{run.flags.training.lr / 2:g}"}
+    folder, half = run.plan.run_directory, {"lr": f"{min(run.flags.training.lr / 2, LARGEST_LR):g}"}
     is_one = suits(run, forgot)
 
     def is_good(document: dict[str, Any]) -> bool:
