@@ -80,22 +80,30 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases: Counter[str] = Counter()
+    quick_of: dict[str, bool] = {}  # test -> whether any case is quick, as its pattern asks
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(
                 pytest.mark.skip(reason="needs a GPU, and to be asked for with -m gpu alone")
             )
         quick = item.get_closest_marker("quick_cases")
-        if quick and not re.search(quick.args[0], item.name):
-            item.add_marker("longer")
+        if quick:
+            test, is_quick = item.nodeid.partition("[")[0], bool(re.search(quick.args[0], item.name))
+            quick_of[test] = quick_of.get(test, False) or is_quick
+            if not is_quick:
+                item.add_marker("longer")
         spread = item.get_closest_marker("every_eighth")
         if spread and any(map(item.get_closest_marker, ("longer", "families"))):
             name = item.name.partition("[")[0]
             cases[name] += 1
             if (cases[name] + spread.args[0]) % 8:
                 item.add_marker("slow")
+    # Of a test that is named with one case, the others aren't there.
+    if not any("[" in given for given in config.args):
+        without = [test for test, is_quick in quick_of.items() if not is_quick]
+        assert not without, f"quick_cases that match no case: {without}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
