@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -134,13 +134,15 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 class Describing:
     """Makes entries for complete files in a folder while others are still being written."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, mark: Callable[[], Any] = lambda: None) -> None:
+        """mark: called as files are written and described, which may take long on a slow disk."""
+        self.folder, self.mark = folder, mark
         self.pool = ThreadPoolExecutor(2 * THREADS)  # half of them may be waiting for the disk
         self.started: dict[str, tuple[Future[None], Future[str]]] = {}  # on the disk, and hashed
 
     def start(self, names: Iterable[str]) -> None:
         """Start to hash these complete files and to flush them, unless that was started before."""
+        self.mark()
         # Sorted, so that the manifest has the same order each time.
         for name in sorted(set(names) - self.started.keys()):
             path = self.folder / name
@@ -156,6 +158,7 @@ class Describing:
                 "bytes": (self.folder / name).stat().st_size,
                 "sha256": hashed.result(),
             }
+            self.mark()
         return entries
 
     def __enter__(self) -> Self:

@@ -237,15 +237,19 @@ def tightest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, flo
     return max(hosts.values(), key=lambda host: (host[0] - host[1], host[0]))
 
 
-def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
+def write(
+    pending: Pending,
+    group: Optional[ProcessGroup] = None,
+    mark: Callable[[], Any] = lambda: None,
+) -> Pending:
     """Second act, on all ranks. If the tensors are copies, it runs in a thread, with a process
     group of its own.
 
     Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes
     part in what all ranks do together, so that none waits for one that gave up. Each file is hashed
-    and flushed while the next one is written.
+    and flushed while the next one is written, and `mark` is called after each.
     """
-    with files.Describing(pending.temporary) as describing:
+    with files.Describing(pending.temporary, mark) as describing:
         problems = [_try(_write_rest, pending, describing)]
         for folder in pending.parts:
             problems.append(_try(_write_parts, pending, folder, describing))

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -100,7 +101,8 @@ def save(run: Run, *, stops: bool) -> None:
         run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
     with run.log.untimed:
         # A save may take longer than a step, so the watch is told what goes on here.
-        run.watch.mark(step, "saving")
+        mark = partial(run.watch.mark, step, "saving")
+        mark()
         # Rank 0 alone writes the manifest, and hashing takes time.
         made_from = {}
         if run.fabric.global_rank == 0:
@@ -127,7 +129,8 @@ def save(run: Run, *, stops: bool) -> None:
         if pending.is_copied:
             run.saving = run.background.write(pending)
         else:
-            writing.write(pending)
+            # To write all files may take longer than --hang_timeout, unlike one of them.
+            writing.write(pending, mark=mark)
             _publish(run, pending)
         run.watch.mark(step, "in the next step")
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -450,6 +451,24 @@ def test_hashing_a_large_start_may_take_longer_than_a_hang(toys, tmp_path, whole
 
     begin = ("--hang_timeout", 5, "--model_name", whole / f"step-{STEPS:08}")
     ended_with([0, 0], *flags(toys, tmp_path), *begin, before=slow)
+
+
+def test_a_save_may_take_longer_than_a_hang_while_its_files_are_written(toys, tmp_path):
+    def slow():
+        sha256, one_by_one = files.sha256, threading.Lock()
+
+        def slowly(path):
+            if ".tmp-step-" in str(path):
+                with one_by_one:
+                    time.sleep(2)
+            return sha256(path)
+
+        files.sha256 = slowly
+
+    more = "--hang_timeout 5 --save_step_interval 100 --max_step 2".split()
+    began = time.monotonic()
+    ended_with([0, 0], *flags(toys, tmp_path), *more, before=slow)
+    assert time.monotonic() - began > 12 and saved(tmp_path / "run") == [2]
 
 
 def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
