@@ -2,8 +2,9 @@
 model/loading.py opens its weights."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     skeleton: PreTrainedModel,
     may_lack: Collection[str] = (),
+    mark: Callable[[], Any] = lambda: None,
 ) -> None:
     """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote
     it. All ranks call it.
@@ -34,7 +36,8 @@ def load_optimizer(
     Each rank reads the rows that it holds a part of, one tensor at a time. skeleton: the unwrapped
     model on the meta device. may_lack: names of parameters, such as those that were frozen before,
     whose state may be missing in the checkpoint. It then stays as it is, and so does a moving
-    average. Raises Fault (66) where other state is missing or has another shape.
+    average. mark: called before each tensor. Raises Fault (66) where other state is missing or has
+    another shape.
     """
     stored = optimizer_state(path)
     # Without --ema_decay a run saves no average. One that begins now is a copy of the weights.
@@ -42,6 +45,7 @@ def load_optimizer(
     # Most optimizers make their state in the first step: before it there is nothing to fill.
     _begin_state(stored, model, optimizer)
     for key, (tensor, first, shape) in optimizer_held(model, skeleton, optimizer).items():
+        mark()
         may_be_missing = key.endswith(f".{EMA}") and not has_average
         may_be_missing = may_be_missing or parameter_of(key) in may_lack
         if key in stored or not may_be_missing:

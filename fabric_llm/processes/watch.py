@@ -67,6 +67,7 @@ class Watch:
         self.children, self.is_asked = children or Children({}), is_asked
         self.is_joining = True  # until all ranks have joined
         self.step, self.doing, self.marked = 0, "joining", time.monotonic()
+        self.collectives = 0  # that this rank had entered when the watch last looked
         self.main_thread = threading.get_ident()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.ended, self.claimed = threading.Event(), threading.Lock()
@@ -253,6 +254,7 @@ class Watch:
             "step": self.step,
             "doing": self.doing,
             "collectives": waiting.collectives,
+            "still": time.monotonic() - self.marked,
         }
 
     def _listened(self) -> set[int]:
@@ -367,6 +369,10 @@ class Watch:
         if self.store_is_lost:
             return self._silent(0)
 
+        # Each collective is progress, such as those for the layers of a model that is loaded.
+        if self.collectives != waiting.collectives:
+            self.collectives, self.marked = waiting.collectives, time.monotonic()
+            self.hears_all = self.rank == 0
         # No progress here. The others wait for a rank that is silent or, if none is, for the one
         # that is behind.
         if self._is_still():
@@ -377,7 +383,11 @@ class Watch:
         for rank in sorted(self._listened()):
             if self._silence(rank) > self.patience:
                 return self._silent(rank)
-        return hanging({**self.beats, self.rank: self._beat()}, self.timeout_seconds)
+        beats = {**self.beats, self.rank: self._beat()}
+        # This rank may wait for one that works, such as rank 0 that writes a large checkpoint.
+        if min(beat["still"] for beat in beats.values()) < self.timeout_seconds:
+            return None
+        return hanging(beats, self.timeout_seconds)
 
     def _is_still(self, more_seconds: float = 0.0) -> bool:
         return time.monotonic() - self.marked >= self.timeout_seconds + more_seconds

@@ -3,6 +3,7 @@ evaluation."""
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -261,7 +262,11 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
         thawed = freezing.thawed(
             run.skeleton, keep.read_progress(checkpoint)["schedule"], plan.model.frozen
         )
-        reading.load_optimizer(checkpoint, run.model.module, run.optimizer, run.skeleton, thawed)
+        # The whole state may take longer than --hang_timeout to read, unlike one tensor.
+        mark = partial(run.watch.mark, run.watch.step, run.watch.doing)
+        reading.load_optimizer(
+            checkpoint, run.model.module, run.optimizer, run.skeleton, thawed, mark
+        )
 
 
 def restore(run: Run, document: Any) -> None:

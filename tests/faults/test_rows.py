@@ -453,22 +453,32 @@ def test_hashing_a_large_start_may_take_longer_than_a_hang(toys, tmp_path, whole
     ended_with([0, 0], *flags(toys, tmp_path), *begin, before=slow)
 
 
-def test_a_save_may_take_longer_than_a_hang_while_its_files_are_written(toys, tmp_path):
+def test_a_checkpoint_may_take_longer_than_a_hang_to_write_and_to_read(toys, tmp_path):
+    """Rank 0 writes most of its files, and rank 1 reads slowly: the other one waits."""
+
     def slow():
-        sha256, one_by_one = files.sha256, threading.Lock()
+        from fabric_llm.model.tensor_files import Tensors
+
+        sha256, elements, one_by_one = files.sha256, Tensors.elements, threading.Lock()
 
         def slowly(path):
-            if ".tmp-step-" in str(path):
+            if ".tmp-step-" in str(path) and os.environ["RANK"] == "0":
                 with one_by_one:
                     time.sleep(2)
             return sha256(path)
 
-        files.sha256 = slowly
+        def slow_elements(self, *given):
+            time.sleep(0.3 * int(os.environ["RANK"]))
+            return elements(self, *given)
 
-    more = "--hang_timeout 5 --save_step_interval 100 --max_step 2".split()
-    began = time.monotonic()
-    ended_with([0, 0], *flags(toys, tmp_path), *more, before=slow)
-    assert time.monotonic() - began > 12 and saved(tmp_path / "run") == [2]
+        files.sha256, Tensors.elements = slowly, slow_elements
+
+    more = ("--hang_timeout", 4, "--save_step_interval", 100)
+    for steps, before in ((2, {}), (3, {"before": slow})):
+        more = (*more, "--max_step", steps, "--resume", "auto", "--resume_override", "max_step")
+        began = time.monotonic()
+        ended_with([0, 0], *flags(toys, tmp_path), *more, **before)
+    assert time.monotonic() - began > 20 and saved(tmp_path / "run")[-1] == 3
 
 
 def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
