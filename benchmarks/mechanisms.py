@@ -163,12 +163,14 @@ def with_another_error(original, *args, **more):
 def newest_by_name_elsewhere(ranks):
     from fabric_llm.base import files
     from fabric_llm.base.command_line import is_rank_zero
+    from fabric_llm.checkpoint.keep import read_progress
 
-    def chosen(choose):
-        directory = inspect.getclosurevars(choose).nonlocals["this"].directory
-        return choose() if is_rank_zero() else (files.latest(directory), None)
+    def chosen(value):
+        directory = inspect.currentframe().f_back.f_locals["this"].directory
+        value, newest = ranks.from_first(value), files.latest(directory)
+        return value if is_rank_zero() or newest is None else (newest, read_progress(newest))
 
-    return with_names(from_rank_zero=chosen)(ranks)
+    return with_names(from_first=chosen)(ranks)
 
 
 @wrapping
