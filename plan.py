@@ -44,6 +44,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if own.html is not None:
             # Refused before the prediction, which takes seconds.
             files.require_name(Path(own.html), "--html")
+            files.writable(Path(own.html))
             page = page_module("fabric_llm.forecast.page")
             if own.json:
                 raise Fault("--json true prints and --html draws: give one of them.")

@@ -322,6 +322,7 @@ def test_after_a_rate_that_spoils_the_weights_no_spoilt_checkpoint_is_named(toys
     assert run(toys, tmp_path, 1, {}, *more, "--precision", "32-true") == 76
     reason = status(tmp_path / "run")["reason"]
     assert "Start again" in reason and "--checkpoint" not in reason and weights(tmp_path, 4)
+    assert "--lr 2e-05" in reason, "half of a rate that no model is trained with is no advice"
 
 
 def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):

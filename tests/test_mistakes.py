@@ -68,7 +68,7 @@ def place(toys, tmp_path_factory):
     for step in (9, 100):
         checkpoint = folder / "checkpoints" / "run" / f"step-{step:08d}"
         checkpoint.mkdir(parents=True)
-        for name in ("MANIFEST.json", "config.json"):
+        for name in ("MANIFEST.json", "config.json", "tokenizer.json"):
             (checkpoint / name).write_text("{}")
     for name, file in {
         "tokenizer": "tokenizer.json",
@@ -247,7 +247,13 @@ train --resume_override precision
 train --model_name null --train_data_dir null --resume auto --run_name other
     2: --train_data_dir and --config.
 train --resume true --run_name other
-    66: no complete checkpoint (step-N) in 'checkpoints/other'; other runs there are 'run'.
+    66: (step-N) in 'checkpoints/other', which isn't there (from
+train --resume true --run_name other
+    66: '); other runs there are 'run'.
+train --config
+    2: --config takes the name of a YAML file, and nothing is given.
+train --train_data_dir data,corpus
+    2: Several are a mixture, such as --data_mix
 train --resume true --checkpoint checkpoints/run
     66: It is a run: its newest is --checkpoint checkpoints/run/step-00000100.
 train --resume true --checkpoint checkpoints/run/step-5
@@ -346,6 +352,8 @@ prepare_data --input corpus --output out --tokenizer x --context_length 1
     2: must be at least 2, not 1.
 prepare_data --input corpus --output out --tokenizer x --num_workers 0
     2: must be positive, not 0.
+prepare_data --input corpus --output out --tokenizer checkpoints/run
+    2: --tokenizer checkpoints/run holds none itself: take checkpoints/run/step-00000100.
 prepare_data --input corpus --output out --tokenizer x --validation_fraction -0.1
     2: --validation_fraction must be at least 0, not -0.1.
 prepare_data --input corpus --output out --tokenizer x --validation_fraction 1.0

@@ -421,13 +421,21 @@ def test_help_imports_no_torch():
 def drilled(folder, *argv):
     """`python -m fabric_llm.verify --drill ARGV` as a user starts it, in `folder`, temporary files
     in `folder`/tmp."""
-    (folder / "tmp").mkdir()
+    (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
     words = [sys.executable, "-m", "fabric_llm.verify", "--drill", *map(str, argv)]
     how = {"capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run(words, cwd=folder, env=environment, **how)
     assert os.listdir(folder / "tmp") == [], "nothing is left"
     return done
+
+
+def test_where_a_drill_cannot_be_is_told_in_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = drilled(tmp_path, "--output_dir", tmp_path / "file" / "x", "--", "--model_name", "x")
+    assert done.returncode == 73 and "Traceback" not in done.stderr, done.stderr
+    done = drilled(tmp_path, "--output_dir", tmp_path / "new" / "x", "--", "--model_name", "x")
+    assert done.returncode == 2 and os.listdir(tmp_path / "new" / "x") == []
 
 
 @pytest.mark.longer

@@ -263,7 +263,7 @@ def parse(
     _tell_of_repeated(program, argv, {"config": CONFIG, **flags})
     lines: dict[str, int] = {}  # of the flags that the file alone gives
     if known.config is not None:
-        config = at_home(known.config)
+        config = _config_file(program, known.config)
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
         # They are parsed, so that an old run can be resumed, and then dropped.
         if Path(config).name == "arguments.yaml":
@@ -404,6 +404,13 @@ def _check_config(
                 many = f"is a text of {len(item):,} characters: {item[:60]!r} ..."
                 fail(program, f"line {lines[key]}: {key!r} in {config} {many}")
     return lines
+
+
+def _config_file(program: str, given: str) -> Any:
+    """The path of a --config, "" where the flag has no value."""
+    if not given:
+        fail(program, "--config takes the name of a YAML file, and nothing is given.")
+    return at_home(given)
 
 
 def _preset(config: str) -> str:

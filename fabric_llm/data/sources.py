@@ -97,6 +97,11 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
                 f"No dataset at {str(folder)!r} yet: its preparation isn't finished. Wait for it, "
                 "or repeat the same prepare_data.py command, which goes on from where it was."
             )
+        if "," in str(folder):
+            raise ValueError(
+                f"No dataset at {str(folder)!r}. Several are a mixture, such as --data_mix "
+                "'first=data/a:0.8,second=data/b:0.2'."
+            )
         made = command("prepare_data.py", output=folder)
         instead = nearest_of(folder) or f" Make one with {made} --input ..."
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")

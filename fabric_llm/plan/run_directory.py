@@ -79,8 +79,13 @@ def require_any(flags: Flags, folder: Path) -> None:
     new run."""
     given = flags.checkpoint.checkpoint
     if flags.checkpoint.resume is True and given is None and not files.step_directories(folder):
+        where = ""
+        # Most often the command is run in another directory than before.
+        if not folder.is_dir():
+            where = f", which isn't there (from {os.getcwd()!r})"
         raise Fault(
-            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}{beside(folder)}.",
+            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}{where}"
+            f"{beside(folder)}.",
             NO_CHECKPOINT,
         )
 

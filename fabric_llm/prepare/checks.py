@@ -67,7 +67,13 @@ def check(flags: Flags) -> None:
     require_alone(output)
     # A name on the hub is checked by its form alone: the hub is asked later.
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
-        check_tokenizer_file(Path(flags.tokenizer, "tokenizer.json"))
+        folder = Path(flags.tokenizer)
+        # People often give a run, or a dataset, for the tokenizer that it holds.
+        for inside in (files.latest(folder), folder / "tokenizer"):
+            is_there = inside is not None and (inside / "tokenizer.json").is_file()
+            if is_there and not (folder / "tokenizer.json").is_file():
+                raise ValueError(f"--tokenizer {folder} holds none itself: take {inside}.")
+        check_tokenizer_file(folder / "tokenizer.json")
     elif flags.tokenizer is not None:
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
     # Only lists files and reads first bytes, so that a mistyped --input fails at once. Those at an

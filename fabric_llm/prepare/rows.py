@@ -403,11 +403,13 @@ def save_rows(
         )
         # Shorter rows and other fractions leave one split empty.
         if total == 1:
-            advice = "give at least two documents, since training and validation need one each"
+            advice = (
+                "give at least two documents, since training and validation need one each; "
+                r"--document_separator '\n' makes one of each line of a text"
+            )
         raise ValueError(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
-            f"which do not fill one row of context_length {context_length}: {advice} (a plain-text "
-            "file is one document unless --document_separator says otherwise, and neither "
+            f"which do not fill one row of context_length {context_length}: {advice} (neither "
             "documents nor copies of one are ever divided between splits)"
         )
     # A flat file beside the dataset, which both splits use in turn.

@@ -275,13 +275,15 @@ def _fault_of_all(run: Run, reason: str, forgot: bool) -> Fault:
 
 
 def _fault(run: Run, reason: str, forgot: bool) -> Fault:
-    """Fault (76) with the next command, at half the rate, or what a rate is at most.
+    """Fault (76) with the next command, at half the rate, or the default one.
 
     That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
     that forgot can also be merged with its base model.
     """
-    # A rate that is too high is the likeliest reason, so the advice is half of it.
-    folder, half = run.plan.run_directory, {"lr": f"{min(run.flags.training.lr / 2, LARGEST_LR):g}"}
+    # A rate that is too high is the likeliest reason, so the advice is half of it. One that no
+    # model is trained with was mistyped, such as 2e5 for 2e-5: half of it would be no better.
+    folder, rate = run.plan.run_directory, run.flags.training.lr
+    half = {"lr": f"{rate / 2 if rate <= LARGEST_LR else run.flags.declared()['lr'].default:g}"}
     is_one = suits(run, forgot)
 
     def is_good(document: dict[str, Any]) -> bool:

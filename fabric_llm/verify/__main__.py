@@ -125,7 +125,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if given.output is not None:
             # Written before the error is raised: a bad certificate is the one that is looked at.
             try:
-                Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
+                files.write_atomically(Path(given.output), json.dumps(document, indent=2) + "\n")
             except OSError as error:
                 raise unwritten(given.output, error) from error
         # The exit code is that of the worst finding, and the sentence that of the first.
@@ -152,6 +152,9 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
         flags = ["--config", str(arguments), *flags]
     # Printed and in the certificate, so that the same drill can be repeated.
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
+    if given.output_dir is not None:
+        files.writable(Path(given.output_dir) / "drill")
+        Path(given.output_dir).mkdir(parents=True, exist_ok=True)
     where = {"prefix": "fabric_llm-drill-", "dir": given.output_dir, "ignore_cleanup_errors": True}
     with tempfile.TemporaryDirectory(**where) as folder:
         return drill(
