@@ -93,7 +93,8 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     flags = "--save_step_interval 10 --eval_step_interval 1 --eval_iters 1"
     train = command("train.py --devices 4 --model_name").replace(name, "model")
     train = re.sub(r"--(max_step 2000|eval_step_interval 50|save_step_interval 500)", "", train)
-    run(f"{train} {flags} --max_step 10 --strategy fsdp2", tmp_path)
+    out, _ = run(f"{train} {flags} --max_step 10 --strategy fsdp2", tmp_path)
+    assert "Finished\nValidation loss: new " in out, "losses of steps are of other sources"
     resume = command("--resume true").replace("--devices 2", "--devices 1")
     out, _ = run(f"{resume} --max_step 13 --resume_override max_step", tmp_path)
     assert "resumed from checkpoints/model-mine/step-00000010" in out

@@ -138,7 +138,10 @@ def say_what_comes_next(run: Run) -> None:
         )
         return
     result = "No step was left"
-    if log.speed.steps:
+    if log.speed.steps and plan.schedule.mixture.is_named:
+        # A step may have read of other sources than the first one, so their losses say nothing.
+        result = "Finished"
+    elif log.speed.steps:
         result = f"Loss {log.first_loss:.4f} -> {log.last_loss:.4f}"
         if plan.start.step > 0:
             result += f" since step {plan.start.step}"
