@@ -323,7 +323,7 @@ class TrainingArguments:
     min_lr: float = what(
         0.0, at_least=0, needs="lr_decay", aliases="eta_min lr_min min_learning_rate"
     )
-    """learning rate at the last step"""
+    """what the learning rate falls to, after the last step"""
     lr_decay: bool = what(True, aliases="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
     # `names` adds the schedules that --code registers.
@@ -408,8 +408,8 @@ class GuardArguments:
 
 @dataclass
 class EvaluationArguments:
-    """Evaluation (also in the middle and at the end of each epoch, of a mixture of its largest
-    source, and at the last step)"""
+    """Evaluation (also in the middle and at the end of each epoch, of a mixture of the
+    source that it reads most, and at the last step)"""
 
     eval_batch_size: int = setting(
         8, above=0, needs="eval_iters", aliases="per_device_eval_batch_size val_batch_size"
