@@ -100,7 +100,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 "more nodes."
             )
             return 0
-        print("", *following(own, words, flags, name, prediction.steps), sep="\n")
+        print("", *following(own, words, flags, name, prediction), sep="\n")
     return 0
 
 
@@ -285,16 +285,17 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
 
 
 def following(
-    own: PlanArguments, words: list[str], flags: Any, name: str, steps: Optional[int]
+    own: PlanArguments, words: list[str], flags: Any, name: str, prediction: Any
 ) -> list[str]:
-    """What to do next: train.py with these flags, below a warning where that would train random
-    weights. name: of the model that it trains."""
+    """What to do next: train.py with these flags, below warnings of what that would train. name: of
+    the model."""
     from fabric_llm.model.loading import has_weights
-    from fabric_llm.plan.warnings import without_weights
+    from fabric_llm.plan.warnings import beyond_positions, without_weights
 
-    given, left, warnings = names.by_flag(words), list(OWN), []
+    given, left = names.by_flag(words), list(OWN)
+    warnings = [*beyond_positions(prediction.row_tokens, prediction.positions)]
     if own.tokens is not None:  # train.py takes steps
-        words = [*words, "--max_step", str(steps)]
+        words = [*words, "--max_step", str(prediction.steps)]
     # The folder has the sizes of a model that the preset names.
     if "config" in given and "model_name" in given and not has_weights(name):
         of_preset = read_yaml(Path(names.at_home(given["config"][-1]))).get("model_name")
@@ -304,10 +305,10 @@ def following(
     # Of what it does without flags, and of a run that exists, train.py knows the data and weights.
     if not flags.demo and not flags.checkpoint.resume:
         if not has_weights(name):
-            warnings = [f"Warning: {without_weights(name)}"]
+            warnings.append(without_weights(name))
         if not flags.data.train_data_dir and not flags.data.data_mix:
             words = [*words, "--train_data_dir", "data/NAME"]
-    return [*warnings, f"Next: {command(words, left)}"]
+    return [*(f"Warning: {one}" for one in warnings), f"Next: {command(words, left)}"]
 
 
 def command(words: list[str], left: Collection[str] = OWN) -> str:

@@ -157,6 +157,8 @@ def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
     assert text.endswith("\nNext: python train.py --accelerator cpu\n") and "MiB" in text
     assert printed().endswith("\nNext: python train.py\n")
     assert "whole process" in text and "idle cores" in text
+    assert "Warning: rows hold" not in text
+    assert "Warning: rows hold 999 tokens, but" in printed(*llama(toys, "", ("--context_length", 999)))
     text = printed(*llama(toys, "--tokens 1e4", SHORT[:2]))
     assert text.endswith("--context_length 128 --max_step 79 --train_data_dir data/NAME\n")
 
@@ -191,7 +193,8 @@ DATA = "--train_data_dir data/NAME"
 def test_what_follows_trains_the_model_that_was_meant(words, warns, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     own, flags = parse_plan(words.split())
-    *warnings, last = plan.following(own, words.split(), flags, flags.model.model_name, 7)
+    planned = SimpleNamespace(steps=7, row_tokens=9, positions=9)
+    *warnings, last = plan.following(own, words.split(), flags, flags.model.model_name, planned)
     assert last == f"Next: python train.py {command}"
     sentence = f"Warning: {warns!r} holds no weights: training starts from random ones."
     assert warnings == [sentence] * bool(warns)

@@ -81,6 +81,8 @@ class Prediction:
     network_bytes: float  # of a node, in a step
     price: Optional[float]
     assumed: str  # of the data, "" where flags or datasets say it
+    positions: Optional[int]  # that the model was made for, None where it doesn't say
+    row_tokens: int  # of the longest rows
 
     @property
     def used(self) -> float:
@@ -164,11 +166,7 @@ def predict(
 
     # What isn't known stays None.
     device_gib = device.memory_gib if own.device_memory is None else own.device_memory
-    hours = price = None
-    if steps is not None:
-        hours = _hours(seconds, counted, context, batch, read)
-        if own.price_per_hour is not None:
-            price = own.price_per_hour * world * hours
+    hours = None if steps is None else _hours(seconds, counted, context, batch, read)
     return Prediction(
         model=type(skeleton).__name__,
         parameters=sum(p.numel() for p in parameters),
@@ -189,9 +187,18 @@ def predict(
         seconds=seconds,
         link_bytes=link_bytes,
         network_bytes=network_bytes,
-        price=price,
+        price=_price(own, world, hours),
         assumed=assumed,
+        positions=positions.length(model.config.get_text_config()),
+        row_tokens=context,
     )
+
+
+def _price(own: Flags, devices: int, hours: Optional[float]) -> Optional[float]:
+    """Of a run on so many devices; None where hours or --price_per_hour aren't known."""
+    if hours is None or own.price_per_hour is None:
+        return None
+    return own.price_per_hour * devices * hours
 
 
 def _hours(

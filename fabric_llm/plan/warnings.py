@@ -6,7 +6,7 @@ all flags.
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flag, Flags
 from fabric_llm.base.program import cores
@@ -50,11 +50,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"{placement.devices} processes share {here} CPU cores and wait for each other: "
             f"take --devices {here} at most."
         )
-    if made_for is not None and context_length > made_for:
-        yield (
-            f"rows hold {context_length} tokens, but the model was made for {made_for} "
-            "positions, and has seen none beyond."
-        )
+    yield from beyond_positions(context_length, made_for)
     yield from _of_columns(plan.data)
     yield from _of_budgets(plan.data)
     if flat["cpu_offload"] and on_cpu:
@@ -107,6 +103,15 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         )
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
+
+
+def beyond_positions(context_length: int, made_for: Optional[int]) -> Iterator[str]:
+    """Of rows that are longer than the model's positions."""
+    if made_for is not None and context_length > made_for:
+        yield (
+            f"rows hold {context_length} tokens, but the model was made for {made_for} "
+            "positions, and has seen none beyond."
+        )
 
 
 def without_weights(model_name: str) -> str:
