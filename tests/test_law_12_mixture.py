@@ -541,6 +541,25 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     assert plan.schedule.mixture.as_json() == after["mixture"]["segments"]
 
 
+def test_given_shares_replace_those_that_a_rewind_had_chosen(toys, sources, short, tmp_path):
+    mix, output = short
+    run = shutil.copytree(output / "run", tmp_path / "run")
+    last = run / f"step-{STEPS:08d}"
+    mixture = {**document_of(run, STEPS)["mixture"], "raised": {"old": "1/2"}}
+    edit_json(last / "trainer" / "progress.json", mixture=mixture)
+    reseal(last)
+    words = ("--run_name", "run", "--resume", "true", "--eval_iters", 0, "--max_step", 20)
+    words = (*words, "--devices", 1, "--resume_override", "max_step,data_mix")
+    for asked, weights in ((mix, (1, 1)), (mix.replace("0.75,", "0.85,"), (17, 5))):
+        _, plan = planned([*flags(toys, tmp_path, asked, *words)])
+        assert plan.schedule.mixture.stages[-1].weights == weights
+    # A source of weight 0 is no change, and wasn't read.
+    words = ("--checkpoint", output / "run" / "step-00000004", "--resume", "true", "--devices", 1)
+    more = f"{mix},more={sources / 'long'}:0"
+    _, plan = planned([*flags(toys, output, more, *words, "--eval_iters", 0)])
+    assert {len(stage.weights) for stage in plan.schedule.mixture.stages} == {3}
+
+
 @pytest.mark.longer
 def test_a_run_that_is_extended_keeps_its_pattern(toys, short, tmp_path):
     mix, output = short

@@ -1,5 +1,8 @@
 """Law 9: a packed document's loss does not change with its neighbours."""
 
+import json
+import shutil
+
 import datasets
 import numpy as np
 import pytest
@@ -8,8 +11,9 @@ from conftest import END, documents
 from ranks import metrics, toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
+import train
 from fabric_llm.data.batches import Batches, document_begins, restarting_positions
-from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.columns import IGNORED, NO_PADDING, Rows
 from fabric_llm.model.capabilities import find_leak
 from fabric_llm.model.language_model import LanguageModel
 
@@ -18,6 +22,14 @@ def packed_batch(rows):
     split = datasets.Dataset.from_dict({"input_ids": rows})
     [batch] = Batches(split, 0, len(rows), 1, picked=np.arange(len(rows)), document_end=END).at(0)
     return batch
+
+
+def test_padding_of_one_source_changes_nothing_of_another():
+    """An end behind another one is padding where rows end with it, and else an empty document."""
+    ids = np.array([[1, 2, END, END, 3, 4, END, END]])
+    rows = Rows([{"input_ids": ids}, {"input_ids": ids}], [NO_PADDING, END])
+    batch = Batches(rows, 0, 2, 1, picked=np.arange(2), document_end=END).at(0)[0]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
@@ -88,3 +100,46 @@ def test_training_masks_by_default_under_every_strategy(
     [batch] = Batches(split, 1234, 4, 1, document_end=END).at(0)
     targets = (batch["labels"][:, 1:] != IGNORED).sum()
     assert masked[0] == pytest.approx((model(**batch) / targets).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ("manifest", "document_end 0, not None"),
+        ("labels", "train_columns None, not "),
+        ("rows", "train_sha256 then, not now"),
+    ],
+)
+def test_a_run_does_not_go_on_with_data_that_is_read_in_another_way(
+    toys, tmp_path, packed_data, capsys, change, sentence
+):
+    """Its tokens are the same, in the 64 rows that are compared."""
+    data = shutil.copytree(packed_data, tmp_path / "data")
+    manifest = json.loads((data / "manifest.json").read_text())
+
+    def written(digest):
+        counted = {"train": {"rows": 40, "sha256": digest}, "validation": {"rows": 8}}
+        (data / "manifest.json").write_text(json.dumps({**manifest, "splits": counted}))
+
+    written("then")
+    words = ["--model_name", toys / "llama", "--train_data_dir", data, "--output_dir", tmp_path]
+    words += "--run_name run --global_batch_size 4 --eval_iters 0 --max_step 2".split()
+    train_ranks(1, *words)
+    if change == "rows":
+        written("now")
+    if change == "manifest":
+        (data / "manifest.json").unlink()
+    if change == "labels":
+        splits = datasets.load_from_disk(str(data))
+        rows = {name: splits[name]["input_ids"][:] for name in splits}
+        shutil.rmtree(data)
+        labelled = {
+            name: datasets.Dataset.from_dict({"input_ids": ids, "labels": ids})
+            for name, ids in rows.items()
+        }
+        datasets.DatasetDict(labelled).save_to_disk(str(data))
+        written("then")
+    again = ("--max_step", "4", "--resume", "true", "--resume_override", "max_step")
+    with pytest.raises(SystemExit) as ended:
+        train.main([*map(str, words), *again])
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err

@@ -21,6 +21,7 @@ from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import own
 from fabric_llm.data.own import HEAD, Stream
 from fabric_llm.plan import same_run
+from fabric_llm.run.metrics import of_code
 from fabric_llm.training.schedule import arguments_of, lr_at
 from parse_arguments import parse_plan, parse_train
 
@@ -403,3 +404,12 @@ def test_a_stream_that_cannot_resume_exactly_is_refused(monkeypatch, begin, sent
     monkeypatch.setitem(register.LOADED, "file", __file__)
     with pytest.raises(Fault, match=sentence):
         Stream(begin, 4, "squares").require_exact_resume()
+
+
+def test_a_metric_leaves_the_model_in_its_mode(monkeypatch):
+    """One that measures without dropout must not switch it off for the steps that follow."""
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)).train()
+    model[1].eval()
+    monkeypatch.setitem(register.METRICS, "mine", lambda at: len(list(at.model.eval().modules())))
+    assert of_code(SimpleNamespace(model=model)) == {"mine": 3.0}
+    assert [module.training for module in model.modules()] == [True, True, False]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.columns import IGNORED, is_padded, is_stream, is_target, masked_labels
+from fabric_llm.data.columns import IGNORED, is_stream, is_target, masked_labels, padded_rows
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
@@ -112,8 +112,8 @@ class Batches:
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
             # An end token behind another one is padding, which belongs to the document before it.
-            if is_padded(self.rows):
-                begins &= batch["input_ids"] != self.document_end
+            padded = torch.from_numpy(padded_rows(self.rows, rows))[:, None]
+            begins &= ~padded | (batch["input_ids"] != self.document_end)
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it

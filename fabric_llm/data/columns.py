@@ -129,3 +129,10 @@ def shifts_labels(rows: Any) -> bool:
 def is_padded(rows: Any) -> bool:
     """Whether rows, or some of them, end with padding."""
     return isinstance(rows, Rows) and bool((rows.padding != NO_PADDING).any())
+
+
+def padded_rows(rows: Any, numbers: np.ndarray) -> np.ndarray:
+    """Which of these rows are of a part whose rows end with padding, bool [numbers]."""
+    if not isinstance(rows, Rows):
+        return np.zeros(len(numbers), dtype=bool)
+    return rows.padding[np.searchsorted(rows.starts, numbers, side="right") - 1] != NO_PADDING

@@ -69,6 +69,19 @@ class TokenDataset:
         """Of the training split: a resumed run requires the same."""
         return fingerprint(self.train)
 
+    @cached_property
+    def columns_fingerprint(self) -> Optional[str]:
+        """Of what the same rows hold besides their tokens, such as labels; None for nothing."""
+        columns = some_of(self.train)
+        others = {name: np.asarray(columns[name]).tolist() for name in sorted(columns)}
+        del others["input_ids"]
+        return hashlib.sha256(json.dumps(others).encode()).hexdigest() if others else None
+
+    @property
+    def train_sha256(self) -> Optional[str]:
+        """Of all rows, where prepare_data.py has counted them."""
+        return self.manifest.get("splits", {}).get("train", {}).get("sha256")
+
 
 def fingerprint(split: Any) -> str:
     """Hash of a split's length and of 64 evenly spaced rows."""

@@ -369,7 +369,15 @@ def plan_schedule(
     else:
         # Fractions are stored as text, because a float would round them.
         raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
-        stages, end = mixture_of(resumed).stages, before["end"]
+        # A source that comes with weight 0 was read in none of the stages.
+        stages = tuple(
+            stage._replace(weights=stage.weights + (0,) * (len(mix.names) - len(stage.weights)))
+            for stage in mixture_of(resumed).stages
+        )
+        end = before["end"]
+        # Other shares are asked for: those that a rewind or steering had chosen give way.
+        if described(mix) != resumed["schedule"]["data_mix"]:
+            raised = _shares_of_hard_budgets(flags, mix)
         if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
             # Changed on purpose: the stages before this step stay.
             here = Cursor(start.step, start.position, stages)

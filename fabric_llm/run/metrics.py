@@ -61,11 +61,15 @@ def of_code(at: AfterStep) -> dict[str, float]:
 
     from fabric_llm.model.sharded import reshard
 
+    modes = [(module, module.training) for module in at.model.modules()]
     for name, metric in register.METRICS.items():
         with register.of_user(f"metric {name!r}"), torch.no_grad():
             numbers[name] = float(metric(at))
     # A metric may have called the model, which leaves its outermost unit whole.
     reshard(at.model)
+    # Or it has called eval(), and the next steps would have no dropout.
+    for module, mode in modes:
+        module.training = mode
     return numbers
 
 

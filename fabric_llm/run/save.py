@@ -92,6 +92,8 @@ def save(run: Run, *, stops: bool) -> None:
     # One checkpoint at a time: the one before, if it is still being written, is published first.
     publish(run)
     step, plan = run.progress.step, run.plan
+    # Again, since what an optimizer keeps may change after its first step.
+    require_saveable(run)
     # This save answers all requests so far. A later one gets a save of its own.
     run.requests.answer_save()
     # Before the save, since a run that is killed in between doesn't come here again.
@@ -278,11 +280,17 @@ def wait_for_mirror(run: Run) -> None:
 
 
 def require_saveable(run: Run) -> None:
-    """Raises Fault, after a first step, where checkpoints couldn't hold the state of an optimizer
-    of --code. All ranks call it."""
+    """Raises Fault where checkpoints couldn't hold the state of an optimizer of --code. All ranks
+    call it."""
     if "optimizer" not in register.ONLY:
         return
     adamw.require_tensors(run.optimizer)
+    states = getattr(run.optimizer, "optimizer", run.optimizer).state.values()
+    if any(state_dicts.EMA in state for state in states):
+        raise Fault(
+            f"the optimizer calls its state {state_dicts.EMA!r}, which is the average of "
+            "--ema_decay in checkpoints: take another name."
+        )
     try:
         state_dicts.optimizer_held(run.model.module, run.skeleton, run.optimizer)
     except ValueError as error:

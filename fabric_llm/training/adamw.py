@@ -67,6 +67,7 @@ def make_optimizer(
         with register.of_user("optimizer"):
             made = register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
         made.settings_at_start = _settings(made)
+        made.origins = origins  # for the rounding of --ema_decay's average
         return made
     betas = (training.beta1, training.beta2)
     return AdamW(
@@ -140,15 +141,20 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def require_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Raises Fault, after a first step, where checkpoints couldn't hold the state of an optimizer
-    of --code."""
+    """Raises Fault where checkpoints couldn't hold the state of an optimizer of --code."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
     if changed := _settings(optimizer).items() - optimizer.settings_at_start.items():
         raise Fault(
             f"the optimizer changes {min(changed)[0]!r} in its param_groups, which checkpoints "
             "don't hold: keep it as a tensor in its state (docs/make_it_yours.md)."
         )
-    for state in optimizer.state.values():
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for key, state in optimizer.state.items():
+        if key not in known or not isinstance(state, dict):
+            raise Fault(
+                "the optimizer keeps state that is of no parameter, which checkpoints don't hold: "
+                "keep it in the state of each (docs/make_it_yours.md)."
+            )
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise Fault(
