@@ -4,6 +4,7 @@ leaves nothing."""
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -12,12 +13,19 @@ from conftest import changed_config, ended, flip, parts, same_tensors
 from ranks import metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from fabric_llm.average import main, named
 from fabric_llm.base.files import step_directories
+from fabric_llm.model.positions import with_older_names
 from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Tensors
+from fabric_llm.weights.average import require_same_model
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +313,25 @@ def test_nan_in_a_part_is_named(toys, tmp_path, run_average, value):
     code, _, error = run_average(toys / "llama", bad)
     assert code == 76 and "bad' holds NaN or infinity in model.norm.weight" in error
     assert parts(tmp_path) == ["bad"]
+
+
+@pytest.mark.parametrize("kind", ["phi3", "olmo3", "gemma3_text", "gpt_neox"])
+def test_a_checkpoint_s_older_names_do_not_make_it_another_model(tmp_path, kind):
+    """A checkpoint has rotary positions also by the names of transformers 4."""
+    base = AutoConfig.for_model(kind)
+    base.save_pretrained(tmp_path / "base")
+    document = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(with_older_names(base, document)))
+    one, two = (
+        SimpleNamespace(path=name, tokenizer=None, config=AutoConfig.from_pretrained(tmp_path / name))
+        for name in ("base", "own")
+    )
+    require_same_model(one, two)
+    two.config.rope_parameters = {**two.config.rope_parameters, "rope_theta": 7.0}
+    if "full_attention" not in two.config.rope_parameters:
+        with pytest.raises(ValueError, match="different models"):
+            require_same_model(one, two)
 
 
 def test_float16_that_is_too_narrow_is_said(toys, tmp_path, run_average):

@@ -283,7 +283,8 @@ def test_of_an_average_no_loss_is_said_to_be_its_own(work, tmp_path):
     train(work, work / BASE, "ema", "--ema_decay", 0.5)
     card = export(work / "checkpoints" / "ema", tmp_path / "hf", "--ema", "true")
     loss = metrics(work / "checkpoints" / "ema", "eval_loss_ema")[-1]
-    assert f"The average has a loss of {loss:.4f} over all sets" in card.text
+    assert f"The average has a loss of {loss:.4f} over the sets of the" in card.text
+    assert "equal the moving average in the checkpoint" in card.text
     assert card.data.eval_results is None and "their moving average (decay 0.5)" in card.text
 
 

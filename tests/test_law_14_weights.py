@@ -18,6 +18,7 @@ from ranks import Job, toy_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_llm.base.faults import Fault
 from fabric_llm.model import loading
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.loading import build_skeleton, load_config, unread_weights
@@ -316,6 +317,17 @@ def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
     code, said = train(toys, with_tensors(toys / "llama", tensors, tmp_path), tmp_path)
     assert code == 76 and "holds NaN or infinity in model.embed_tokens.weight" in said
     assert "causal" not in said
+
+
+def test_numbers_that_float16_cannot_hold_are_not_told_as_infinity(toys, tmp_path):
+    """The checkpoint is whole: another --dtype exports it."""
+    tensors = tensors_of(toys / "llama")
+    tensors["model.embed_tokens.weight"][5] = 1e5
+    folder = str(with_tensors(toys / "llama", tensors, tmp_path))
+    config = loading.load_config(folder)
+    weights = loading.open_weights(folder, config, torch.float16)
+    with pytest.raises(Fault, match="float16 can't hold the numbers of model.embed_tokens.weight"):
+        [weights.read(unit) for unit in weights.keys]
 
 
 @pytest.mark.parametrize("read", ["model.safetensors", "model.safetensors.index.json"])

@@ -201,6 +201,13 @@ class Stored:
             # Looked at here, where each value passes once: training would spread it silently.
             if tensor.is_floating_point() and not is_finite(tensor):
                 bad.append(self.first.get(name, name))
+        if bad and all(is_finite(part[...]) for part in wanted.values()):
+            dtype = self.skeleton.dtype
+            raise Fault(
+                f"{dtype} can't hold the numbers of {listed(sorted(bad))} in {self.model_name!r}: "
+                "take another dtype.",
+                NON_FINITE,
+            )
         if bad:
             sentence = f"{self.model_name!r} holds NaN or infinity in {listed(sorted(bad))}."
             raise Fault(sentence, NON_FINITE)

@@ -14,13 +14,14 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading, sharded
 from fabric_llm.plan import mirrored, run_directory
-from fabric_llm.plan.warnings import LARGEST_LR
 from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.metrics import MetricsFile, Record
 from fabric_llm.run.run import Run
 from fabric_llm.training.forgetting import parse_bounds
 from fabric_llm.training.guard import Guard
+
+MAX_LR = 1.0  # of AdamW, however small a model is
 
 
 def report(run: Run, before: Progress) -> None:
@@ -283,7 +284,7 @@ def _fault(run: Run, reason: str, forgot: bool) -> Fault:
     # A rate that is too high is the likeliest reason, so the advice is half of it. One that no
     # model is trained with was mistyped, such as 2e5 for 2e-5: half of it would be no better.
     folder, rate = run.plan.run_directory, run.flags.training.lr
-    half = {"lr": f"{rate / 2 if rate <= LARGEST_LR else run.flags.declared()['lr'].default:g}"}
+    half = {"lr": f"{rate / 2 if rate <= MAX_LR else run.flags.declared()['lr'].default:g}"}
     is_one = suits(run, forgot)
 
     def is_good(document: dict[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.model import capabilities, loading, packed_attention
 from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.positions import with_older_names
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
@@ -89,7 +90,8 @@ def require_same_model(first: Part, other: Part) -> None:
     if type(first.config) is not type(other.config):
         kinds = f"{first.config.model_type} and {other.config.model_type}"
         raise ValueError(f"{both} are different models: {kinds}.")
-    one, two = first.config.to_dict(), other.config.to_dict()
+    # Checkpoints have older names besides, which their base may lack.
+    one, two = (with_older_names(part.config, part.config.to_dict()) for part in (first, other))
     differing = []
     for key in sorted(one.keys() | two.keys()):
         # Versions of transformers write different sets of fields; a missing one counts as None.
@@ -143,7 +145,8 @@ def average(
     # Nothing is summed yet: tensors are read and averaged when they are written.
     averaged = average_of(parts, weights, dtype)
     skeleton = averaged.skeleton
-    newest = parts[-1]  # its generation config and tokenizer are taken
+    # Its generation config and tokenizer are taken: those of the newest part that has any.
+    newest = next((part for part in reversed(parts) if part.tokenizer is not None), parts[-1])
     written = str(skeleton.dtype).removeprefix("torch.")
     note = {"what": "weighted average of models, summed in float64", **how}
     note |= {"dtype": written, "parts": []}
