@@ -600,3 +600,9 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(gradients, bad):
     model = gradients(torch.bfloat16)
     next(model.parameters()).grad[0, 0] = bad
     assert not math.isfinite(clip_gradients(model.parameters(), 1.0, None))
+
+
+def test_a_list_in_a_file_is_a_text_with_commas(tmp_path):
+    (tmp_path / "mine.yaml").write_text("eval_data:\n  - one=data/x\n  - two=data/y\n")
+    values = flat(*MODEL_AND_DATA, "--config", tmp_path / "mine.yaml")
+    assert values["eval_data"] == "one=data/x,two=data/y"

@@ -559,6 +559,10 @@ def _load_value(flags: Mapping[str, Flag], text: str) -> Any:
         for name, one in value.items():
             if isinstance(one, str) and name in flags and flags[name].kinds == [list[str]]:
                 value[name] = [one]
+            # And a text of several words with commas, such as that of --eval_data, as a list.
+            is_texts = isinstance(one, list) and all(isinstance(item, str) for item in one)
+            if is_texts and name in flags and flags[name].kinds == [str]:
+                value[name] = ",".join(one)
     return text if value is None and text.strip().lower() not in ("null", "none", "~") else value
 
 
