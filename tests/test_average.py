@@ -245,6 +245,10 @@ def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path,
     code, out, _ = run_average(tmp_path / "full", evaluate="true")
     assert code == 0 and "Not evaluated: No dataset at" in out
     assert "average.json" in parts(tmp_path / "hf")
+    # Other rows at the same place are no more those of the run.
+    shutil.copytree(toys / "many", tmp_path / "gone")
+    code, out, _ = run_average(tmp_path / "full", "--overwrite", "true", evaluate="true")
+    assert code == 0 and "Not evaluated: validation in " in out and "on other rows." in out
     arguments.unlink()
     for part, words in (
         (tmp_path / "full", "has no arguments.yaml"),

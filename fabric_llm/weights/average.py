@@ -323,6 +323,11 @@ def as_in_run(
         document_end=first.document_end if masks else None,
         document_masking=masks,
     )
+    # By a checkpoint of an older version, which says nothing, the sets are taken at their word.
+    then, now = newest.progress.get("evaluated_on", {}), data.measured_on()
+    sets = data.validation_splits()
+    if changed := [name for name in sets if then.get(name, now[name]) != now[name]]:
+        raise ValueError(f"{listed(changed)} in {str(run)!r} was evaluated on other rows.")
     return InRun(run, data), flat, evaluated_sets(data, newest.tokenizer, flags)
 
 
