@@ -306,7 +306,7 @@ def as_in_run(
     if flat["eval_iters"] == 0:
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
     # Hashing the data again would take longer than to evaluate on it.
-    every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
+    every = SimpleNamespace(**{**flat, "verify_data": "size"})
     # A source of --code may read any group of flags.
     names = "devices data model fsdp save logging checkpoint training guard evaluation own"
     flags = SimpleNamespace(**dict.fromkeys(names.split(), every))
