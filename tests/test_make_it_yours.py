@@ -373,6 +373,24 @@ def test_labels_of_some_rows_alone_are_refused():
     assert own._largest(own._rows([labels], "train")) == 70_000
 
 
+@pytest.mark.parametrize("bad", [500, -100, -1])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_token_id_that_the_source_denies_is_named(tmp_path, bad, streams):
+    """It would be no row of the embedding."""
+    good, last = np.arange(4), np.array([0, 1, bad, 3])
+
+    def source(folder, flags):
+        begin = lambda state: Mixed([good] * 2 * HEAD + [last] * HEAD)  # noqa: E731
+        train = begin if streams else [good, good, last]
+        return {"train": train, "validation": [good], "max_token_id": 130}
+
+    made = own.open_own(tmp_path, source, None)
+    where = np.array([2 * HEAD] if streams else [2])
+    assert made.train[np.array([0, 1])]["input_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    with pytest.raises(Fault, match=f"has {bad}, which isn't from 0 to max_token_id 130"):
+        made.train[where]
+
+
 def test_a_stream_is_a_function_of_the_position():
     stream, rows = Stream(Squares, 4, "squares"), np.arange(4) + np.arange(1, 101)[:, None] ** 2
     stream.require_exact_resume()

@@ -20,6 +20,7 @@ devices.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
     # The model is trained and evaluated with the same columns and length.
     if train[0].keys() != validation[0].keys() or train[0]["input_ids"].shape != (context,):
         raise Fault(f"--code: rows of train and validation of {name} must be alike.")
+    # Rows aren't read before they are trained on, so each is compared with what is said of all.
+    for split in (train, validation):
+        if isinstance(split, Stream):
+            split.largest = largest
+            _require_ids(split.head, largest, name)
+        else:
+            for column in split.chunks[0].values():
+                column.largest = largest
     # With document_end, documents are kept apart as in a dataset that prepare_data.py has packed.
     end = made.get("document_end")
     manifest = {} if end is None else {"packed": True, "eos_token_id": end}
@@ -114,6 +123,19 @@ def _columns(row: Any, context: Any, where: str) -> Columns:
     return {name: values.astype(np.int64) for name, values in columns.items()}
 
 
+def _require_ids(columns: Columns, largest: float, where: str) -> None:
+    """Raises Fault for token ids that are negative or above `largest`."""
+    for name, values in columns.items():
+        # IGNORED is negative, and stands in labels for no token.
+        ids = values if name == "input_ids" else values[values != IGNORED]
+        if ids.size and not 0 <= ids.min() <= ids.max() <= largest:
+            bad = ids[(ids < 0) | (ids > largest)][0]
+            raise Fault(
+                f"--code: {name} of a row of {where} has {bad}, which isn't from 0 to "
+                f"max_token_id {largest}."
+            )
+
+
 def _require_columns(columns: Columns, names: Sequence[str], where: str) -> None:
     """Raises Fault for a row with labels among rows without, or the other way round."""
     if list(columns) != list(names):
@@ -131,6 +153,7 @@ class Column:
     names: Sequence[str]
     context: int
     where: str
+    largest: float = math.inf  # token id, once it is known
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -143,6 +166,7 @@ class Column:
         with register.of_user(f"row {number} of {self.where}"):
             columns = _columns(self.rows[number], self.context, self.where)
         _require_columns(columns, self.names, self.where)
+        _require_ids(columns, self.largest, self.where)
         return columns[self.name]
 
 
@@ -160,6 +184,7 @@ class Stream:
     def __init__(self, begin: Callable[[Any], Iterator[Any]], context: int, name: str) -> None:
         # The thread that reads ahead and the one that saves use the same iterator.
         self.begin, self.context, self.name, self.lock = begin, context, name, RLock()
+        self.largest = math.inf  # token id, once it is known
         # position -> (state there as JSON, hash of the row that comes next)
         self.states: dict[int, tuple[str, Optional[str]]] = {0: ("null", None)}
         # A row that was read for its hash, behind its position.
@@ -272,6 +297,7 @@ class Stream:
         # The first row says which columns all rows have.
         self.names = self.names or list(columns)
         _require_columns(columns, self.names, self.name)
+        _require_ids(columns, self.largest, self.name)
         return columns
 
 
