@@ -185,7 +185,7 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(
         from fabric_llm.checkpoint import writing
 
         write = writing.write
-        writing.write = lambda *given: (time.sleep(0.5), write(*given))[1]
+        writing.write = lambda *given, **more: (time.sleep(0.5), write(*given, **more))[1]
 
     ended_with([0, 0], *flags(toys, tmp_path, *more, "--async_save", "true"), before=slow)
     assert len(saved(whole)) == 3
