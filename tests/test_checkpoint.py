@@ -181,7 +181,7 @@ def test_progress_json_says_where_the_run_is(runs):
         "fixed": {
             **{"context_length": 24, "train_rows": 44, "row_order": "feistel", "seed": 1234},
             **{"precision": "32-true", "bf16_updates": None, "rope": None},
-            **dict.fromkeys(("document_end", "train_columns", "train_sha256")),
+            **dict.fromkeys(("document_end", "train_columns")),
         },
         "end_step": 3,
         "logged": {"every": 1, "after": 0},

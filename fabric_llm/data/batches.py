@@ -112,8 +112,8 @@ class Batches:
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
             # An end token behind another one is padding, which belongs to the document before it.
-            padded = torch.from_numpy(padded_rows(self.rows, rows))[:, None]
-            begins &= ~padded | (batch["input_ids"] != self.document_end)
+            if (padded := padded_rows(self.rows, rows)).any():
+                begins[padded] &= batch["input_ids"][padded] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it

@@ -54,6 +54,10 @@ class Rows:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def chunks_of(self, numbers: np.ndarray) -> np.ndarray:
+        """The number of the chunk that holds each row, int64 [numbers]."""
+        return np.searchsorted(self.starts, numbers, side="right") - 1
+
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
         if isinstance(numbers, slice):
             numbers = range(len(self))[numbers]
@@ -64,7 +68,7 @@ class Rows:
         # One row is read as a batch of one, and taken out of it in the end.
         places = np.atleast_1d(wanted)
         # The chunk that holds each row, and below the row's number in that chunk.
-        inside = np.searchsorted(self.starts, places, side="right") - 1
+        inside = self.chunks_of(places)
         chunks = [self.chunks[chunk] for chunk in inside]
         rows = (places - self.starts[inside]).tolist()
         columns = {}
@@ -135,4 +139,4 @@ def padded_rows(rows: Any, numbers: np.ndarray) -> np.ndarray:
     """Which of these rows are of a part whose rows end with padding, bool [numbers]."""
     if not isinstance(rows, Rows):
         return np.zeros(len(numbers), dtype=bool)
-    return rows.padding[np.searchsorted(rows.starts, numbers, side="right") - 1] != NO_PADDING
+    return rows.padding[rows.chunks_of(numbers)] != NO_PADDING

@@ -266,9 +266,8 @@ class Plan:
         public = {name: repr(value) for name, value in config.items() if name[0] != "_"}
         facts: list[tuple[str, Any]] = [("the model's config.json", public)]
         for dataset in self.data.opened:
-            facts.append((repr(dataset.given), dataset.fingerprint))
-            facts.append((repr(dataset.given), dataset.columns_fingerprint))
-            facts.append((repr(dataset.given), dataset.manifest.get("sha256")))
+            of_rows = dataset.fingerprint, dataset.columns_fingerprint
+            facts.append((repr(dataset.given), (*of_rows, dataset.manifest.get("sha256"))))
         # Each rank counts the bytes of its own rows' text, and draws the rows of probes.
         facts.append(("the tokenizer", identity(self.model.tokenizer)))
         # Each rank reads its own part of the optimizer's state.

@@ -61,11 +61,16 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
         "context_length": plan.of_each_source(lambda dataset: dataset.context_length),
         "train_rows": plan.of_each_source(lambda dataset: len(dataset.train)),
         "train_fingerprint": plan.of_each_source(lambda dataset: dataset.fingerprint),
-        # Whether documents are kept apart, what their targets are, and rows between the 64.
+        # Whether documents are kept apart, and what their targets are.
         "document_end": plan.of_each_source(lambda dataset: dataset.document_end),
         "train_columns": plan.of_each_source(lambda dataset: dataset.columns_fingerprint),
-        "train_sha256": plan.of_each_source(lambda dataset: dataset.train_sha256),
     }
+    # Rows between the 64, where a manifest tells them. What isn't known can't be compared.
+    hashes = plan.of_each_source(lambda dataset: dataset.train_sha256)
+    if isinstance(hashes, dict):
+        hashes = {name: digest for name, digest in hashes.items() if digest is not None}
+    if hashes:
+        of_data["train_sha256"] = hashes
     # Empty without --data_mix: then progress.json has no `mixture`, which tells the two apart.
     of_mixture: dict[str, Any] = {}
     if schedule.mixture.is_named:
@@ -232,14 +237,6 @@ def forgetting_at_start(plan: Plan, flags: Flags) -> Forgetting:
     return forgetting
 
 
-def _both_known(before: Any, value: Any) -> tuple[Any, Any]:
-    """Two facts, or those of sources, without what one of them doesn't know."""
-    if not isinstance(before, dict) or not isinstance(value, dict):
-        return (None, None) if None in (before, value) else (before, value)
-    known = {name for name in value if None not in (value[name], before.get(name))}
-    return {name: before[name] for name in known}, {name: value[name] for name in known}
-
-
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of what differs. Facts of sources are compared one by one; a new source
     is no difference."""
@@ -247,9 +244,6 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
     for name, value in now.items():
         # What the checkpoint doesn't hold, such as one of an older version, is no difference.
         before = then.get(name, value)
-        # A dataset without a manifest says nothing of all its rows.
-        if name == "train_sha256":
-            before, value = _both_known(before, value)
         if isinstance(before, dict) and isinstance(value, dict):
             for source, fact in value.items():
                 if before.get(source, fact) != fact:

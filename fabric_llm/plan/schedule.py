@@ -238,12 +238,8 @@ def _require_steps(mix: DataMix, last: int, step: int) -> None:
 
 def _stages(mix: DataMix, max_step: int, batch: int, here: Cursor) -> tuple[Stage, ...]:
     """The stages so far, and those from here on."""
-    # Sources that are new have no weight in the stages so far.
-    new = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
     # A stage that would begin here has read nothing yet, and is laid out anew below.
-    stages = [
-        Stage(old.begins, old.weights + new) for old in here.stages if old.begins < here.position
-    ]
+    stages = [old for old in here.stages if old.begins < here.position]
     begins = [round(stage.begins * max_step) for stage in mix.stages]
     for stage, first, after in zip(mix.stages, begins, [*begins[1:], math.inf]):
         if first >= after or after <= here.step:  # has no step, or is over
@@ -369,7 +365,7 @@ def plan_schedule(
     else:
         # Fractions are stored as text, because a float would round them.
         raised = {name: Fraction(share) for name, share in before.get("raised", {}).items()}
-        # A source that comes with weight 0 was read in none of the stages.
+        # Sources that are new have no weight in the stages so far.
         stages = tuple(
             stage._replace(weights=stage.weights + (0,) * (len(mix.names) - len(stage.weights)))
             for stage in mixture_of(resumed).stages
