@@ -649,6 +649,7 @@ def test_a_new_run_names_the_one_before_it_that_can_go_on(run, number, before):
     run_directory.write_status(run.parent / before, 75, "", 1, True)
     assert f"--run_name {before} --resume true" in said()
     assert said("--run_name", folder.name) == said("--resume", "true") == ""
+    assert said("--train_data_dir", f"data-{number}") == "", "the first run on other data"
     for path in (run.parent / before).glob("step-*"):
         shutil.rmtree(path)
     run_directory.write_status(run.parent / before, 75, "", None, True)

@@ -57,6 +57,8 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
         else:
             train = _rows(train, f"train of {name}")
         largest = made.get("max_token_id")
+        if largest is not None:
+            largest = int(largest)  # such as one of numpy
     if largest is None:
         # A stream is too long to be read for its largest id.
         if isinstance(train, Stream):
@@ -76,7 +78,7 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
     # With document_end, documents are kept apart as in a dataset that prepare_data.py has packed.
     end = made.get("document_end")
     manifest = {} if end is None else {"packed": True, "eos_token_id": end}
-    return TokenDataset(folder, train, validation, context, int(largest), manifest)
+    return TokenDataset(folder, train, validation, context, largest, manifest)
 
 
 def _rows(given: Any, where: str) -> Rows:

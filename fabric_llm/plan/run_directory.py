@@ -167,11 +167,14 @@ def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] =
 def unfinished_before(flags: Flags, folder: Path) -> str:
     """A sentence about the run before a new one in `folder`, of the same default name, that can go
     on; "" where there is none."""
-    numbered = re.fullmatch(r"(.+)-(\d+)", folder.name)
-    if flags.checkpoint.resume or flags.checkpoint.run_name is not None or numbered is None:
+    if flags.checkpoint.resume or flags.checkpoint.run_name is not None:
+        return ""
+    name = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
+    numbered = re.fullmatch(rf"{re.escape(name)}-(\d+)", folder.name)
+    if numbered is None:
         return ""
     # The first one has no number.
-    name, number = numbered[1], int(numbered[2]) - 1
+    number = int(numbered[1]) - 1
     before = folder.with_name(name if number == 1 else f"{name}-{number}")
     status = read_status(before)
     if not status.get("retryable") or status.get("last_durable_step") is None:
