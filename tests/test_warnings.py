@@ -75,13 +75,6 @@ FROM_FACTS = [  # flags, facts, the beginning of the one warning
     ),
     ("", {"shifted": ["'d'"]}, "the labels of 'd' are already shifted"),
     ("", {"unread": ("loss_mask", "text")}, "columns of 'd' that aren't read: loss_mask, text."),
-    (
-        "--forgetting_action steer --forgetting_budget d:0.1 --eval_step_interval 1 "
-        "--save_step_interval 9",
-        {"max_step": 2000},
-        "--forgetting_action steer can hardly move a share with --eval_step_interval 1 in 2000 "
-        "steps: take 5 or more.",
-    ),
     ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
     (
         "", {"devices": 9, "strategy": "fsdp"},

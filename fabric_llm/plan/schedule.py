@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 # The largest share of a source after rewinds. For strong shifts, up to a half is advised.
 MAX_REPLAY = Fraction(1, 2)
-FINEST = 200  # steered shares are whole numbers of rows in so many, so that periods are short
+# Steered shares are read as whole numbers of rows in so many, so that periods are short, and are
+# kept as fractions of at most so many.
+FINEST, MAX_DENOMINATOR = 200, 10**6
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Schedule:
     max_step: int
     # The position that the run may not pass. None with --max_step, unless a source has max_epochs.
     end: Optional[int]
-    # Shares that rewinds have raised, or, if it `steers`, that evaluations have set.
+    # Shares that rewinds have raised, or, if it `steers`, that evaluations have set, not rounded.
     raised: Mapping[str, Fraction] = field(default_factory=dict)
     steers: bool = False  # --forgetting_action steer
     # Where a rewind went back to or shares were set, None: nowhere since `start`.
@@ -141,7 +143,7 @@ class Schedule:
         least, most = bounds
         above, room = {}, most - least * len(shares)
         for name, share in shares.items():
-            asked = Fraction(round(share * FINEST), FINEST)
+            asked = Fraction(share).limit_denominator(MAX_DENOMINATOR)
             above[name] = max(Fraction(0), min(room, asked - least))
         # What all ask for above the least is scaled to the room.
         # The divisor isn't 0 where none of them asks for more.
@@ -150,6 +152,15 @@ class Schedule:
         # Sources of a later stage with rows of another length keep what they have.
         return self._laid_out(there, {**self.raised, **within})
 
+    def shares_to_steer(self, position: int) -> dict[str, float]:
+        """The shares at `position` that `steered` would change. What it has set before isn't
+        rounded, so that small changes add up."""
+        shares = self.mixture.fitting(position)
+        for name, asked in self.raised.items():
+            if abs(float(asked) - shares.get(name, math.inf)) < 1 / FINEST:
+                shares[name] = float(asked)
+        return shares
+
     def _laid_out(
         self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False
     ) -> Schedule:
@@ -157,7 +168,7 @@ class Schedule:
         `lay_out`."""
         mixture = self.mixture
         stages, end, max_step = lay_out(
-            at_least(self.mix, raised, mixture.contexts, exactly=self.steers),
+            _with_shares(self.mix, raised, mixture.contexts, self.steers),
             mixture.rows,
             self.global_batch_size,
             self.asked_steps,
@@ -167,6 +178,22 @@ class Schedule:
         )
         mixture = replace(mixture, stages=stages)
         return replace(self, mixture=mixture, end=end, max_step=max_step, raised=raised, here=there)
+
+
+def _with_shares(
+    mix: DataMix, raised: Mapping[str, Fraction], contexts: Sequence[int], steers: bool
+) -> DataMix:
+    """The mixture with at least the shares `raised`. One that steers has these, rounded down so
+    that their sum is as well: it stays in its bounds."""
+    if steers:
+        total, below, rounded = Fraction(0), 0, {}
+        for name, share in raised.items():
+            total += share
+            upto = math.floor(total * FINEST)
+            rounded[name] = Fraction(upto - below, FINEST)
+            below = upto
+        raised = rounded
+    return at_least(mix, raised, contexts, exactly=steers)
 
 
 class Cursor(NamedTuple):
@@ -377,7 +404,7 @@ def plan_schedule(
         if not _is_laid_out_as_before(flags, mix, batch, resumed["schedule"]):
             # Changed on purpose: the stages before this step stay.
             here = Cursor(start.step, start.position, stages)
-            more = at_least(mix, raised, contexts, exactly=steers)
+            more = _with_shares(mix, raised, contexts, steers)
             stages, end, _ = lay_out(more, rows, batch, *length, here)
     # Rewinds have skipped data, so the steps that are left are counted from here.
     last = [] if end is None else [last_step(start.step, start.position, end, batch)]

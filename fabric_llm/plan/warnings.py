@@ -14,8 +14,6 @@ from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import MANY_STEPS, profiled_steps
 from fabric_llm.plan.plan import DataPlan, Plan
-from fabric_llm.plan.schedule import FINEST
-from fabric_llm.training.forgetting import MAX_CHANGE, USUAL_INTERVAL
 
 # AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and
 # mostly stay, around 0.02 (initializer_range in transformers): a larger rate replaces them in one
@@ -55,7 +53,6 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     yield from beyond_positions(context_length, made_for)
     yield from _of_columns(plan.data)
     yield from _of_budgets(plan.data)
-    yield from _of_steering(flat, last)
     if flat["cpu_offload"] and on_cpu:
         yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
     sharded = placement.strategy in ("fsdp", "fsdp2")
@@ -152,21 +149,6 @@ def _of_budgets(data: DataPlan) -> Iterator[str]:
                 f"the budget of {name}, {budget:g} nats, is judged on {tokens:,} tokens, which "
                 f"tell it to about {error:.2g}: raise --eval_iters, or evaluate a longer text."
             )
-
-
-def _of_steering(flat: Mapping[str, Any], steps: int) -> Iterator[str]:
-    """Evaluations so close to each other that shares, which change by at least 1 / FINEST, can't
-    follow them."""
-    interval = flat["eval_step_interval"]
-    if flat["forgetting_action"] != "steer" or interval is None:
-        return
-    # With these steps between evaluations, the largest change is two of the smallest.
-    enough = math.ceil(2 / FINEST / MAX_CHANGE * USUAL_INTERVAL * steps)
-    if interval < enough:
-        yield (
-            "--forgetting_action steer can hardly move a share with --eval_step_interval "
-            f"{interval} in {steps} steps: take {enough} or more."
-        )
 
 
 def _without_effect(

@@ -14,6 +14,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading, sharded
 from fabric_llm.plan import mirrored, run_directory
+from fabric_llm.plan.schedule import FINEST
 from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.metrics import MetricsFile, Record
@@ -52,7 +53,7 @@ def steer(run: Run) -> None:
     before = schedule.mixture.shares_at(there.position)
     # As a part of the run: the closer evaluations are, the less a share changes at each.
     interval = run.flags.evaluation.eval_step_interval / schedule.max_step
-    shares = forgetting.steered(run.losses, schedule.mixture.fitting(there.position), interval)
+    shares = forgetting.steered(run.losses, schedule.shares_to_steer(there.position), interval)
     bounds = parse_bounds(run.flags.evaluation.steer_bounds)
     try:
         run.schedule = schedule.steered(shares, bounds, there)
@@ -98,7 +99,8 @@ def stops(run: Run) -> bool:
         return True
     shares = schedule.shares_at(there.position)  # up to here: what begins now wasn't tried yet
     most = float(parse_bounds(run.flags.evaluation.steer_bounds)[1])
-    has_room = sum(shares.get(name, 0.0) for name in forgetting.budgets) < most - 1e-6
+    # Shares are rounded down, by less than 1 / FINEST.
+    has_room = sum(shares.get(name, 0.0) for name in forgetting.budgets) <= most - 1 / FINEST
     return not has_room and 3 * there.step > 2 * schedule.max_step
 
 
