@@ -272,6 +272,27 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize("change", ["document_masking", "passages"])
+def test_a_base_that_was_read_otherwise_is_refused(base, packed_data, tmp_path, change):
+    run = flags(base, tmp_path, "--train_data_dir", packed_data, "--max_step", 4)
+    name, more = "validation", ("--document_masking", "false")
+    train_ranks(1, *run, "--forgetting_budget", "validation:9,copy:9")
+    if change == "passages":  # a longer row makes longer ones
+        long = np.random.default_rng(1).integers(1, VOCABULARY, (6, 3 * CONTEXT))
+        split = datasets.Dataset.from_dict({"input_ids": long.tolist()})
+        both = datasets.DatasetDict({"train": split, "validation": split})
+        both.save_to_disk(str(tmp_path / "long"))
+        name, more = "copy", ("--eval_data", f"long={tmp_path / 'long'}")
+    override = "max_step,forgetting_budget,document_masking"
+    again = (*run, "--resume", "true", "--max_step", 8, "--resume_override", override, *more)
+    assert_without_a_base(Job(1, *again, "--forgetting_budget", f"{name}:9"), name)
+    job = Job(1, *again)
+    assert job.wait() == [0]
+    of_others = "Evaluations read other rows of" in job.output[0]
+    assert of_others == (name == "validation"), "without a budget nothing is copied"
+
+
+@pytest.mark.longer
 def test_losses_of_other_rows_at_a_checkpoint_judge_no_budget(base, tmp_path):
     """The losses before step 1 and those from here on are of the same rows, those of the process in
     between aren't."""

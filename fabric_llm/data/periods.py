@@ -17,6 +17,7 @@ KEPT = 1024
 ONE_SET = "validation"  # the name of the only source, and of its validation set
 # The probes of what a model does with its context, see probes.py.
 COPY, RETRIEVAL = PROBES = ("copy", "retrieval")
+LONGEST_PASSAGE = 256  # tokens of a passage of the probe of copying
 
 
 class Stage(NamedTuple):

@@ -14,8 +14,9 @@ import numpy as np
 
 from fabric_llm.data.columns import IGNORED, Rows
 from fabric_llm.data.order import drawn_from
+from fabric_llm.data.periods import LONGEST_PASSAGE
 
-PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
+PASSAGES = 64  # of the probe of copying
 # Of the probe of retrieval: places of a key in percent of the text; how many lengths of text, each
 # half as long as the one before; questions of each place and length.
 DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2

@@ -17,7 +17,7 @@ from fabric_llm.checkpoint.keep import Progress, is_evaluated
 from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, concatenate, fingerprint
 from fabric_llm.data.order import drawn_from, sample
-from fabric_llm.data.periods import COPY, RETRIEVAL
+from fabric_llm.data.periods import COPY, LONGEST_PASSAGE, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
@@ -167,26 +167,37 @@ class DataPlan:
         this is the same.
 
         It is the fingerprint of the set and its evaluated rows; of how many rows, if some aren't
-        evaluated; and the token that ends its documents, if that is its own. Older versions, which
-        read the first rows and didn't keep such documents apart, wrote something else.
+        evaluated; and the token that ends its documents, if that is its own, or that they are seen
+        as one text. Older versions, which read the first rows and didn't keep such documents apart,
+        wrote something else.
         """
         facts: dict[str, list[Any]] = {}
         splits, ends = self.validation_splits(), self.ends_of_eval_data()
+        datasets = {**self.sources, **self.eval_data}
         # The number of evaluated rows and the fingerprint tell which rows these are.
         for name, split in splits.items():
             evaluated = len(sample(split, self.evaluated_rows))
             facts[name] = [fingerprint(split), evaluated]
+            if datasets[name].document_end is not None and not self.document_masking:
+                facts[name][0] += ", documents as one text"
             if evaluated < len(split):
                 facts[name].append(len(split))
             if ends.get(name) not in (None, self.document_end):
                 facts[name].append(f"documents end with {ends[name]}")
+        if not self.probes:
+            return facts
         # A probe is compared only if the set that it takes its tokens from is the same.
         copied = splits[self._copied()]
-        facts[COPY] = facts[self._copied()][:2]
+        tokens = [fingerprint(copied), len(sample(copied, self.evaluated_rows))]
         if len(drawn_from(copied)) < len(copied):
-            facts[COPY].append(f"tokens from all over {len(copied)} rows")
-        if RETRIEVAL in self.probes:
-            facts[RETRIEVAL] = [*facts[COPY], self._longest()]
+            tokens.append(f"tokens from all over {len(copied)} rows")
+        facts |= {name: [*tokens] for name in self.probes}
+        # A copied passage is half as long as a row, and longer with a set of longer rows.
+        copied_tokens = min(self._longest(), 2 * LONGEST_PASSAGE)
+        if COPY in facts and copied_tokens > self.contexts[-1]:
+            facts[COPY].append(copied_tokens)
+        if RETRIEVAL in facts:
+            facts[RETRIEVAL].append(self._longest())
         return facts
 
     def probe_input(self) -> Tensor:

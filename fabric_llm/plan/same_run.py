@@ -179,7 +179,10 @@ def _require_known_base(plan: Plan) -> None:
         before = plan.resumed["measured_on"].get(name, measured_on[name])
         if name in base and before == measured_on[name]:
             continue
-        advice = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
+        advice = (
+            "Give the --eval_data, --eval_iters, --eval_batch_size and --document_masking of then, "
+            "or leave"
+        )
         if before == measured_on[name][: len(before)]:
             advice = (
                 "An older version read the first rows of sets, and saw packed ones beside others "
