@@ -68,17 +68,16 @@ def steer(run: Run) -> None:
 
 
 def steer_once_more(run: Run) -> None:
-    """In a resumed run: steer by the losses of an evaluation here that the checkpoint lacks the
-    stage of. All ranks call it."""
-    begin, resumed = run.progress.position, run.plan.resumed
+    """In a resumed run: steer by the losses of an evaluation here that wasn't steered by. All ranks
+    call it."""
+    resumed = run.plan.resumed
     # Losses of other rows than before step 1 say nothing of what is forgotten.
     known = keep.comparable_losses(resumed) if resumed else None
     if known is None or run.losses is None or not run.forgetting.budgets.keys() <= known.keys():
         return
-    # An evaluation that is only in the log came after the checkpoint. A stage that begins here may
-    # then be one of --data_mix.
-    is_steered = any(stage.begins == begin for stage in run.schedule.mixture.stages)
-    if resumed.get("from_log") or not is_steered:
+    # An evaluation that is only in the log came after the checkpoint. By the checkpoint's own the
+    # run has steered if it did so then.
+    if resumed.get("from_log") or resumed["schedule"].get("forgetting_action") != "steer":
         steer(run)
 
 
