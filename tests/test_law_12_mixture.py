@@ -2,6 +2,8 @@
 of it once, at any ranks."""
 
 import json
+import random
+import re
 import shutil
 from dataclasses import replace
 from fractions import Fraction
@@ -189,6 +191,29 @@ def test_sources_that_are_replayed_more_have_a_half_together():
     sentence = "'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"
     with pytest.raises(ValueError, match=sentence):
         schedule.with_more_replay(["b"], Progress(20, 84))
+
+
+def test_a_source_that_the_stage_does_not_read_is_not_replayed_more():
+    schedule = schedule_of(LAST_TENTH.replace("{path: b}", "{path: b, weight: 3}"))
+    with pytest.raises(ValueError, match="the stage that is running reads none of 'c'"):
+        schedule.with_more_replay(["c"], Progress(10, 40))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_number_of_steps_that_is_advised_is_the_largest_that_fits(seed):
+    draw = random.Random(seed)
+    weights = [[draw.randint(1, 9) for _ in "ab"] for _ in range(3)]
+    sources = Source("a", "a"), Source("b", "b", Fraction(draw.randint(1, 8), 4))
+    shares = sorted(Fraction(draw.randint(1, 99), 100) for _ in range(2))
+    mix = DataMix(sources, tuple(map(Stage, (Fraction(0), *shares), map(tuple, weights))))
+    fits = []
+    for steps in range(1, 1000):
+        try:
+            lay_out(mix, (10**6, 500), 4, steps, 1)
+            fits.append(steps)
+        except ValueError as error:
+            last = re.search(r"at most --max_step (\d+)|has no step", str(error))[1]
+    assert len(fits) < 999 and int(last) == fits[-1]
 
 
 @pytest.mark.parametrize(

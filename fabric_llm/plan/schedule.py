@@ -120,10 +120,13 @@ class Schedule:
         doubled = {
             name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MAX_SLOTS) for name in names
         }
+        for name, share in doubled.items():
+            if not share:
+                raise ValueError(f"the stage that is running reads none of {name!r}")
         # What earlier rewinds have raised stays raised.
         kept = {name: share for name, share in self.raised.items() if name not in doubled}
         room = MAX_REPLAY - sum(kept.values())
-        if sum(doubled.values()) >= 2 * room or not all(doubled.values()):
+        if sum(doubled.values()) >= 2 * room:
             words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in [*doubled, *kept])
             raise ValueError(
                 f"the share of {words} already, and more than {float(MAX_REPLAY):g} isn't tried"
@@ -314,7 +317,7 @@ def _in_steps(
     if shortens:
         return stages, end, last_step(here.step, here.position, end, batch)
     would = read_before(stages, asked)[source]
-    most = here.step + (end - here.position) // batch
+    most = here.step + _steps_that_fit(mix, limits, batch, here, max_step - here.step)
     raise ValueError(
         f"Source {mix.names[source]!r} would be read {would / rows[source]:.2f} times in "
         f"{max_step} steps ({would:,} of {rows[source]:,} rows), more than its max_epochs, "
@@ -323,22 +326,31 @@ def _in_steps(
     )
 
 
-def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Cursor) -> LaidOut:
-    """As `lay_out`, with as many steps as fit, and one more with the rest of a batch.
+def _steps_that_fit(
+    mix: DataMix, limits: Sequence[Optional[int]], batch: int, here: Cursor, too_many: int
+) -> int:
+    """The most steps from here on, fewer than `too_many`, in which no source is read more often
+    than it may.
 
     Stages begin at fractions of the run, so what is read depends on its length. Bisection finds
     the length.
     """
-    # All the time `fits` steps are possible, and `too_many` aren't.
-    fits, too_many = 0, (sum(limits) - here.position) // batch + 2  # steps from here on
+    fits = 0
     while too_many - fits > 1:
         steps = (fits + too_many) // 2
-        # Never None: without --max_step each source has a limit, and one of them is reached.
-        end, _ = _first_passed(_stages(mix, here.step + steps, batch, here), limits)
-        if end >= here.position + steps * batch:
+        passed = _first_passed(_stages(mix, here.step + steps, batch, here), limits)
+        if passed is None or passed[0] >= here.position + steps * batch:
             fits = steps
         else:
             too_many = steps
+    return fits
+
+
+def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Cursor) -> LaidOut:
+    """As `lay_out`, with as many steps as fit, and one more with the rest of a batch."""
+    # Without --max_step each source has a limit, and one of them is reached.
+    too_many = (sum(limits) - here.position) // batch + 2
+    fits = _steps_that_fit(mix, limits, batch, here, too_many)
     # One more step with a part of a batch, if rows are left for it.
     for steps in (fits + 1, fits):
         stages = _stages(mix, here.step + steps, batch, here)
