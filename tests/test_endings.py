@@ -135,6 +135,19 @@ def test_a_stop_during_import(tmp_path, words, module):
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+def test_a_stop_of_all_processes_that_tokenize(corpus, tmp_path):
+    """As by a closed terminal, while one of them is still at its imports."""
+    whole_group = AT_IMPORT.replace("kill(os.getpid(), signal.SIGINT", "killpg(0, signal.SIGHUP")
+    of_worker = whole_group.replace("if name", "if '--multiprocessing-fork' in sys.orig_argv and name")
+    (tmp_path / "sitecustomize.py").write_text(of_worker)
+    own = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": "tokenizers"}
+    words = f"{ROOT}/prepare_data.py --input {corpus} --train_tokenizer 300 --num_workers 2 --output"
+    command, how = [sys.executable, *words.split(), "out"], {"text": True, "start_new_session": True}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, timeout=120, **how)
+    said = "prepare_data.py: error: stopped on request; nothing was written to out.\n"
+    assert (done.returncode, done.stderr) == (75, said)
+
+
 def test_a_stop_while_a_text_is_executed(tmp_path):
     """As a dataclass is made, of which torch has hundreds. Python would end `python -m` with 130."""
     (tmp_path / "stopped.py").write_text(

@@ -61,6 +61,16 @@ def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
 
 
 @contextmanager
+def blocked() -> Iterator[None]:
+    """Hear signals to stop after the body. Processes that are started in it never hear them."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+@contextmanager
 def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
     """Print whatever ends the body, also a signal to stop, in one sentence, and raise SystemExit
     with its code.

@@ -15,7 +15,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import traceback
 from array import array
 from collections import Counter
@@ -32,6 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from fabric_llm.base import files
+from fabric_llm.base.ending import blocked
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, Fault, one_line
 from fabric_llm.base.names import shown
@@ -389,11 +389,16 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     # Only the pool's processes are killed below, and none that the caller has started.
     others = multiprocessing.active_children()
     # Fewer pieces than workers leave some threads to each process.
-    pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
+    own = os.getpid(), num_workers // count
+    # A terminal signals its whole group, but only this process is to hear it, and ends the others.
+    # Python starts one here that cleans up, and unblocks the signals.
+    with blocked():
+        pool = ProcessPoolExecutor(count, context, _begin_process, own)
     try:
-        running = {
-            pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()
-        }
+        with blocked():
+            running = {
+                pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()
+            }
         for done in as_completed(running):
             if (error := done.result()) is not None:
                 raise error
@@ -413,9 +418,6 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
 
 def _begin_process(parent: int, threads: int) -> None:
     die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A terminal signals its whole group, and the parent ends this process.
-        signal.signal(number, signal.SIG_IGN)
     # The threads of all processes together are as many as there are cores.
     os.environ |= {
         "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
