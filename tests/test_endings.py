@@ -148,20 +148,28 @@ def test_a_stop_of_all_processes_that_tokenize(corpus, tmp_path):
     assert (done.returncode, done.stderr) == (75, said)
 
 
-def test_a_stop_while_a_text_is_executed(tmp_path):
-    """As a dataclass is made, of which torch has hundreds. Python would end `python -m` with 130."""
+STOPPED = "stopped: error: stopped on request; nothing was written.\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "at_end", "ends"),
+    [
+        # As a dataclass is made, of which torch has hundreds. Python would end `python -m` with 130.
+        ("exec('import os; os.kill(os.getpid(), 2); [*range(10)]')", "0", (75, STOPPED)),
+        # As the modules are taken down.
+        ("pass", "os.kill(os.getpid(), 15)", (0, "")),
+    ],
+)
+def test_a_stop_at_odd_times(tmp_path, body, at_end, ends):
     (tmp_path / "stopped.py").write_text(
-        "import sys\nfrom fabric_llm.base.ending import in_one_sentence\n"
-        "with in_one_sentence('stopped'):\n"
-        "    exec('import os, signal; os.kill(os.getpid(), signal.SIGINT); [*range(10)]')\n"
+        "import os, sys\nfrom fabric_llm.base.ending import in_one_sentence\n"
+        f"class Last:\n    def __del__(self, os=os):\n        {at_end}\n"
+        f"last = Last()\nwith in_one_sentence('stopped'):\n    {body}\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     command = [sys.executable, "-m", "stopped"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (
-        75,
-        "stopped: error: stopped on request; nothing was written.\n",
-    )
+    assert (done.returncode, done.stderr) == ends
 
 
 @pytest.mark.parametrize(("rank", "module"), [(0, "arguments"), (1, "site"), (1, "jsonargparse")])

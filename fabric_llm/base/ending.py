@@ -4,6 +4,7 @@ train.py, which has ranks, ends in run/supervision.py.
 """
 
 import argparse
+import atexit
 import errno
 import shutil
 import signal
@@ -111,6 +112,10 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
                     traceback.print_exc()
                 print(f"{program}: error: {fault}", file=sys.stderr, flush=True)
                 raise SystemExit(fault.code) from None
+        finally:
+            # Python takes a while to end, in which a signal would replace the exit code.
+            for number in SIGNALS:
+                atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 @contextmanager
