@@ -279,7 +279,7 @@ def test_keeping_fewer_checkpoints_is_advised_where_there_are_some(run, tmp_path
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr("fabric_llm.base.files.shutil.disk_usage", lambda folder: usage)
     for folder, advice in ((run, "--keep_last"), (tmp_path, "an --output_dir on another disk")):
-        margin = "needs 0.02 GiB, of which 0.02 are a margin, but"
+        margin = "needs 16.0 MiB, of which 16.0 MiB are a margin, but"
         with pytest.raises(ValueError, match=f"{margin} .*{advice}"):
             writing.require_room(folder, 0, "It")
 
@@ -321,10 +321,10 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
         monkeypatch.setattr(writing, "free_memory_bytes", lambda free=free: free)
         one_rank(toys, tmp_path, "--run_name", name, "--async_save", "true")
     copied, waited = capsys.readouterr().out.split("/waited", 1)
-    assert copied.count(f"its copies take {sizes[0] / 2**30:.2f} GiB of a host's memory.") == 1
+    assert copied.count(f"its copies take {files.size(sizes[0])} of a host's memory.") == 1
     assert "Warning: --async" not in copied
     assert len(sizes) == 2, "the last save is waited for"
-    assert waited.count("of which 0.00 GiB are free: training waits for the save of step") == 2
+    assert waited.count("of which 0.0 MiB are free: training waits for the save of step") == 2
     for step in (1, 2, 3):
         ours, theirs = (tmp_path / name / f"step-{step:08d}" for name in ("copied", "waited"))
         for file in (*theirs.rglob("shard-*"), theirs / "model.safetensors"):

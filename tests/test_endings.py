@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_sentence(run, tmp_path, point):
     full = f"output {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device"
     assert code == 74 and full in said
     assert "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 " in said
-    assert said.endswith(" GiB were free there at the start.")
+    assert said.endswith("iB were free there at the start.")
     # What is tokenized stays, for a start that finds more room.
     kept = [] if "documents" in point else [".out.preparing"]
     assert parts(tmp_path) == [*kept, "corpus"]
@@ -216,8 +216,8 @@ def test_a_full_disk_is_one_sentence(run, tmp_path, point):
 def test_room_is_asked_for(run, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     code, [said] = run()
-    assert code == 74 and "The dataset needs 0.02 GiB, of which 0.02 are a margin, but " in said
-    assert "has 0.00 GiB free: make room, or take an" in said
+    assert code == 74 and "The dataset needs 16.0 MiB, of which 16.0 MiB are a margin, but " in said
+    assert "has 1.0 MiB free: make room, or take an" in said
     assert parts(tmp_path) == [".out.preparing", "corpus"]
 
 

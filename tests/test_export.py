@@ -328,7 +328,7 @@ def test_a_failed_overwrite_leaves_the_former_export(runs, tmp_path, run_export,
 
     monkeypatch.setattr(whole.TensorFile, "write", disk_full)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
-    said = ("No space left", "the weights need", "GiB were free")
+    said = ("No space left", "the weights need", "iB were free")
     assert code == 74 and all(words in error for words in said)
     assert parts(tmp_path) == ["hf"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -401,7 +401,7 @@ def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, mon
 def test_no_room_for_an_export(runs, tmp_path, run_export, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     code, _, error = run_export(runs / "full")
-    assert code == 74 and "The export needs" in error and "has 0.00 GiB free" in error
+    assert code == 74 and "The export needs" in error and "has 1.0 MiB free" in error
     assert parts(tmp_path) == []
 
 

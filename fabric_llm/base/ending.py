@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base import faults
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
+from fabric_llm.base.files import size
 from fabric_llm.base.program import no_more_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -150,6 +151,6 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
             raise
         raise Fault(
             f"output {output} cannot be written ({str(as_fault(cause))[:200].rstrip('.')}): "
-            f"{needs}, and {free / 2**30:,.2f} GiB were free there at the start.",
+            f"{needs}, and {size(free)} were free there at the start.",
             faults.SAVE_FAILED,
         ) from error

@@ -327,16 +327,19 @@ def check_files(
         pool.shutdown(cancel_futures=True)
 
 
+def size(count: float) -> str:
+    """A number of bytes in words."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
     """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes`, 1 % and ROOM_BYTES
     free."""
     needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
     if free < needed:
-        there = f"{str(folder)!r} has {free / 2**30:,.2f} GiB free"
-        margin = (needed - needed_bytes) / 2**30
         raise Fault(
-            f"{what} needs {needed / 2**30:,.2f} GiB, of which {margin:,.2f} are a margin, but "
-            f"{there}: {advice}.",
+            f"{what} needs {size(needed)}, of which {size(needed - needed_bytes)} are a margin, "
+            f"but {str(folder)!r} has {size(free)} free: {advice}.",
             SAVE_FAILED,
             retryable=False,
         )

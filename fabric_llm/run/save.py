@@ -202,7 +202,7 @@ def _report_copies(run: Run, pending: writing.Pending) -> None:
     each that has no room for them that training waits."""
     if pending.copies is None:
         return
-    taken, free = (f"{size / 2**30:.2f} GiB" for size in pending.copies)
+    taken, free = map(files.size, pending.copies)
     if not pending.is_copied:
         run.log.line(
             f"Warning: --async_save: the copies would take {taken} of a host's memory, of which "

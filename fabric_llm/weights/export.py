@@ -186,7 +186,7 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
     if os.path.lexists(temporary):
         keep.remove(temporary)
     try:
-        with on_disk(output, temporary, f"the weights need {needed_bytes / 2**30:,.2f} GiB"):
+        with on_disk(output, temporary, f"the weights need {files.size(needed_bytes)}"):
             yield temporary
         # An older folder is removed only now that its successor is complete.
         with uninterrupted():

@@ -161,7 +161,7 @@ def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, 
         return lambda: setattr(shutil, "disk_usage", lambda _: usage("/")._replace(free=room()))
 
     job = ended_with([74, 74], *flags(toys, tmp_path), before=with_free(lambda: 1000))
-    assert "needs 0.02 GiB" in job.output[0] and "has 0.00 GiB free" in job.output[0]
+    assert "needs 16." in job.output[0] and "has 0.0 MiB free" in job.output[0]
     log = tmp_path / "run" / "metrics.jsonl"
     assert not log.exists() or metrics(tmp_path / "run") == []
     assert status(tmp_path / "run")["retryable"] is False
