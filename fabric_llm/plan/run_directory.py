@@ -332,7 +332,16 @@ def write_status(
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        write_atomically(folder / STATUS, json.dumps(status, indent=2) + "\n", durable=True)
+        try:
+            write_atomically(folder / STATUS, json.dumps(status, indent=2) + "\n", durable=True)
+        except OSError:
+            # A full disk has no room for another file, but for this one in its own place: it is
+            # short, and covers the one before. JSON may end with spaces.
+            status["reason"] = reason[:300]
+            with (folder / STATUS).open("r+") as file:
+                before = len(file.read())
+                file.seek(0)
+                file.write(json.dumps(status, indent=2).ljust(before - 1) + "\n")
         if code is not None:
             record_event(folder, "ended", step, code=code, reason=reason)
     except OSError as error:  # a disk that is full or gone must not hide why the run ended

@@ -1044,6 +1044,20 @@ def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, capsys):
     assert "Warning: STATUS.json couldn't be written" in capsys.readouterr().out
 
 
+def test_a_status_has_room_on_a_full_disk(tmp_path):
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        run_directory.write_status(tmp_path, None, "running", 100_000_000, True)
+        with pytest.raises(OSError), (tmp_path / "large").open("wb") as file:
+            file.write(bytes(2**20))
+        run_directory.write_status(tmp_path, 74, "\u2026" * 4000, 3, False)
+        assert status(tmp_path)["code"] == 74 and not status(tmp_path)["retryable"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def test_an_output_that_cannot_be_written(toys, tmp_path):
     (tmp_path / "run").write_text("a file")
     ended_with([73], *flags(toys, tmp_path))
