@@ -118,6 +118,10 @@ train --lr -1
     2: --lr must be positive, not -1.0.
 train --lr .inf
     2: --lr must be a finite number
+train --lr 1e−4
+    2: not '1e−4'. '−' (U+2212, MINUS SIGN) isn't the '-' of a keyboard: type that.
+train –lr 1e-4
+    2: unexpected '–lr': every flag is written --name value, and a value with spaces in quotes. '–' (
 train --logger wandb,tensorbord
     2: --logger takes none, csv, tensorboard, wandb, mlflow, or several of them with commas, not
 train --logger wandb,tensorbord

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin
 from fabric_llm.base.faults import BAD_INPUT, missing_package, printable
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.help import answer_help
-from fabric_llm.base.names import at_home, nearest_of, unknown
+from fabric_llm.base.names import at_home, nearest_of, unknown, with_dash
 
 try:
     import yaml
@@ -240,7 +240,7 @@ def parse(
 
     class Parser(jsonargparse.ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, _one_sentence(message, flags, named, about))
+            fail(program, with_dash(_one_sentence(message, flags, named, about)))
 
     # In place of jsonargparse's own loader, which takes aliases, see `_Loader`.
     jsonargparse.set_loader("yaml", partial(_load_value, flags), exceptions=(ValueError,))

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import socket
+import unicodedata
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -92,6 +93,16 @@ def unknown(
     if not words.endswith("?"):
         words += "."
     return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}"
+
+
+def with_dash(sentence: str) -> str:
+    """A sentence about words of a command, with advice where they have a dash of typesetters, such
+    as a PDF's."""
+    dash = re.search("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]", sentence)
+    if dash is None:
+        return sentence
+    character = f"{dash[0]!r} (U+{ord(dash[0]):04X}, {unicodedata.name(dash[0])})"
+    return f"{sentence} {character} isn't the '-' of a keyboard: type that."
 
 
 def at_home(given: Any) -> Any:
