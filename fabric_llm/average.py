@@ -24,6 +24,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command, nearest_of
 from fabric_llm.base.program import plain_output
+from fabric_llm.checkpoint import keep
 from fabric_llm.mirror.fetch import local
 from fabric_llm.report.__main__ import page_module
 from fabric_llm.training.forgetting import parse_budgets
@@ -108,7 +109,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
         if not there:
             raise ValueError(
                 f"{name!r} is neither a checkpoint nor a run with one, nor a model with a "
-                "config.json."
+                f"config.json.{keep.runs_in(path)}"
             )
         # Fewer than were asked for would pass for an average of all of them.
         if last is not None and last > len(there):

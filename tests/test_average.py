@@ -266,7 +266,7 @@ def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path,
     [
         ("{runs}/nothing", "No checkpoint, run or model at"),
         ("org/name", "No checkpoint, run or model at"),
-        ("{runs}", "is neither a checkpoint nor a run with one"),
+        ("{runs}", "nor a model with a config.json. It holds the runs "),
         ("{runs}/full --last 9", "has 3 checkpoints"),
         ("{runs}/full --last 0", "--last must be positive, not 0"),
         ("{runs}/full --last 2 --weights 1", "1 numbers for 2 parts"),

@@ -385,7 +385,7 @@ prepare_data --input corpus --output out --tokenizer ./modle
 export_hf checkpoints/rnu --output x
     2: No checkpoint at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?
 export_hf checkpoints --output x
-    2: 'checkpoints' is neither a checkpoint nor a run with one
+    2: a run with one: no MANIFEST.json, no step-N. It holds the runs run.
 export_hf checkpoints/run --output hf
     2: 'hf' exists; take another --output, or --overwrite true.
 export_hf checkpoints/run --output corpus --overwrite true

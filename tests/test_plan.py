@@ -261,7 +261,11 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--accelerator_name H1000", "--accelerator_name 'H1000' isn't known; known are A100-40GB"),
+        ("--accelerator_name V9", "--accelerator_name 'V9' isn't known; known are A100-40GB, A100-"),
+        ("--accelerator_name a100", (
+            "--accelerator_name 'a100' isn't known. Did you mean A100-40GB or A100-80GB?"
+        )),
+        ("--accelerator_name RTX5900", "--accelerator_name 'RTX5900' isn't known. Did you mean RTX 5090?"),
         ("--price_per_hour cheap", "--price_per_hour takes a number, not 'cheap'."),
         ("--price_per_hour -1", "--price_per_hour must be at least 0"),
         ("--device_memory 0", "--device_memory must be positive"),

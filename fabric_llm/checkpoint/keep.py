@@ -23,7 +23,7 @@ from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
-from fabric_llm.base.names import nearest_of
+from fabric_llm.base.names import listed, nearest_of
 from fabric_llm.data.periods import ONE_SET, PROBES
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -214,8 +214,15 @@ def checkpoint_at(path: str | Path) -> Path:
             )
         raise ValueError(
             f"{str(path)!r} is neither a checkpoint nor a run with one: no {MANIFEST}, no step-N."
+            + runs_in(path)
         )
     return checkpoint
+
+
+def runs_in(folder: Path) -> str:
+    """The end of a message about a folder that isn't a run: those with a checkpoint in it."""
+    names = sorted(path.name for path in folder.glob("*") if files.latest(path) is not None)
+    return f" It holds the runs {listed(names)}." if names else ""
 
 
 def move_aside(run_directory: Path, after_step: int) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, Optional
 
+from fabric_llm.base.names import listed, nearest
 from fabric_llm.base.program import cores
 from fabric_llm.model.flops import peak_tflops
 
@@ -52,8 +53,12 @@ def accelerator(name: str) -> Accelerator:
     for one in KNOWN:
         if plain(one.name) == plain(name):
             return one
-    known = ", ".join(one.name for one in KNOWN)
-    raise ValueError(f"--accelerator_name {name!r} isn't known; known are {known}.")
+    names, own = [one.name for one in KNOWN], plain(name)
+    # Such as 4090, or H100 SXM.
+    close = [one for one in names if own and (own in plain(one) or plain(one) in own)]
+    close = close or nearest(name, names)
+    instead = f". Did you mean {' or '.join(close)}?" if close else f"; known are {listed(names)}."
+    raise ValueError(f"--accelerator_name {name!r} isn't known{instead}")
 
 
 # Seconds that a message takes to begin, to be passed on over NVLink, and to be passed on to another
