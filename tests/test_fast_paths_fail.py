@@ -2,8 +2,10 @@
 it, and train what they would have trained without it from the start."""
 
 import json
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -104,8 +106,13 @@ def test_the_run_goes_on_without_it_on_all_ranks(places, tmp_path, path):
 
 @LONGER
 def test_under_torchrun_as_well(places, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    code, said = run(places, tmp_path, "packed", launcher=launcher)
+    held = None
+    while held is None:  # the next port is in use, where the ranks might meet again
+        with socket.create_server(("", 0)) as free, suppress(OSError):
+            held = socket.create_server(("", (port := free.getsockname()[1]) + 1))
+    launcher = f"-m torch.distributed.run --nproc_per_node 2 --master_port {port}".split()
+    with held:
+        code, said = run(places, tmp_path, "packed", launcher=launcher)
     assert code == 0, said
     assert said.count("starts again") == 1 and len(metrics(tmp_path / "run")) == 3
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
@@ -28,6 +29,7 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 PARENT = "FABRIC_LLM_PARENT"
 # That of a run that has started again by itself: the flags with which it did.
 AGAIN = "FABRIC_LLM_AGAIN"
+SECONDS_TO_AGREE = 60.0  # on a port, for a rank 0 that first ends what it does
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
 
@@ -273,15 +275,28 @@ def is_own_command() -> bool:
     return sys.orig_argv[len(sys.orig_argv) - len(words) :] == words
 
 
+def _another_port() -> str:
+    """One that is free on rank 0's machine, of which the others hear by the store of torchrun's
+    agent."""
+    from torch.distributed import TCPStore  # imported by now
+
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=SECONDS_TO_AGREE))
+    key = f"fabric_llm-port-{os.environ.get(RESTARTS[0])}"  # of this attempt of torchrun
+    if os.environ["RANK"] == "0":
+        with socket.create_server(("", 0)) as free:
+            store.set(key, str(free.getsockname()[1]))
+    return store.get(key).decode()  # waits for rank 0
+
+
 def start_again(flags: Sequence[str]) -> NoReturn:
     """Replace this process by its own command with more flags. Ranks that it has started have
     ended."""
     given = {**_given, AGAIN: " ".join([os.environ.get(AGAIN, ""), *flags])}
     # The store of torchrun's agent keeps the addresses of the ranks that there were. Rank 0 holds
-    # another, at the next port.
+    # another.
     if given.get(AGENT_STORE) == "True":
-        given[AGENT_STORE] = "False"
-        given["MASTER_PORT"] = str(number_of("MASTER_PORT", 1, 2**16 - 2) + 1)
+        given |= {AGENT_STORE: "False", "MASTER_PORT": _another_port()}
     # execve() drops what Python still holds in its buffers.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
