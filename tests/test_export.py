@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import export_hf
 import fabric_llm.verify.__main__
-from fabric_llm.base import files
+from fabric_llm.base import failpoints, files
+from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, whole
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.model.loading import load_config, open_weights
@@ -389,6 +390,31 @@ def test_a_stop_in_the_middle_leaves_the_former_export(
     said = f"stopped on request; nothing was written to {tmp_path / 'hf'}."
     assert error == f"export_hf.py: error: {said}"
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_what_appears_meanwhile_is_not_replaced_nor_mixed(
+    runs, tmp_path, run_export, after_writing
+):
+    def second(folder):
+        with pytest.raises(Fault, match="by another process") as refused:
+            export(find(runs / "tied"), tmp_path / "hf")
+        assert refused.value.code == UNWRITABLE
+        shutil.copytree(folder, tmp_path / "hf")
+
+    after_writing(second)
+    code, _, error = run_export(runs / "full")
+    assert code == 2 and "hf' exists; take another --output" in error and parts(tmp_path) == ["hf"]
+
+
+def test_a_former_export_outlives_a_stop_between_the_renames(
+    runs, tmp_path, run_export, monkeypatch
+):
+    run_export(runs / "full")
+    with monkeypatch.context() as stopped:
+        stopped.setenv(failpoints.VARIABLE, "prepare.publish:do=raise")
+        assert run_export(runs / "tied", "--overwrite", "true")[0] == 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / ".hf.preparing" / "old")
+    assert run_export(runs / "tied", "--overwrite", "true")[0] == 0 and parts(tmp_path) == ["hf"]
 
 
 def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, monkeypatch):

@@ -240,7 +240,7 @@ PLANTED = [  # what, in the place of which file, command, exit code and words of
     ("folder", "runs/run/stop", "resume", 0),
     ("link to secret", "runs/run/metrics.csv", "resume with csv", 77, "metrics.csv", "link"),
     ("link to .", "runs/run/.tmp-step-00000003-x", "resume", 77, ".tmp-step-00000003-x", "link"),
-    ("link to .", ".tmp-exported", "export", 0),
+    ("link to .", ".exported.preparing", "export", 77, "link"),
     ("pipe", "runs/run/metrics.jsonl", "resume", 73, "metrics.jsonl"),
 ]
 for what, file, command, *expected in PLANTED:

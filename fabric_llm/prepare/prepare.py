@@ -205,7 +205,7 @@ def work_folder(output: Path) -> Iterator[Path]:
 
     Raises Fault (73) where it can't be made, or another process works in it.
     """
-    folder = inputs.work_folder_of(output)
+    folder = files.no_link(inputs.work_folder_of(output))
     descriptor = _locked(folder, output)
     try:
         # Killed between the two renames, or after the second one.

@@ -6,7 +6,6 @@ directory of a checkpoint, and proves that it equals the trained model; averages
 are written here as well. One process, no GPU.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fabric_llm.base import files
-from fabric_llm.base.ending import on_disk, uninterrupted
+from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
 from fabric_llm.checkpoint import keep, reading, whole
 from fabric_llm.checkpoint.state_dicts import EMA, PREFIX
@@ -28,6 +27,9 @@ from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import Source, first_names, units
+from fabric_llm.prepare.inputs import work_folder_of
+from fabric_llm.prepare.prepare import publish, remove, work_folder
+from fabric_llm.weights.checks import exported_output
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard
 # deviation, by the coarser of the dtypes that the two sides compute in. On a CPU the same float32
@@ -175,27 +177,28 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
 
     skeleton: the model whose weights it gets. what: is written, in words. Where the body raises,
     nothing is left behind, and an older `output` is unchanged. Raises Fault (73, 74) where it can't
-    be written.
+    be written, or another process makes it.
     """
     # A tied weight counts once, as it is stored.
     needed_bytes = sum(parameter.nbytes for parameter in skeleton.parameters())
-    temporary = output.with_name(f".tmp-{output.name}")
+    # A kill while an older one was being replaced has left it in the work folder.
+    was_there = output.exists() or (work_folder_of(output) / "old").exists()
     output.parent.mkdir(parents=True, exist_ok=True)
     files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
-    # An export that was killed has left it, or it is a link, which must not be followed.
-    if os.path.lexists(temporary):
-        keep.remove(temporary)
-    try:
-        with on_disk(output, temporary, f"the weights need {files.size(needed_bytes)}"):
-            yield temporary
-        # An older folder is removed only now that its successor is complete.
-        with uninterrupted():
-            if output.exists():
-                shutil.rmtree(output)
-            temporary.rename(output)
-    finally:
-        # After the rename nothing has this name.
-        shutil.rmtree(temporary, ignore_errors=True)
+    # Of one process at a time.
+    with work_folder(output) as folder:
+        try:
+            temporary = folder / "dataset"
+            # An export that was killed has left it.
+            shutil.rmtree(temporary, ignore_errors=True)
+            with on_disk(output, temporary, f"the weights need {files.size(needed_bytes)}"):
+                yield temporary
+            # Once more: what has appeared meanwhile isn't replaced.
+            exported_output(output, was_there)
+        except BaseException:
+            remove(folder)
+            raise
+        publish(folder, output, output, was_there)
 
 
 def write_model(
