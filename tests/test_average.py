@@ -124,6 +124,18 @@ def test_base_and_end_and_another_run(runs, toys, tmp_path, run_average):
     assert same_tensors(stored(tmp_path / "hf"), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_is_that_of_the_files(toys, tmp_path, run_average, dtype):
+    """Whatever config.json says."""
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=dtype)
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    other = "float32" if dtype == torch.bfloat16 else "bfloat16"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": other}))
+    assert run_average(tmp_path / "model")[0] == 0
+    assert same_tensors(stored(tmp_path / "hf"), stored(tmp_path / "model"))
+
+
 @pytest.mark.quick_cases(r"sharded")
 @pytest.mark.parametrize("run", ["full", "sharded"])
 def test_files_have_a_largest_size_and_another_dtype(runs, tmp_path, run_average, run):

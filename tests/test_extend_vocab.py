@@ -272,6 +272,15 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
     assert not list(tmp_path.glob(".*"))
 
 
+def test_the_dtype_is_that_of_the_files_whatever_config_json_says(tmp_path, corpus_folder):
+    folder = make_model(tmp_path / "model", byte_level())
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"float32"', '"bfloat16"'))
+    command = ("--input", corpus_folder, "--tokens", 5, "--output", tmp_path / "hf")
+    assert "bfloat16" in file.read_text() and run(folder, *command) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.float32
+
+
 def test_a_sharded_checkpoint_is_extended_as_any_model(toys, tmp_path, corpus_folder):
     folder = make_model(tmp_path / "model", byte_level())
     flags = "--run_name run --max_step 1 --eval_iters 0 --verify_start false".split()

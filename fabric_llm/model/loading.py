@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any, Optional, Union
 from unittest.mock import patch
@@ -17,6 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -374,6 +376,18 @@ def open_weights(
         SafetensorError,
     ) as error:
         raise _unreadable("The weights", model_name, error) from error
+
+
+def stored_dtype(model_name: str, config: PretrainedConfig) -> torch.dtype:
+    """The widest dtype in the files of a model that has some, whatever its config.json says, but
+    for what its class keeps in float32. Raises Fault as `open_weights`."""
+    source = open_weights(model_name, config, torch.float32)
+    assert isinstance(source, weights.Stored)
+    dtypes = set()
+    for name, tensor in build_skeleton(config, torch.float16).state_dict().items():
+        if tensor.dtype == torch.float16:
+            dtypes |= {source.slices[key].get_dtype() for key in source.named.get(name, ())}
+    return reduce(torch.promote_types, (DTYPE_MAP[dtype] for dtype in dtypes))
 
 
 def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:

@@ -73,7 +73,7 @@ class Stored:
         self.how = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=conversions)
         # Only headers are needed to find what is missing, so a model that doesn't fit fails at
         # once.
-        named = self._names(conversions)
+        self.named = named = self._names(conversions)
         self.left_out = self._try_without_memory(named)  # names in the files, see above
         self._require_numbers(named)
         self.keys = self._keys_of_units(named)

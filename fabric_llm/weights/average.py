@@ -117,14 +117,11 @@ def open_part(folder: Path) -> Part:
         raise ValueError(
             f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing."
         )
-    dtype = config.dtype or torch.float32
-    # The weights of a checkpoint have the dtype of the run's precision.
-    if progress is not None:
-        dtype = loading.DTYPES[progress["fixed"]["precision"]]
+    # Refuses a config.json that makes no possible model, before any weight is read.
+    loading.checked_skeleton(str(folder), config, torch.float32)
+    dtype = loading.stored_dtype(str(folder), config)
     # Weights of 16 bits are exact in float32, so that reading rounds nothing.
     exact = torch.promote_types(dtype, torch.float32)
-    # Refuses a config.json that makes no possible model, before any weight is read.
-    loading.checked_skeleton(str(folder), config, exact)
     weights = loading.open_weights(str(folder), config, exact)
     return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
 

@@ -77,7 +77,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     )
 
     config = loading.load_config(model_name)
-    dtype = config.dtype or torch.float32
+    dtype = loading.stored_dtype(model_name, config)
     weights = loading.open_weights(model_name, config, dtype)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
     tables, rows = tables_of(model), model.get_input_embeddings().num_embeddings
