@@ -7,9 +7,10 @@ import shutil
 from types import SimpleNamespace
 
 import conftest
+import datasets
 import pytest
 import torch
-from conftest import changed_config, ended, flip, parts, same_tensors
+from conftest import CONTEXT, changed_config, ended, flip, parts, same_tensors
 from ranks import metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -261,6 +262,14 @@ def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path,
     shutil.copytree(toys / "many", tmp_path / "gone")
     code, out, _ = run_average(tmp_path / "full", "--overwrite", "true", evaluate="true")
     assert code == 0 and "Not evaluated: validation in " in out and "on other rows." in out
+    # Nor has the model tokens of a set that was added since.
+    rows = datasets.Dataset.from_dict({"input_ids": [[500] * CONTEXT] * 8})
+    other = datasets.DatasetDict({"train": rows, "validation": rows})
+    other.save_to_disk(str(tmp_path / "other"))
+    said = (runs / "full" / "arguments.yaml").read_text()
+    arguments.write_text(said.replace("eval_data: null", f"eval_data: other={tmp_path}/other"))
+    code, out, _ = run_average(tmp_path / "full", "--overwrite", "true", evaluate="true")
+    assert code == 0 and "Not evaluated: " in out and "holds token id 500, but" in out
     arguments.unlink()
     for part, words in (
         (tmp_path / "full", "has no arguments.yaml"),
@@ -370,17 +379,25 @@ def test_pickles_truncated_files_and_missing_weights(toys, tmp_path, run_average
 
 
 def test_other_tokenizers_and_configurations_are_refused(toys, tmp_path, run_average):
-    for name, words in (("a", {"x": 0, "y": 1}), ("b", {"y": 0, "x": 1})):
+    pieces, merges = {p: i for i, p in enumerate(["x", "a", "b", "c", "ab", "bc"])}, ["ab", "bc"]
+    for name, model in (
+        ("a", models.WordLevel({"x": 0, "y": 1}, unk_token="x")),
+        ("b", models.WordLevel({"y": 0, "x": 1}, unk_token="x")),
+        ("d", models.BPE(pieces, [*map(tuple, merges)], unk_token="x")),
+        ("e", models.BPE(pieces, [*map(tuple, reversed(merges))], unk_token="x")),
+    ):
         shutil.copytree(toys / "llama", tmp_path / name)
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="x"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="x")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="x")
         tokenizer.save_pretrained(tmp_path / name)
-    code, _, error = run_average(tmp_path / "a", tmp_path / "b")
-    assert code == 2 and "different tokenizers" in error
-    config = changed_config("llama", rms_norm_eps=1e-3, use_cache=False)
+    for one, other in ("ab", "de"):
+        code, _, error = run_average(tmp_path / one, tmp_path / other)
+        assert code == 2 and "different tokenizers" in error
+    config = changed_config("llama", rms_norm_eps=1e-3, use_cache=False, output_hidden_states=True)
+    config.output_multiplier = 2.0
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "c")
     code, _, error = run_average(toys / "llama", tmp_path / "c")
-    assert code == 2 and "rms_norm_eps 1e-06, and 0.001" in error and "use_cache" not in error
+    assert code == 2 and "output_multiplier None, and 2.0; rms_norm_eps 1e-06, and 0.001" in error
+    assert "use_cache" not in error and "output_hidden_states" not in error
 
 
 # ------------------------------------------------------------------------------- what it is worth

@@ -31,7 +31,13 @@ from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source, is_finite
-from fabric_llm.plan.data_plan import evaluated_probes, open_eval_data, open_sources
+from fabric_llm.plan.data_plan import (
+    differing_tokens,
+    evaluated_probes,
+    open_eval_data,
+    open_sources,
+)
+from fabric_llm.plan.model_plan import require_rows_for
 from fabric_llm.plan.plan import DataPlan
 from fabric_llm.run.build import evaluated_sets
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
@@ -49,7 +55,8 @@ PROBE_TOKENS = 64
 NOTE = "average.json"
 # Fields of a configuration that don't change what the weights mean.
 NO_MATTER = re.compile(
-    r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|"
+    r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|"
+    r"^output_(attentions|hidden_states|router_logits|scores)$|^return_dict|"
     r"^architectures$|2id$|^id2|^init"
 )
 
@@ -102,10 +109,20 @@ def require_same_model(first: Part, other: Part) -> None:
     # A folder without a tokenizer is taken at its word.
     if first.tokenizer is None or other.tokenizer is None:
         return
-    if first.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-        raise ValueError(
-            f"{both} have different tokenizers: their embeddings don't mean the same tokens."
-        )
+    words = differing_tokens(first.tokenizer, other.tokenizer)
+    # Few texts show which of two merges comes first.
+    merges = [merges_of(part.tokenizer) for part in (first, other)]
+    if not words and None not in merges and merges[0] != merges[1]:
+        words = ": the same tokens, and other merges"
+    if words:
+        raise ValueError(f"{both} have different tokenizers{words}.")
+
+
+def merges_of(tokenizer: Any) -> Any:
+    """Those of a tokenizer of byte pair encoding, in their order; None where they aren't known."""
+    if not tokenizer.is_fast:
+        return None
+    return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
 
 
 def open_part(folder: Path) -> Part:
@@ -320,6 +337,8 @@ def as_in_run(
         document_end=first.document_end if masks else None,
         document_masking=masks,
     )
+    # Flags and data may have changed since the run compared them with its model.
+    require_rows_for(newest.config.get_text_config(), data.opened, str(newest.path))
     # By a checkpoint of an older version, which says nothing, the sets are taken at their word.
     then, now = newest.progress.get("evaluated_on", {}), data.measured_on()
     sets = data.validation_splits()
