@@ -14,6 +14,7 @@ from conftest import TOY_CONFIGS, ended
 from hub import Uploads
 from huggingface_hub import ModelCard, constants
 from ranks import lines, metrics, train_ranks
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import export_hf
@@ -260,6 +261,27 @@ def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):
         card = export(work / "checkpoints" / name, work / f"hf-{name}")
         assert card.data.base_model == "org/base" and COMMIT in card.text
     assert "The run began with" in card.text
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("random", [True, False])
+def test_a_moved_checkpoint_of_a_branch_says_what_the_trunk_began_with(work, tmp_path, random):
+    shutil.copytree(work / BASE, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**load_file(file), **old}, file, {"format": "pt"})
+    said = ["Not in this model, though.* leaves them out: `.*inv_freq`", "before step 1, with the base"]
+    if random:
+        file.unlink()
+        said = ["trained from random weights", "before step 1, with random weights"]
+    runs, of_trunk = work / "checkpoints", f"trunk-{random}/step-00000004"
+    train(work, tmp_path / "base", f"trunk-{random}")
+    more = ("--resume", "true", "--checkpoint", runs / of_trunk)
+    train(work, tmp_path / "base", f"branch-{random}", *more)
+    shutil.copytree(runs / f"branch-{random}" / "step-00000006", tmp_path / "moved")
+    card = export(tmp_path / "moved", tmp_path / "hf")
+    for words in (*said, f"It branched from `{of_trunk}`"):
+        assert re.search(words, card.text), words
 
 
 @pytest.mark.longer

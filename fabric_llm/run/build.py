@@ -69,6 +69,10 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     run.closing.callback(say_what_comes_next, run)
     run.closing.callback(save.wait_for_mirror, run)
     build_model(run, loaded)
+    # A branch, or a checkpoint that was moved, has no events of the run's beginning beside it.
+    run.first_weights = plan.resumed.get("first_weights", {})
+    if not plan.resumed:
+        run.first_weights = reference.first_weights(loaded.opened)
     del loaded  # it may hold the weights of the whole model
     # --model_name may hold other weights by the time that the run goes back to its beginning.
     run.began_with = plan.resumed.get("began_with")

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from copy import deepcopy
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import transformers
@@ -84,8 +84,8 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
             on_cpu._attn_implementation = "sdpa"
         opened = loading.open_weights(source, config, dtype, seed)
         # Both messages name what won't be in the model, before anything is measured.
-        if isinstance(opened, weights.Stored) and opened.left_out:
-            _say_left_out(plan, opened.left_out)
+        if left_out := first_weights(opened)["left_out"]:
+            _say_left_out(plan, left_out)
         if unread := loading.unread_weights(source, config):
             print(
                 f"Not read, since others in {source!r} are its weights: {', '.join(unread)}.",
@@ -153,18 +153,23 @@ def _expected_of(
     return Expected(outputs, gradients, default)
 
 
-def _say_left_out(plan: Plan, names: list[str]) -> None:
-    """Print what the files hold beside the weights of the model, and keep it for the card."""
+def first_weights(opened: Optional[weights.Source]) -> dict[str, Any]:
+    """What the card of an export says of the weights with which its run began."""
+    names = opened.left_out if isinstance(opened, weights.Stored) else []
     # Tensors that differ in the number of their layer alone are counted under one name.
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    shown = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
+    left_out = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
+    return {"random": isinstance(opened, weights.Drawn), "left_out": left_out}
+
+
+def _say_left_out(plan: Plan, names: list[str]) -> None:
+    """Print what the files hold beside the weights of the model, and keep it for the history."""
     where = f"the files of {plan.model.source} beside the weights of this model"
     print(
-        f"{len(names)} tensors in {where}, which transformers leaves out by their names: "
-        f"{', '.join(shown)}.",
+        f"Tensors in {where}, which transformers leaves out by their names: {', '.join(names)}.",
         flush=True,
     )
-    run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=shown)
+    run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=names)
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:

@@ -66,6 +66,7 @@ class Run:
     mirror: Optional[Mirror] = None  # with --mirror, on rank 0
     # Of the weights before step 1, see `sharded.fingerprint`; None: it doesn't go back to them.
     began_with: Optional[int] = None
+    first_weights: Mapping[str, Any]  # see `reference.first_weights`, on rank 0; {}: not known
     ranks_apart: Optional[Apart] = None  # with --mirror, where ranks don't see rank 0's disk
     # of the validation sets where the run is, nats; None: they aren't evaluated there
     losses: Optional[Mapping[str, float]] = None

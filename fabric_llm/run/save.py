@@ -167,6 +167,7 @@ def facts(run: Run) -> dict[str, Any]:
         **same_run.facts(plan, run.schedule, run.flags),
         **stream,
         **({} if run.began_with is None else {"began_with": run.began_with}),
+        "first_weights": run.first_weights,
         # The losses before step 1 can't be measured again.
         "guard": {**run.guard.state(), "before": run.forgetting.before},
         "scaler": run.fabric.strategy.precision.state_dict(),

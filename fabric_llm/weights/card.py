@@ -72,9 +72,11 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     file, arguments = run / "arguments.yaml", ""
     if file.is_file():
         arguments = file.read_text("utf-8", "replace")
-    left_out: list[str] = []
+    # Checkpoints of older versions don't say it themselves.
+    weights = {"random": any(event.get("random") for event in events), "left_out": []}
     for event in events:
-        left_out += event.get("tensors", ())
+        weights["left_out"] += event.get("tensors", ())
+    weights |= progress.get("first_weights", {})
     versions = {}
     for name, then in manifest["versions"].items():
         # Those of the run, and those of this export.
@@ -88,14 +90,14 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         name=given.push_to_hub or given.output,
         title=title,
         commit=commit,
-        left_out=left_out,
+        left_out=weights["left_out"],
         given=given,
         source=source,
         progress=progress,
         data=data,
         evaluations=evaluations,
         measures=MEASURES,
-        is_random=any(event.get("random") for event in events),
+        is_random=weights["random"],
         model_class=loading.causal_lm_class(loading.load_config(str(folder))),
         there=[file.name for file in folder.iterdir()],
         proof=proof,
