@@ -63,7 +63,7 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     # int64 [1, tokens]
     prompt = torch.tensor([loading.prompt_tokens(tokenizer, text)])
     # Beyond its positions a model writes noise. Some have no such limit.
-    most = getattr(config, "max_position_embeddings", sys.maxsize)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     if prompt.shape[1] == 0:
         raise ValueError(NO_TEXT)
     if prompt.shape[1] > most - given.max_new_tokens:

@@ -16,7 +16,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+)
 
 from arguments import ROOT
 from fabric_llm.generate import PROGRAM, main
@@ -130,6 +136,7 @@ def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
             2,
             "with --max_new_tokens 64 must be no more than the model's 64",
         ),
+        ("{nested} --prompt w1 --max_new_tokens 32", 2, "must be no more than the model's 32"),
         ("{toy} --prompt=", 2, "There is no text to go on from: give --prompt"),
         ("{toy} --prompt w1 --top_p 0", 2, "--top_p must be positive"),
         ("{toy} --prompt w1 --temprature 1", 2, "Did you mean --temperature?"),
@@ -143,7 +150,11 @@ def test_mistakes_are_told_in_one_sentence(
     shutil.copytree(toy, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(runs / "full" / "step-00000002", broken)
     (broken / "model.safetensors").write_bytes(b"")
+    nested = shutil.copytree(toy, tmp_path / "nested")
+    text_config = {"max_position_embeddings": 32, "num_hidden_layers": 1}
+    Gemma3Config(text_config=text_config).save_pretrained(nested)
     places = {"toy": toy, "toys": toys, "runs": runs, "bare": bare, "broken": broken}
+    places["nested"] = nested
     assert ended(main, *words.format(**places).split()) == code
     error = capsys.readouterr().err
     assert sentence.format(**places) in error and error.count("\n") == 1, error
