@@ -17,11 +17,13 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
 
 from fabric_llm.average import main, named
+from fabric_llm.base import register
 from fabric_llm.base.files import step_directories
 from fabric_llm.model.positions import with_older_names
 from fabric_llm.model.sharded import PREFIX
@@ -213,6 +215,16 @@ def test_last_takes_the_newest_of_each_run(runs):
     assert [path.name[-1] for path in named([str(runs / "full")], None)] == ["6"]
 
 
+def test_the_tokenizer_is_that_of_the_newest_part_that_has_one(toys, tmp_path, run_average):
+    words = Tokenizer(models.WordLevel({"x": 0, "y": 1}, unk_token="x"))
+    for name in "ab":
+        shutil.copytree(toys / "llama", tmp_path / name)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=name)
+        tokenizer.save_pretrained(tmp_path / name)
+    assert run_average(tmp_path / "a", tmp_path / "b", toys / "llama")[0] == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "b"
+
+
 # ------------------------------------------------------------------------------- evaluation
 
 
@@ -249,6 +261,35 @@ def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(
     sets = metrics(tmp_path / "run", "eval")[-1]
     losses = {name: one["loss"] for name, one in sets.items()}
     assert note_of(tmp_path)["eval_loss"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.longer
+def test_a_source_of_code_gets_the_context_length_of_its_run(toys, tmp_path, run_average):
+    data, code = tmp_path / "data", tmp_path / "mine.py"
+    data.mkdir()
+    (data / "cut.txt").write_text(str(toys / "data"))
+    code.write_text(CUT)
+    flags = f"{FLAGS} --run_name run --max_step 1 --precision 32-true --context_length 16".split()
+    train_ranks(1, *toy_run(toys, tmp_path), *flags, "--train_data_dir", data, "--code", code)
+    try:
+        assert run_average(tmp_path / "run", evaluate="true")[0] == 0
+    finally:
+        register.load(None)
+    of_run = metrics(tmp_path / "run", "eval_loss")[-1]
+    assert note_of(tmp_path)["eval_loss"]["validation"] == pytest.approx(of_run, abs=1e-5)
+
+
+CUT = """
+import datasets
+import numpy as np
+from fabric_llm.base import register
+
+@register.source("cut.txt")
+def cut(folder, flags):
+    splits = datasets.load_from_disk((folder / "cut.txt").read_text())
+    length = flags.data.context_length
+    return {name: np.array(split["input_ids"])[:, :length] for name, split in splits.items()}
+"""
 
 
 def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path, run_average):
