@@ -34,8 +34,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             following = command("python", "train.py", "...", eval_data=f"tasks={arguments.output}")
             print(f"{made}\nNext: {following}", flush=True)
             return
+        from fabric_llm.base import work_folder
         from fabric_llm.prepare import prepare
-        from fabric_llm.prepare.inputs import place_of, work_folder_of
+        from fabric_llm.prepare.inputs import place_of
 
         # A flag that wasn't given is None, and `Options` has its default.
         given = {name: value for name, value in vars(arguments).items() if value is not None}
@@ -44,7 +45,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             manifest = prepare.prepare(inputs=inputs, **given)
         except BaseException:
             # Only complete pieces are taken up by the next start.
-            if prepare.has_work(work_folder_of(place_of(arguments.output))):
+            if prepare.has_work(work_folder.beside(place_of(arguments.output))):
                 ending.left += "; the same command goes on from there"
             raise
         print(prepare.summary(manifest), flush=True)

@@ -20,11 +20,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from fabric_llm.base import work_folder
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.prepare import checks, inputs
+from fabric_llm.prepare import checks
 from fabric_llm.prepare import prepare as prepare_module
-from fabric_llm.prepare.inputs import work_folder_of
-from fabric_llm.prepare.prepare import prepare, work_folder
+from fabric_llm.prepare.prepare import prepare
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from prepare_arguments import parse_prepare
 
@@ -186,17 +186,17 @@ def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
 
 def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     given = arguments(corpus, tmp_path / "out")
-    said = "out is being prepared in .* by another process: wait for it"
-    with work_folder(tmp_path / "out"), pytest.raises(ValueError, match=said) as raised:
+    said = "out is being made by another process: wait for it"
+    with work_folder.locked(tmp_path / "out"), pytest.raises(ValueError, match=said) as raised:
         prepare(**given)
     assert raised.value.code == 73
-    assert work_folder_of(tmp_path / "out").name == ".out.preparing"
+    assert work_folder.beside(tmp_path / "out").name == ".out.preparing"
 
 
 def test_another_preparation_is_told_before_the_inputs_are_found(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "find_sources", None)
     flags = ["--input", corpus, "--tokenizer", tmp_path, "--output", tmp_path / "out"]
-    with work_folder(tmp_path / "out"), pytest.raises(ValueError, match="by another process"):
+    with work_folder.locked(tmp_path / "out"), pytest.raises(ValueError, match="by another process"):
         checks.check(parse_prepare([str(word) for word in flags]))
 
 
@@ -218,18 +218,18 @@ def test_what_another_process_has_finished_meanwhile_stays(corpus, tmp_path, mon
 
 def test_a_work_folder_that_is_removed_while_it_is_locked_is_made_anew(tmp_path, monkeypatch):
     """By a process that was ready just then: the lock would be that of a file without a name."""
-    folder, lock, removed = work_folder_of(tmp_path / "out"), inputs.lock, []
+    folder, lock, removed = work_folder.beside(tmp_path / "out"), work_folder.lock, []
 
     def after_removal(*given):
         if not removed:
             removed.append(shutil.rmtree(folder))
         lock(*given)
 
-    monkeypatch.setattr(inputs, "lock", after_removal)
-    with work_folder(tmp_path / "out") as made:
+    monkeypatch.setattr(work_folder, "lock", after_removal)
+    with work_folder.locked(tmp_path / "out") as made:
         assert removed and (made / "lock").is_file()
-        with pytest.raises(ValueError, match="is being prepared in .* by another process"):
-            with work_folder(tmp_path / "out"):
+        with pytest.raises(ValueError, match="is being made by another process"):
+            with work_folder.locked(tmp_path / "out"):
                 pass
 
 
@@ -295,12 +295,12 @@ def test_another_end_of_texts_is_another_dataset(call, kill, corpus, tmp_path, s
 def test_work_that_was_half_removed_is_not_used(call, kill, undisturbed, tmp_path):
     kill(tmp_path / "out", "prepare.rows")
     work = tmp_path / ".out.preparing"
-    removing = prepare_module.shutil.rmtree
+    removing = work_folder.shutil.rmtree
     with pytest.MonkeyPatch.context() as patch:  # killed after it has begun to remove
         marked = max(path.with_suffix("") for path in work.glob("piece-*.json"))
         removed = marked.with_suffix(".tokens")
-        patch.setattr(prepare_module.shutil, "rmtree", lambda folder, **more: removed.unlink())
-        prepare_module.remove(work)
+        patch.setattr(work_folder.shutil, "rmtree", lambda folder, **more: removed.unlink())
+        work_folder.remove(work)
     assert removing is prepare_module.shutil.rmtree and marked.with_suffix(".json").is_file()
     assert call(tmp_path / "out").returncode == 0
     assert_same(tmp_path / "out", undisturbed)

@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from fabric_llm.base import files
+from fabric_llm.base import files, work_folder
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.names import hub_name
 from fabric_llm.mirror.address import is_address, require
@@ -13,12 +13,10 @@ from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.prepare.inputs import (
     DEFAULT_PATTERNS,
     find_sources,
-    lock,
     place_of,
     preparation,
     prepared_output,
     separator,
-    work_folder_of,
 )
 
 
@@ -27,9 +25,9 @@ def require_alone(output: Path) -> None:
     inputs are found."""
     # Without this file nobody does; `prepare` itself makes it, and says what stands against that.
     with suppress(OSError):
-        descriptor = os.open(work_folder_of(output) / "lock", os.O_RDWR)
+        descriptor = os.open(work_folder.beside(output) / work_folder.LOCK, os.O_RDWR)
         try:
-            lock(descriptor, f"output {output} is being prepared in {work_folder_of(output)}")
+            work_folder.lock(descriptor, f"output {output}")
         finally:
             os.close(descriptor)
 

@@ -36,6 +36,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
+from fabric_llm.base.work_folder import lock
 from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import (
@@ -49,7 +50,6 @@ from fabric_llm.prepare.documents import (
     sections,
     where,
 )
-from fabric_llm.prepare.inputs import lock
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120
 # bytes a character.
@@ -207,7 +207,7 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
             stack.enter_context(open(path.with_suffix(name), "ab"))
             for name in (".tokens", ".documents")
         ]
-        lock(opened[0].fileno(), f"piece {name} in {job.folder!r} is being made")
+        lock(opened[0].fileno(), f"piece {name} in {job.folder!r}")
         if read_mark(path) is not None:
             return
         for file in opened:

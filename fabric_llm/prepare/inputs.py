@@ -7,8 +7,6 @@ once. Every check raises ValueError.
 
 import bz2
 import codecs
-import errno
-import fcntl
 import fnmatch
 import gzip
 import io
@@ -25,7 +23,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
-from fabric_llm.base.faults import UNWRITABLE, Fault
+from fabric_llm.base import work_folder
 from fabric_llm.base.names import comma_separated, is_path, nearest_of
 from fabric_llm.mirror.address import is_address
 
@@ -45,20 +43,6 @@ NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
-
-
-def lock(descriptor: int, what: str) -> None:
-    """Lock an open file until it is closed. Raises Fault (73) where another process has it, which
-    makes `what`. Some file systems have no locks."""
-    try:
-        # The lock ends with the process, so that a killed one leaves none behind.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sentence = f"{what} by another process: wait for it, or end it."
-        raise Fault(sentence, UNWRITABLE) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
 
 
 def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
@@ -146,11 +130,6 @@ def place_of(output: str | Path) -> Path:
 
         return storage.place_of(str(output))
     return Path(output).resolve()  # a link to a larger disk stays a link
-
-
-def work_folder_of(output: Path) -> Path:
-    """The folder beside `output`, a resolved path, in which it is made: on the same file system."""
-    return output.with_name(f".{output.name}.preparing")
 
 
 class Source(NamedTuple):
@@ -344,7 +323,7 @@ def _files_of(
     def refuse(error: OSError) -> None:  # without this, os.walk skips folders that it can't list
         raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error
 
-    left_out = {str(output), str(work_folder_of(output))}
+    left_out = {str(output), str(work_folder.beside(output))}
     matches = _matcher(pattern)
 
     def is_excluded(name: str) -> bool:

@@ -15,16 +15,14 @@ The folder is a `DatasetDict` of `train` and `validation` with one column, `inpu
 counted: in each split tokens = rows * context_length + dropped_tokens - padding.
 """
 
-import errno
 import hashlib
 import json
-import os
 import platform
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import islice
@@ -36,10 +34,9 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fabric_llm.base import files
-from fabric_llm.base.ending import on_disk, uninterrupted
-from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, printable
+from fabric_llm.base import files, work_folder
+from fabric_llm.base.ending import on_disk
+from fabric_llm.base.faults import BAD_INPUT, printable
 from fabric_llm.base.names import comma_separated, command, shown
 from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
@@ -74,7 +71,6 @@ KEPT_OPTIONS = (
     "min_document_tokens",
 )
 SHARE = f"{contamination.GRAM} words in a row with an evaluation set"
-KEY = "key.json"  # what the tokenizer in the work folder was made of
 PIECE_FORMAT = 5  # of the files there
 
 
@@ -147,7 +143,7 @@ def prepare(**arguments: Any) -> dict:
         "65,536"
     )
     # Everything is made beside the output, and becomes it by one rename.
-    with work_folder(target) as folder, on_disk(target, folder, needs):
+    with work_folder.locked(target) as folder, on_disk(target, folder, needs):
         try:
             # Once more: another process may have made it since, and given the lock back.
             inputs.prepared_output(target, options.overwrite)
@@ -156,7 +152,7 @@ def prepare(**arguments: Any) -> dict:
         except BaseException:
             # The next start goes on with the pieces that are done.
             if not has_work(folder):
-                remove(folder)
+                work_folder.remove(folder)
             raise
         try:
             manifest = _make_dataset(folder, options, input_files, work, tokenizer, evaluation)
@@ -169,7 +165,7 @@ def prepare(**arguments: Any) -> dict:
             # All pieces are done. The next start goes on with them after a full disk, which is a
             # Fault of another code, but not after a mistake in the flags or the text.
             if getattr(error, "code", BAD_INPUT) == BAD_INPUT:
-                remove(folder)
+                work_folder.remove(folder)
             raise
     # What a reader of the file gets, whose own hash is among the fields.
     return json.loads(content)
@@ -186,74 +182,14 @@ def publish(folder: Path, target: Path, output: str | Path, overwrite: bool) -> 
         from fabric_llm.prepare import storage
 
         storage.send(folder / "dataset", str(output), overwrite)
-        remove(folder)
+        work_folder.remove(folder)
         return
-    with uninterrupted():
-        # A former dataset is removed with the folder, when the new one is in its place.
-        if target.exists():
-            target.rename(folder / "old")
-        # A kill between the two renames is mended by `work_folder` at the next start.
-        failpoint("prepare.publish")
-        (folder / "dataset").rename(target)
-        files.fsync(target.parent)
-        remove(folder)
-
-
-@contextmanager
-def work_folder(output: Path) -> Iterator[Path]:
-    """Make and lock the folder beside `output` in which it is made.
-
-    Raises Fault (73) where it can't be made, or another process works in it.
-    """
-    folder = files.no_link(inputs.work_folder_of(output))
-    descriptor = _locked(folder, output)
-    try:
-        # Killed between the two renames, or after the second one.
-        if (folder / "old").exists() and not output.exists():
-            (folder / "old").rename(output)
-        shutil.rmtree(folder / "old", ignore_errors=True)
-        yield folder
-    finally:
-        # Closing the file releases the lock.
-        os.close(descriptor)
-
-
-def _locked(folder: Path, output: Path) -> int:
-    """The descriptor of the locked file in a work folder, which is made. The lock goes with the
-    process that holds it, however that ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        code = SAVE_FAILED if error.errno in (errno.ENOSPC, errno.EDQUOT) else UNWRITABLE
-        raise Fault(f"output {output} cannot be written: {error.strerror}.", code) from error
-    try:
-        inputs.lock(descriptor, f"output {output} is being prepared in {folder}")
-        # Another process may have removed the folder between the two statements.
-        is_there = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
-    except FileNotFoundError:
-        is_there = False
-    except BaseException:
-        os.close(descriptor)
-        raise
-    if is_there:
-        return descriptor
-    os.close(descriptor)
-    return _locked(folder, output)
+    work_folder.publish(folder / "dataset", target)
 
 
 def has_work(folder: Path) -> bool:
     """Whether a later start finds something done."""
     return next(folder.glob("piece-*.json"), None) is not None
-
-
-def remove(folder: Path) -> None:
-    """Remove a work folder, its key first: after a kill in the middle, the next start doesn't take
-    what is left for its own."""
-    with suppress(OSError):
-        (folder / KEY).unlink(missing_ok=True)
-        files.fsync(folder)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sample(texts: Iterator[str], input_files: inputs.InputFiles) -> Iterator[str]:
@@ -338,10 +274,10 @@ def _clear_of_others(folder: Path, key: dict[str, Any]) -> None:
     """
     former = {}
     with suppress(OSError, ValueError):
-        former = json.loads((folder / KEY).read_bytes())
+        former = json.loads((folder / work_folder.KEY).read_bytes())
     if former == key:
         return
-    (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
+    (folder / work_folder.KEY).unlink(missing_ok=True)  # first, see `work_folder.remove`
     files.fsync(folder)
     has_pieces = former.get("format") == PIECE_FORMAT
     for path in folder.iterdir():
@@ -352,7 +288,7 @@ def _clear_of_others(folder: Path, key: dict[str, Any]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    files.write_atomically(folder / KEY, json.dumps(key), durable=True)
+    files.write_atomically(folder / work_folder.KEY, json.dumps(key), durable=True)
 
 
 class Work(NamedTuple):

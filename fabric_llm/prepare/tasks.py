@@ -20,14 +20,14 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fabric_llm.base import files
+from fabric_llm.base import files, work_folder
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import comma_separated, nearest, reach_hub
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.folders import TASKS
 from fabric_llm.prepare.inputs import place_of, prepared_output
-from fabric_llm.prepare.prepare import publish, remove, work_folder
+from fabric_llm.prepare.prepare import publish
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 KINDS = ("multiple_choice", "loglikelihood")  # of tasks that compare likelihoods of answers
@@ -59,7 +59,7 @@ def prepare_tasks(
     counts = Counter(document[0]["task"] for _, document in documents)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        work_folder(target) as folder,
+        work_folder.locked(target) as folder,
         on_disk(target, folder, "rows need 8 bytes a token"),
     ):
         try:
@@ -79,7 +79,7 @@ def prepare_tasks(
             files.write_atomically(made / "manifest.json", content, durable=True)
             publish(folder, target, output, overwrite)
         finally:
-            remove(folder)
+            work_folder.remove(folder)
     words = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     return (
         f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"

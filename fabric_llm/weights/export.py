@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fabric_llm.base import files
+from fabric_llm.base import files, work_folder
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
 from fabric_llm.checkpoint import keep, reading, whole
@@ -27,8 +27,6 @@ from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import Source, first_names, units
-from fabric_llm.prepare.inputs import work_folder_of
-from fabric_llm.prepare.prepare import publish, remove, work_folder
 from fabric_llm.weights.checks import exported_output
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard
@@ -182,13 +180,13 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
     # A tied weight counts once, as it is stored.
     needed_bytes = sum(parameter.nbytes for parameter in skeleton.parameters())
     # A kill while an older one was being replaced has left it in the work folder.
-    was_there = output.exists() or (work_folder_of(output) / "old").exists()
+    was_there = output.exists() or work_folder.has_former(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
     # Of one process at a time.
-    with work_folder(output) as folder:
+    with work_folder.locked(output) as folder:
         try:
-            temporary = folder / "dataset"
+            temporary = folder / "model"
             # An export that was killed has left it.
             shutil.rmtree(temporary, ignore_errors=True)
             with on_disk(output, temporary, f"the weights need {files.size(needed_bytes)}"):
@@ -196,9 +194,9 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
             # Once more: what has appeared meanwhile isn't replaced.
             exported_output(output, was_there)
         except BaseException:
-            remove(folder)
+            work_folder.remove(folder)
             raise
-        publish(folder, output, output, was_there)
+        work_folder.publish(temporary, output)
 
 
 def write_model(
