@@ -176,6 +176,7 @@ def test_progress_json_says_where_the_run_is(runs):
     assert document == {
         "progress": {"step": 2, "position": 8, "tokens": 8 * 24},
         "state_dict_type": "full",
+        "optimizer": "AdamW",
         "optimizer_state": ["exp_avg", "exp_avg_sq"],
         "fixed": {
             **{"context_length": 24, "train_rows": 44, "row_order": "feistel", "seed": 1234},

@@ -136,6 +136,23 @@ def test_a_run_says_what_its_optimizer_loses(toys, tmp_path):
     assert "nothing is lost" not in said
 
 
+def test_an_optimizer_of_another_class_begins_with_no_state(toys, tmp_path):
+    """The state of the one before would be no use to it, or an error in its first step."""
+    words = ("--run_name", "a", "--save_step_interval", 4)
+    [(code, _, error)] = run_with(SGD, toys, tmp_path, 1, *words)
+    assert code == 0, error
+    words += ("--checkpoint", tmp_path / "a" / "step-00000004", "--resume", "true")
+    words += ("--resume_override", "code")
+    begun = "\n    made.state[groups[0]['params'][0]]['x'] = torch.ones(1)\n    return made"
+    eager = SGD.replace("return ", "made = ") + begun
+    [(code, _, error)] = run_with(eager, toys, tmp_path, 1, *words)
+    assert code == 2 and "its class needs another name than SGD" in error
+    [(code, said, error)] = run_with(ADAFACTOR, toys, tmp_path, 1, *words)
+    assert code == 0 and "is Adafactor from here on, SGD before: its state begins" in said, error
+    kept = reading.optimizer_state(tmp_path / "a" / "step-00000008")
+    assert not any("momentum" in name for name in kept)
+
+
 ADAFACTOR = """
     @register.optimizer
     def make(groups, names, store, flags):

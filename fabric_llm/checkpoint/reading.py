@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fabric_llm.base import register
+from fabric_llm.base.command_line import is_rank_zero
+from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import damaged, read_progress
-from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held
+from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, class_of, optimizer_held
 from fabric_llm.model.sharded import local_part, shard_group, shards
 from fabric_llm.model.tensor_files import Tensors, readable
 
@@ -36,24 +39,36 @@ def load_optimizer(
     Each rank reads the rows that it holds a part of, one tensor at a time. skeleton: the unwrapped
     model on the meta device. may_lack: names of parameters, such as those that were frozen before,
     whose state may be missing in the checkpoint. It then stays as it is, and so does a moving
-    average. mark: called before each tensor. Raises Fault (66) where other state is missing or has
-    another shape.
+    average. mark: called before each tensor. An optimizer of another class begins with no state.
+    Raises Fault (66, of --code 2) where other state is missing or has another shape.
     """
-    stored = optimizer_state(path)
+    stored, document, now = optimizer_state(path), read_progress(path), class_of(optimizer)
     # Without --ema_decay a run saves no average. One that begins now is a copy of the weights.
-    has_average = EMA in read_progress(path)["optimizer_state"]
-    # Most optimizers make their state in the first step: before it there is nothing to fill.
-    _begin_state(stored, model, optimizer)
+    has_average = EMA in document["optimizer_state"]
+    # Older versions didn't save it.
+    is_other = (before := document.get("optimizer", now)) != now
+    if not is_other:
+        # Most optimizers make their state in the first step: before it there is nothing to fill.
+        _begin_state(stored, model, optimizer)
+    elif is_rank_zero():
+        print(f"The optimizer is {now} from here on, {before} before: its state begins anew.")
     for key, (tensor, first, shape) in optimizer_held(model, skeleton, optimizer).items():
         mark()
-        may_be_missing = key.endswith(f".{EMA}") and not has_average
+        is_average = key.endswith(f".{EMA}")
+        if is_other and not is_average:
+            continue
+        may_be_missing = is_average and not has_average
         may_be_missing = may_be_missing or parameter_of(key) in may_lack
         if key in stored or not may_be_missing:
             # A key that is missing, and mustn't be, is reported with the shape "nothing".
             if (there := stored.shapes.get(key, "nothing")) != shape:
-                raise damaged(
-                    path, f"the optimizer's state holds {there} as {key}, the model {shape}."
-                )
+                words = f"the optimizer's state holds {there} as {key}, the model {shape}"
+                if "optimizer" in register.ONLY:
+                    raise Fault(
+                        f"{str(path)!r}: {words}. If --code changes what its optimizer keeps, "
+                        f"its class needs another name than {now}, and begins with no state."
+                    )
+                raise damaged(path, f"{words}.")
             # None where it isn't split. Of a number, which isn't either, `first` says only on which
             # ranks it is valid.
             begin = first if first is not None and shape else 0

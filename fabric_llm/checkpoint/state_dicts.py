@@ -112,6 +112,11 @@ def weights_held(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Held]
     }
 
 
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an optimizer's class, without Fabric's wrapper."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
 def optimizer_held(
     model: nn.Module, skeleton: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, Held]:

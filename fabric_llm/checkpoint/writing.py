@@ -58,7 +58,13 @@ from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import apart, whole
 from fabric_llm.checkpoint.keep import Progress, versions
-from fabric_llm.checkpoint.state_dicts import Part, optimizer_held, own_parts, weights_held
+from fabric_llm.checkpoint.state_dicts import (
+    Part,
+    class_of,
+    optimizer_held,
+    own_parts,
+    weights_held,
+)
 from fabric_llm.model.sharded import reshard, shard_ranks
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.weights import is_finite
@@ -159,6 +165,7 @@ def begin(
         document={
             "progress": asdict(progress),
             "state_dict_type": state_dict_type,
+            "optimizer": class_of(optimizer),
             "optimizer_state": sorted(kept),
             **facts,
         },
