@@ -104,7 +104,7 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
         sampled = step.sample_weights(run.model.parameters()) if logs else None
         update = None
         if guard.accept(loss, grad_norm):
-            run.optimizer.step()
+            step.take(run.optimizer)
             # An optimizer of --code has its state only after a step. What no checkpoint could hold
             # ends the run now, and not at its first save.
             if before.step == run.plan.start.step:

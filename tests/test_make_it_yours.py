@@ -20,8 +20,10 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import own
 from fabric_llm.data.own import HEAD, Stream
+from fabric_llm.model.language_model import losses_to_log
 from fabric_llm.plan import same_run
 from fabric_llm.run.metrics import of_code
+from fabric_llm.training.adamw import make_optimizer
 from fabric_llm.training.schedule import arguments_of, lr_at
 from parse_arguments import parse_plan, parse_train
 
@@ -225,6 +227,10 @@ MISTAKES = {
     "an exception": ("\n1 / 0\n", "--code 'PATH', line 2: ZeroDivisionError: division by zero."),
     "an exit": ("exit(3)\n", "--code 'PATH', line 1: SystemExit: 3."),
     "a missing package": ("import no_such_one\n", "line 1: ModuleNotFoundError: No module named"),
+    "a loss that adds a name twice": (
+        HEADER + '@register.loss(adds=["z", "z"])\ndef loss(*given): ...\n',
+        "line 2: its loss adds a name twice: z, z.",
+    ),
     "twice": (HEADER + SCHEDULE * 2, "line 4: it registers the schedule 'a' twice."),
     "ours": (HEADER + SCHEDULE.replace('"a"', '"cosine"'), "schedule 'cosine' already"),
     "a metric of ours": (
@@ -422,6 +428,34 @@ def test_a_stream_that_cannot_resume_exactly_is_refused(monkeypatch, begin, sent
     monkeypatch.setitem(register.LOADED, "file", __file__)
     with pytest.raises(Fault, match=sentence):
         Stream(begin, 4, "squares").require_exact_resume()
+
+
+LOGITS = torch.zeros(2, 2, requires_grad=True)
+MODEL = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
+LR = {"max_step": 2, "lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, "lr_schedule": "mine"}
+# What reads a table's entry of --code: the entry, and what it must return.
+RETURNS = {
+    lambda: lr_at(0, **LR): [(lambda at: np.nan, "finite numbers: nan")],
+    lambda: make_optimizer(MODEL, set(), SimpleNamespace(weight_decay=0, seed=0), ""): [
+        (lambda *given: None, "a torch.optim.Optimizer: NoneType")
+    ],
+    lambda: losses_to_log(LOGITS, None): [
+        ((lambda *given: 1.0, ()), "a scalar tensor, summed"),
+        ((lambda logits, *more: logits.detach().sum(), ()), "a number that has a gradient"),
+        ((lambda logits, *more: (logits.sum(), 1.0), "z"), "a tuple of 2 scalar tensors"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "made", "sentence"), [(call, *one) for call in RETURNS for one in RETURNS[call]]
+)
+def test_what_a_function_returns_is_checked(monkeypatch, call, made, sentence):
+    monkeypatch.setitem(register.LOADED, "flags", None)
+    monkeypatch.setitem(register.SCHEDULES, "mine", made)
+    monkeypatch.setattr(register, "ONLY", {"loss": made, "optimizer": made})
+    with pytest.raises(Fault, match=f"--code: the .* must return {sentence}"):
+        call()
 
 
 def test_a_metric_leaves_the_model_in_its_mode(monkeypatch):

@@ -23,6 +23,7 @@ from ranks import metrics as values
 from servers import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fabric_llm.base import register
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
 from fabric_llm.run import metrics
@@ -221,6 +222,12 @@ def logged(kind, folder):
         trackers.close(60)
     assert len(caught) == 1
     return str(caught[0].message), trackers
+
+
+@pytest.mark.parametrize("made", [None, print, (print,), (1, 2)])
+def test_a_tracker_that_is_not_two_functions_warns(monkeypatch, tmp_path, made):
+    monkeypatch.setitem(register.TRACKERS, "mine", lambda *_: made)
+    assert "failed, the run and" in (said := logged("mine", tmp_path)[0]) and "(log, close)" in said
 
 
 def tracking(monkeypatch, folder, log):

@@ -219,6 +219,7 @@ def test_state_of_another_shape_is_saved_resumed_and_verified(toys, tmp_path, co
             "the optimizer keeps 'count' as int, but checkpoints hold tensors alone",
         ),
         (2, 'self.state[group["params"][0]]["s"] = torch.ones(1)', "take --strategy ddp"),
+        (1, 'group["none"]', "mine.py', step of the optimizer, line 8: KeyError: 'none'."),
     ],
 )
 def test_what_no_checkpoint_could_hold_is_told_after_the_first_step(

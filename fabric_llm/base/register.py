@@ -61,8 +61,10 @@ def loss(adds: Iterable[str] = ()) -> Register:
     """
 
     def register(function: Any) -> Any:
+        if len(set(names := tuple(adds))) < len(names):
+            raise Fault(f"its loss adds a name twice: {', '.join(names)}.")
         # The names belong to the function, so the table holds both.
-        _into(ONLY, "loss", "a loss")((function, tuple(adds)))
+        _into(ONLY, "loss", "a loss")((function, names))
         return function
 
     return register
@@ -285,4 +287,4 @@ def _words(error: BaseException, file: str) -> str:
     words = one_line(error).rstrip(".")
     if not isinstance(error, Fault):
         words = f"{type(error).__name__}: {words}"
-    return f"line {line}: {words}."
+    return f"line {line}: {words}." if line else f"{words}."

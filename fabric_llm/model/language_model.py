@@ -40,10 +40,13 @@ def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
     with register.of_user("loss"):
         result = loss(logits, targets, register.LOADED["flags"])
         trained, *added = result if adds else (result,)
-    # Without this check, a wrong shape would only fail later, where nothing names --code.
-    if trained.shape != () or len(added) != len(adds):
-        numbers = f"{1 + len(adds)} scalars" if adds else "a scalar"
+    # Without these checks, a mistake would only fail later, where nothing names --code.
+    are_scalars = all(isinstance(one, Tensor) and one.shape == () for one in (trained, *added))
+    if not are_scalars or len(added) != len(adds):
+        numbers = f"a tuple of {1 + len(adds)} scalar tensors" if adds else "a scalar tensor"
         raise Fault(f"--code: the loss must return {numbers}, summed over targets.")
+    if logits.requires_grad and torch.is_grad_enabled() and not trained.requires_grad:
+        raise Fault("--code: the loss must return a number that has a gradient.")
     return torch.stack([trained.float(), *(one.detach().float() for one in added)])
 
 

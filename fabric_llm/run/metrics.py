@@ -166,7 +166,7 @@ class Trackers:
         self.warned: set[str] = set()
         known = TRACKERS | register.TRACKERS
         for name in named(names):
-            opening = partial(known[name], folder, config, entity, project)
+            opening = partial(_opened, known[name], folder, config, entity, project)
             # Before the first new line is written: a tracker may begin with what the file holds.
             tracker = self._try(f"--logger {name}", opening)
             if tracker is not None:
@@ -230,6 +230,14 @@ class Trackers:
         if name not in self.warned:
             self.warned.add(name)
             warnings.warn(f"{name} {what}.", stacklevel=2)
+
+
+def _opened(opening: Callable[..., Tracker], *given: Any) -> Tracker:
+    """A new tracker. Raises TypeError where one of --code isn't (log, close)."""
+    tracker = opening(*given)
+    if not (isinstance(tracker, Sequence) and len(tracker) > 1 and all(map(callable, tracker))):
+        raise TypeError("it must return two functions, (log, close)")
+    return tracker
 
 
 def named(given: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The numbers of a step: what train.py's loop calls between a batch and the updated weights.
 
-step        `count_targets`, `accumulate`, `backward`, `clip`, `share`, `update_size`: the parts of
-            a step, in their order
+step        `count_targets`, `accumulate`, `backward`, `clip`, `share`, `take`, `update_size`: the
+            parts of a step, in their order
 schedule    `SCHEDULES`, `lr_at`: the learning rate as a function of the step
 adamw       `make_optimizer`, `AdamW`: small updates survive in bfloat16
 adamw_rounded, adamw_triton its stochastic rounding, the same on any devices: plain PyTorch,

@@ -66,6 +66,9 @@ def make_optimizer(
         store = rounding(origins, training.seed)
         with register.of_user("optimizer"):
             made = register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])
+        if not isinstance(made, torch.optim.Optimizer):
+            kind = type(made).__name__
+            raise Fault(f"--code: the optimizer must return a torch.optim.Optimizer: {kind}.")
         made.settings_at_start = _settings(made)
         made.origins = origins  # for the rounding of --ema_decay's average
         return made

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import declared
+from fabric_llm.base.faults import Fault
 
 # Name -> shape of a decay: a function from the fraction of it that is done to the fraction of the
 # rate that is left.
@@ -108,6 +109,8 @@ def lr_at(
     else:
         with register.of_user(f"the schedule {lr_schedule!r}"):
             left = float(register.SCHEDULES[lr_schedule](at))
+        if not math.isfinite(left):
+            raise Fault(f"--code: the schedule {lr_schedule!r} must return finite numbers: {left}.")
     # The sum may differ from lr in its last bit.
     return lr if left == 1 else min_lr + (lr - min_lr) * left
 

@@ -3,12 +3,14 @@ clip, share, update."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Optional
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fabric_llm.base import register
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
@@ -24,6 +26,13 @@ from fabric_llm.model.sharded import (
     sum_over_shards,
 )
 from fabric_llm.training.adamw import AdamW
+
+
+def take(optimizer: torch.optim.Optimizer) -> None:
+    """Update the weights. Raises Fault for an error in an optimizer of --code."""
+    is_own = "optimizer" in register.ONLY
+    with register.of_user("step of the optimizer") if is_own else nullcontext():
+        optimizer.step()
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
