@@ -85,7 +85,7 @@ def train(rank: ThisRank, flags: Arguments, signals: StopSignal) -> bool:
 
         # The gradient of the mean loss over all target tokens of the global batch, counted before
         # the first forward.
-        micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
+        micro_batches = [fabric.to_device(batch) for batch in save.batches_at(run, before)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
         how = run.plan.syncs_every_micro_batch, run.plan.model.sums_in_float32
         for batch in step.accumulate(fabric, run.model, micro_batches, *how):

@@ -430,6 +430,19 @@ def test_a_stream_that_cannot_resume_exactly_is_refused(monkeypatch, begin, sent
         Stream(begin, 4, "squares").require_exact_resume()
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.longer)])
+def test_the_steps_before_the_end_of_a_stream_are_saved(toys, tmp_path, code, ranks):
+    """Of two ranks, one alone lacks rows of the next step."""
+    (tmp_path / "stream.txt").touch()
+    end = "        if self.row == 18:\n            raise StopIteration\n        self.row += 1"
+    code.write_text(code.read_text().replace("        self.row += 1", end))
+    flags = "--train_data_dir . --max_step 9 --global_batch_size 4 --micro_batch_size 2 "
+    flags += f"--eval_iters 0 --code {code.name} --devices {ranks}"
+    exit_code, said = training(tmp_path, "--model_name", toys / "llama", *flags.split())("run")
+    assert exit_code == 2 and "ends after 18 rows: give a smaller --max_step" in said, said
+    assert weights(tmp_path / "runs" / "run", 4)
+
+
 LOGITS = torch.zeros(2, 2, requires_grad=True)
 MODEL = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
 LR = {"max_step": 2, "lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, "lr_schedule": "mine"}

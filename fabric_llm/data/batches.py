@@ -94,7 +94,11 @@ class Batches:
         # Of ranks that share rows, only the first one counts them.
         if self.part == 0:
             read = RowsRead.of(positions[counted], rows[counted])
-        return list(map(self._micro_batch, positions, rows)), read
+        micro_batches = list(map(self._micro_batch, positions, rows))
+        # All ranks meet the end of a stream in one step, whichever of its rows they take.
+        if is_stream(self.rows):
+            self.rows.require(position + self.global_batch_size)
+        return micro_batches, read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
         """The micro-batches of `at`, read one at a time."""

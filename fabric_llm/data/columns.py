@@ -5,11 +5,17 @@ from typing import Any, Optional
 
 import numpy as np
 
+from fabric_llm.base.faults import Fault
+
 COLUMNS = ("input_ids", "attention_mask", "labels")
 # Label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy.
 IGNORED = -100
 NO_PADDING = -1  # in place of a token id
 ENDLESS = 2**62  # rows of a stream, see own.py
+
+
+class StreamEnd(Fault):
+    """A stream has no more rows."""
 
 
 def masked_labels(columns: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -32,7 +32,7 @@ import numpy as np
 
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
-from fabric_llm.data.columns import ENDLESS, IGNORED, Rows
+from fabric_llm.data.columns import ENDLESS, IGNORED, Rows, StreamEnd
 from fabric_llm.data.dataset import TokenDataset
 
 COLUMNS = ("input_ids", "labels")
@@ -172,10 +172,6 @@ class Column:
         return columns[self.name]
 
 
-class StreamEnd(Fault):
-    """A stream has no more rows."""
-
-
 class Stream:
     """The rows of a stream, each by its position in the run. An earlier one than the last is read
     again, from the nearest state before it.
@@ -227,6 +223,11 @@ class Stream:
             # The first state stays, from which every row can be read.
             for old in list(self.states)[1:-MAX_STATES]:
                 del self.states[old]
+
+    def require(self, position: int) -> None:
+        """Raises StreamEnd unless there are so many rows."""
+        with self.lock:
+            self._go_to(position)
 
     def state_at(self, position: int) -> dict[str, Any]:
         """What a checkpoint keeps, for `restore`."""

@@ -14,10 +14,11 @@ from typing import Any, Optional
 from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.base.ranks import gather
+from fabric_llm.base.ranks import from_rank_zero, gather
 from fabric_llm.checkpoint import keep, state_dicts, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
-from fabric_llm.data.columns import is_stream
+from fabric_llm.data.batches import MicroBatch
+from fabric_llm.data.columns import StreamEnd, is_stream
 from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import mirrored, run_directory, same_run
 from fabric_llm.plan.plan import Plan
@@ -84,6 +85,20 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
     # The last step was made with the batch size of the run before, which this run may have changed.
     sequences = plan.resumed["schedule"]["global_batch_size"]
     return evaluation_is_due(plan.start, sequences, plan.schedule, flags)
+
+
+def batches_at(run: Run, before: Progress) -> list[MicroBatch]:
+    """This rank's micro-batches of the step from `before`. Where a stream ends, save the steps up
+    to there and raise StreamEnd. All ranks call it."""
+    try:
+        return run.batches.at(before.position)
+    except StreamEnd:
+        publish(run)
+        run.progress, there = before, step_directory(run.plan.run_directory, before.step)
+        # Where the run began there is nothing to lose.
+        if before != run.plan.start and not from_rank_zero(there.exists):
+            save(run, stops=True)
+        raise
 
 
 def save(run: Run, *, stops: bool) -> None:
