@@ -237,6 +237,10 @@ MISTAKES = {
         HEADER + '@register.metric("lr")\ndef lr(at): ...\n',
         "there is a metric 'lr' already; take another name.",
     ),
+    "a figure of ours": (
+        HEADER + '@register.metric("tasks")\ndef tasks(at): ...\n',
+        "there is a metric 'tasks' already; take another name.",
+    ),
     "a flag of ours": (FLAG.format("lr: float"), "there is a flag --lr already"),
     "no declaration": (FLAG.format("x: int = 3; y: int"), "x isn't declared by option(DEFAULT)."),
     "no text": (FLAG.format("x: int").replace("'''a text'''", ""), "x has no text"),

@@ -25,11 +25,13 @@ from fabric_llm.base.names import command, nearest
 from fabric_llm.checkpoint.keep import METRICS, Progress, is_before
 
 Record = dict[str, Any]
-# What a line of a step may hold: a metric of --code needs another name.
+# What a line may hold, and behind that what the report calls figures of its own: a metric of --code
+# needs another name.
 STEP_NUMBERS = frozenset(
     "step position loss lr grad_norm tokens tokens_per_second tokens_per_second_per_device "
     "model_tflops_per_device mfu data_seconds wait_seconds peak_memory_gib aux_loss "
-    "updated_fraction update_ratio sources verdict eval eval_loss eval_loss_ema shares".split()
+    "updated_fraction update_ratio sources verdict eval eval_loss eval_loss_ema shares "
+    "eval_forgotten eval_budget share undone copy tasks by_position retrieval forgetting".split()
 )
 MANY_LINES = 100  # waiting for the trackers
 # log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
