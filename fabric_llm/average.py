@@ -181,9 +181,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         # A place that can't be written to is told before any weight is read.
         exported_output(output, given.overwrite)
         files.writable(output)
-        for folder in folders:
-            # transformers must know a model class of a run's own code before it opens the parts.
+        # transformers must know a model class of a run's own code before it opens the parts. They
+        # are of one model, so one code is enough: that of older parts may have changed since.
+        for folder in reversed(folders):
             register.load_of_run(folder)
+            if register.LOADED:
+                break
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.weights import average, card, line
 

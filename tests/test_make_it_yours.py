@@ -210,6 +210,11 @@ def strength(at):
     assert exit_code == 2 and ", not None." in said
     exit_code, said = train("run", *back, *code, "--resume_override", "code")
     assert exit_code == 0 and "from here on, sha256" in said, said
+    # a part of an average may have had the code in an older state, which its last part hasn't
+    (tmp_path / "mine.py").write_text("# changed\n" + module)
+    words = ("-m", "fabric_llm.average", "runs/run", "--last", 2, "--evaluate", "false")
+    averaged = run(tmp_path, *words, "--output", "mean")
+    assert averaged.returncode == 0, averaged.stderr
     # what came with the run isn't run
     (tmp_path / "mine.py").rename(tmp_path / "runs" / "run" / "mine.py")
     arguments = tmp_path / "runs" / "run" / "arguments.yaml"
