@@ -21,6 +21,7 @@ import export_hf
 import prepare_data
 from export_hf import parse_export
 from fabric_llm.checkpoint import keep
+from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.weights.card import rename, sources
 from parse_arguments import parse_train
@@ -235,6 +236,8 @@ def test_tokens_and_epochs_of_one_dataset_are_of_the_same_rows():
     progress = {"progress": reached, "fixed": {"train_rows": 96, "context_length": 64}}
     [read] = sources(progress, {"data": {"folder": "d"}})
     assert (read["tokens"], read["epochs"]) == (48 * 64, 0.5)
+    progress["fixed"]["train_rows"] = ENDLESS
+    assert sources(progress, {})[0]["epochs"] is None, "a stream has none"
 
 
 def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, work, tmp_path):

@@ -19,6 +19,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from fabric_llm.base import files
 from fabric_llm.base.command_line import MAX_YAML_BYTES, load_yaml
 from fabric_llm.checkpoint import keep
+from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.model import loading
 from fabric_llm.weights.export import Proof, read_proof
@@ -214,7 +215,8 @@ def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[di
     else:
         # All that was read, with what rewinds have undone, as of the sources of a mixture.
         position, fixed = reached["position"], progress["fixed"]
-        tokens, epochs = position * fixed["context_length"], position / fixed["train_rows"]
+        tokens, rows = position * fixed["context_length"], fixed["train_rows"]
+        epochs = position / rows if rows < ENDLESS else None  # a stream has none
         datasets, read = {"": datasets}, {"": {"tokens": tokens, "epochs": epochs}}
     return [{"name": name, **datasets.get(name, {}), **one} for name, one in read.items()]
 
