@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import plan
 from benchmarks import plan as published
+from fabric_llm.base import register
 from fabric_llm.base.program import cores
 from fabric_llm.forecast import changes, prediction, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
@@ -295,7 +296,7 @@ def test_a_plan_that_takes_minutes_says_so_first(capsys, monkeypatch, nodes):
 
 
 @pytest.mark.longer
-def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
+def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path, monkeypatch):
     words = ("--model_name", toys / "llama", "--price_per_hour", 2)
     found = said(*words)
     assert found["memory"]["peak"] > 0 and found["seconds"]["step"] > 0
@@ -304,6 +305,8 @@ def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
     text = printed(*words)
     assert "assumed: rows of " in text and "tokens/s, for --tokens or --max_step steps" in text
     assert said(*words, "--context_length", 64)["assumed"] == "" and ROW == DEFAULT_ROW
+    monkeypatch.setitem(register.ONLY, "optimizer", None)
+    assert "the state of AdamW for the optimizer of --code" in said(*words)["assumed"]
     pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
     assert run_ranks(1, plan.main, [*map(str, words), "--html", str(tmp_path / "page.html")]) == [0]
 

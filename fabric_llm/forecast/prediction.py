@@ -80,7 +80,7 @@ class Prediction:
     link_bytes: float  # of a device, in a step
     network_bytes: float  # of a node, in a step
     price: Optional[float]
-    assumed: str  # of the data, "" where flags or datasets say it
+    assumed: str  # of the data and the optimizer, "" where all is known
     positions: Optional[int]  # that the model was made for, None where it doesn't say
     row_tokens: int  # of the longest rows
 
@@ -188,7 +188,7 @@ def predict(
         link_bytes=link_bytes,
         network_bytes=network_bytes,
         price=_price(own, world, hours),
-        assumed=assumed,
+        assumed=_with_optimizer(assumed),
         positions=positions.length(model.config.get_text_config()),
         row_tokens=context,
     )
@@ -428,6 +428,12 @@ def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
     if most < ROW:
         return most, f"rows of {most:,} tokens, the model's positions (--context_length)"
     return ROW, f"rows of {ROW:,} tokens, as prepare_data.py makes them (--context_length)"
+
+
+def _with_optimizer(assumed: str) -> str:
+    """What was assumed of the data, and of an optimizer of --code, whose state isn't known."""
+    words = "the state of AdamW for the optimizer of --code"
+    return "; ".join(filter(None, [assumed, words * ("optimizer" in register.ONLY)]))
 
 
 def _rows_read(

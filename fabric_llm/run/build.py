@@ -143,7 +143,9 @@ def require_room(plan: Plan, flags: Flags) -> None:
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
     # On the meta device, so counting the bytes of a large model costs no memory.
     needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
-    writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
+    # What an optimizer of --code keeps isn't known before it is made.
+    of_what = "One checkpoint of this run" + " (with AdamW)" * ("optimizer" in register.ONLY)
+    writing.require_room(plan.run_directory, needed, of_what)
 
 
 def measure(plan: Plan, flags: Flags) -> tuple[Plan, reference.Reference]:
