@@ -17,6 +17,7 @@ from torch import nn
 from fabric_llm.base import register
 from fabric_llm.checkpoint import reading
 from fabric_llm.training import adamw
+from fabric_llm.training.ema import Average
 from fabric_llm.verify import __main__ as verify
 
 PAGE = (Path(__file__).parent.parent / "docs" / "make_it_yours.md").read_text()
@@ -81,6 +82,18 @@ def test_what_is_said_of_updates_is_measured(monkeypatch, updates):
     raises = "@register.optimizer\ndef make(*args):\n    raise RuntimeError('for one model alone')"
     use(monkeypatch, raises)
     assert adamw.kept_updates(FLAGS, updates) is None
+
+
+def test_the_moving_average_is_rounded_by_names_as_with_our_optimizer(monkeypatch):
+    """By the places of parameters, its bits would depend on how they are sharded."""
+    wrapped = nn.ModuleDict({"module": nn.Linear(2, 2, dtype=torch.bfloat16)})
+    origins = []
+    for code in ("", SGD):
+        use(monkeypatch, code)
+        optimizer = adamw.make_optimizer(wrapped, {"weight"}, FLAGS, "stochastic")
+        average = Average(optimizer, decay=0.9, device="same", every=1, seed=0)
+        origins.append(average.origins)
+    assert origins[0] == origins[1] == [("weight", 0), ("bias", 0)]
 
 
 def pieces(weight, values, cuts):
