@@ -117,11 +117,11 @@ def test_changes_end_below_four_fifths_or_with_the_first_that_fits(toys, monkeyp
 
 def test_micro_batches_of_any_size_become_smaller(toys):
     _, flags = parse_plan(llama(toys, "--micro_batch_size 45 --global_batch_size 90"))
-    found = changes._of_activations(lambda: flags)
+    found = changes._of_activations(flags)
     sizes = [one["micro_batch_size"] for one in found if "micro_batch_size" in one]
     assert sizes == [15, 5, 1]
     _, flags = parse_plan(llama(toys, "--micro_batch_size 4 --global_batch_size 12"))
-    found = [one for one in changes._of_the_state(lambda: flags) if "devices" in one]
+    found = [one for one in changes._of_the_state(flags) if "devices" in one]
     assert [one["devices"] for one in found] == [2, 3, 4, 6, 8]
     smaller = {one["global_batch_size"] for one in found if one["devices"] < 8}
     assert smaller == {12}, "smaller micro-batches keep the batch"

@@ -3,10 +3,11 @@ that fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from math import gcd
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
-from fabric_llm.forecast.prediction import CLOSE, Prediction, predict
+from fabric_llm.forecast.prediction import CLOSE, Prediction, devices_of_node, predict
 from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
@@ -47,17 +48,19 @@ def until_it_fits(
     that fits. None may fit.
     """
     changes: list[tuple[Change, Prediction]] = []
-    # A function, since both change whenever a change is taken, and what comes next depends on
-    # that.
-    for change in _cheapest_first(lambda: (flags, prediction)):
-        # A change that doesn't help by itself isn't kept, so that the advice stays short.
-        tried = _attempt(own, changed(flags, change))
-        if tried is None or tried.memory.peak >= prediction.memory.peak:
-            continue
-        flags, prediction = changed(flags, change), tried
-        changes.append((change, prediction))
-        if prediction.used <= CLOSE:
-            return changes
+    # As long as the model and its optimizer alone don't fit, fewer activations can't help.
+    for number, remedies in enumerate((*OF_THE_STATE, _of_activations, *OF_THE_STATE)):
+        for change in remedies(flags):
+            if number < len(OF_THE_STATE) and prediction.state_fits:
+                break
+            # A change that doesn't help by itself isn't kept, so that the advice stays short.
+            tried = _attempt(own, changed(flags, change))
+            if tried is None or tried.memory.peak >= prediction.memory.peak:
+                continue
+            flags, prediction = changed(flags, change), tried
+            changes.append((change, prediction))
+            if prediction.used <= CLOSE:
+                return changes
     # No change was enough for `CLOSE`, so the first that fits at all ends the list.
     for number, (_, one) in enumerate(changes, 1):
         if one.fits:
@@ -75,12 +78,11 @@ def fastest(
     they fit, up to the whole batch of a device. Of equally fast steps the first kind wins, with its
     largest micro-batch. At most `MAX_TRIES` are looked at, of each of which `tell` is told.
     """
-    best: Optional[tuple[Change, Prediction]] = None
-    tries = 0
+    found: list[tuple[Change, Prediction]] = []
+    best, tries = None, 0
     for checkpointing in LESS_AND_LESS:
         for sharding in _shardings(flags):
-            # The fastest of this kind of checkpointing and sharding.
-            fits: Optional[tuple[Change, Prediction]] = None
+            fits: list[tuple[Change, Prediction]] = []  # the largest micro-batch first
             for batch in _double_batches(flags):
                 change = {"activation_checkpointing": checkpointing, **sharding, **batch}
                 if tries == MAX_TRIES or (tried := _attempt(own, changed(flags, change))) is None:
@@ -90,11 +92,10 @@ def fastest(
                 # Larger micro-batches need still more memory.
                 if tried.used > CLOSE:
                     break
-                # Of equally fast ones the larger micro-batch, which comes later.
-                if fits is None or tried.seconds.step <= fits[1].seconds.step:
-                    fits = change, tried
-            if fits is not None and (best is None or fits[1].seconds.step < best[1].seconds.step):
-                best = fits
+                fits.insert(0, (change, tried))
+            found += fits
+        # Of equally fast ones the first.
+        best = min(found, key=lambda one: one[1].seconds.step, default=None)
         if best is not None and best[1].seconds.step == best[1].seconds.busy:
             # No message is waited for, and the kinds that follow only compute more.
             break
@@ -137,9 +138,7 @@ def _attempt(own: Flags, flags: Flags) -> Optional[Prediction]:
 
 def _sizes(flags: Flags) -> tuple[int, int, int, int]:
     """(sequences of a micro-batch, sequences of a step, devices of a node, nodes)."""
-    devices, nodes = flags.devices.devices, flags.devices.num_nodes
-    if devices == "auto":
-        devices = 1
+    devices, nodes = devices_of_node(flags), flags.devices.num_nodes
     size, _, batch = batch_sizes(flags, devices, nodes)
     return size, batch, devices, nodes
 
@@ -155,9 +154,9 @@ def _of_the_same_batch(
     batch = _sizes(flags)[1]
     groups = world_size // (sharing or flags.devices.context_parallel)  # each reads other rows
     # The batch belongs to what is trained, which a change must leave as it is.
-    if not groups or batch % (size * groups):
+    count, rest = divmod(batch, size * groups)
+    if rest:
         return {}
-    count = batch // (size * groups)
     return {
         "micro_batch_size": size,
         "gradient_accumulation_steps": count,
@@ -171,43 +170,21 @@ def _on_more(flags: Flags, world_size: int) -> Change:
 
     {} where none do.
     """
-    size = _sizes(flags)[0]
-    # From the largest micro-batch down.
-    for divisor in range(1, size + 1):
-        if size % divisor == 0:
-            change = _of_the_same_batch(flags, size // divisor, world_size)
-            if change:
-                return change
-    return {}
+    size, batch, _, _ = _sizes(flags)
+    rows = batch // (world_size // flags.devices.context_parallel)  # that each group reads
+    return _of_the_same_batch(flags, gcd(size, rows), world_size)
 
 
-def _cheapest_first(now: Callable[[], tuple[Flags, Prediction]]) -> Iterator[Change]:
-    """Changes that may need less memory. now: the flags with those that were taken, and their
-    prediction.
-
-    As long as the model and its optimizer alone don't fit, fewer activations can't help: changes of
-    these two come first then.
-    """
-    if not now()[1].state_fits:
-        # `now` is asked again after each change, since the caller may have taken it.
-        for change in _of_the_state(lambda: now()[0]):
-            yield change
-            if now()[1].state_fits:
-                break
-    yield from _of_activations(lambda: now()[0])
-    yield from _of_the_state(lambda: now()[0])
-
-
-def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
-    fsdp = now().fsdp
-    if now().model.loss == "full":
+def _of_activations(flags: Flags) -> Iterator[Change]:
+    fsdp = flags.fsdp
+    if flags.model.loss == "full":
         yield {"loss": "chunked"}
-    size, _, devices, nodes = _sizes(now())
+    size, _, devices, nodes = _sizes(flags)
     # Smaller micro-batches mean more of them, which FSDP1 can't accumulate with offloading.
     while size > 1 and not fsdp.cpu_offload:
         # The largest divisor of at most a half, so that the batch stays the same.
         size = next(divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
-        yield _of_the_same_batch(now(), size, devices * nodes)
+        yield _of_the_same_batch(flags, size, devices * nodes)
     # Recomputing takes time, so it comes after what costs next to nothing.
     checkpointing = activation_checkpointing(fsdp.activation_checkpointing)
     if checkpointing == "none":
@@ -218,28 +195,36 @@ def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
         yield {"activation_checkpointing": "offload"}
     # Proposed inside of a node only, since every layer waits for the exchange.
     for sharing in (2, 4, 8):
-        if devices % sharing == 0 and sharing > now().devices.context_parallel:
+        if devices % sharing == 0 and sharing > flags.devices.context_parallel:
             yield {
                 "context_parallel": sharing,
-                **_of_the_same_batch(now(), size, devices * nodes, sharing),
+                **_of_the_same_batch(flags, size, devices * nodes, sharing),
             }
 
 
-def _of_the_state(now: Callable[[], Flags]) -> Iterator[Change]:
-    if now().fsdp.strategy == "ddp":
+def _of_the_state(flags: Flags) -> Iterator[Change]:
+    if flags.fsdp.strategy == "ddp":
         yield {"strategy": "fsdp"}
-    if now().fsdp.sharding_strategy != "FULL_SHARD":
+    if flags.fsdp.sharding_strategy != "FULL_SHARD":
         yield {"sharding_strategy": "FULL_SHARD"}
-    if now().model.precision != "bf16-true":
+    if flags.model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
-    _, _, devices, nodes = _sizes(now())
+    _, _, devices, nodes = _sizes(flags)
     for count in (2, 3, 4, 6, 8):
-        same = _on_more(now(), count * nodes)
+        if count <= devices:
+            continue
+        same = _on_more(flags, count * nodes)
         # 3 and 6 devices are unusual, and only proposed where the batch divides.
-        if count > devices and (same or count % 3):
+        if same or count % 3:
             yield {"devices": count, **same}
-    # Asked again: more devices a node may have been taken since.
-    devices = _sizes(now())[2]
+
+
+def _more_nodes(flags: Flags) -> Iterator[Change]:
+    # Apart from the above, since more devices a node may have been taken.
+    _, _, devices, nodes = _sizes(flags)
     for count in (2, 4, 8, 16):
         if count > nodes:
-            yield {"num_nodes": count, **_on_more(now(), devices * count)}
+            yield {"num_nodes": count, **_on_more(flags, devices * count)}
+
+
+OF_THE_STATE = (_of_the_state, _more_nodes)
