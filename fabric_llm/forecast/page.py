@@ -77,10 +77,10 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     page.write_page(
         output,
         "Plan of a run",
-        sections={"memory": "Memory", **drawn.pop("sections", {}), "flags": "Flags"},
-        made_of="Nothing was trained.",
+        "Nothing was trained.",
+        {"memory": "Memory", **drawn.pop("sections", {}), "flags": "Flags"},
         memory=(["Part", "GiB", "Of the peak"], rows),
-        bars=figures.bars(prediction.memory.parts, prediction.device_bytes, (CLOSE, NO)),
+        bars=[figures.bars(prediction.memory.parts, prediction.device_bytes, (CLOSE, NO))],
         runs=[{"headline": headline, "flags": shown}],
         **drawn,
     )

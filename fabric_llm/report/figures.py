@@ -164,27 +164,19 @@ Chart = dict[str, Any]
 def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
     """The figures that have a line, drawn. A set or source has the same dash in all of them, and
     the same colour if there is only one run."""
-    # All sets are found before anything is drawn, so that a set looks the same in each figure.
-    lines: dict[str, list[tuple[int, str, str, Series]]] = {}  # figure -> run, set, style, series
-    sets: list[str] = []
-    for figure in figures:
-        lines[figure.name] = []
-        for i, run in enumerate(runs):
-            for name, style, series in _lines(figure, run):
-                lines[figure.name].append((i, name, style, series))
-                if name and name not in sets:
-                    sets.append(name)
+    sets: dict[str, int] = {}  # numbered as they come
     over = "Tokens" if len(runs) > 1 else "Step"
     drawn = []
     for figure in figures:
         traces, undone = [], []
-        for i, name, style, series in lines[figure.name]:
-            number = sets.index(name) if name else 0
-            trace = _trace(runs, i, number, name, style, series)
-            if style == "undone":
-                undone.append(trace)
-            else:
-                traces.append(trace)
+        for i, run in enumerate(runs):
+            for name, style, series in _lines(figure, run):
+                number = sets.setdefault(name, len(sets)) if name else 0
+                trace = _trace(runs, i, number, name, style, series)
+                if style == "undone":
+                    undone.append(trace)
+                else:
+                    traces.append(trace)
         if traces:
             drawn.append(_chart(figure, traces, undone, over))
     return drawn

@@ -36,11 +36,13 @@ def write(note: Path) -> None:
         budgets.append({**flat, "y0": budget, "y1": budget})
     chart["layout"]["shapes"] = [figures.upright(chosen, figures.INK), *budgets]
     chart["layout"]["xaxis"] = {"title": {"text": "Share of the run"}}
-    inside = {
-        "charts": [chart],
-        "runs": [{"headline": [("Share of the run", f"{chosen:.3f}", f"the rest is {base}")]}],
-    }
-    sections = {"curves": "Along the line"}
     page.write_page(
-        note.with_name(FILE), "Line between two models", run, "", sections, f"from {note}", **inside
+        note.with_name(FILE),
+        "Line between two models",
+        f"from {note}",
+        {"curves": "Along the line"},
+        title=run,
+        lead="",
+        charts=[chart],
+        runs=[{"headline": [("Share of the run", f"{chosen:.3f}", f"the rest is {base}")]}],
     )

@@ -7,7 +7,7 @@ Content-Security-Policy keeps the page from asking the network for anything.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Optional
@@ -49,10 +49,10 @@ def write(folders: Sequence[str], output: Path) -> None:
     write_page(
         output,
         "Training report",
-        title,
-        lead,
+        f"from {', '.join(folders)}",
         {name: name.capitalize() for name in sections},
-        made_of=f"from {', '.join(folders)}",
+        title=title,
+        lead=lead,
         charts=figures.charts(figures.figures(runs), runs),
         marks=figures.marks(runs, events),
         runs=[{**vars(run), "flags": known(run), "headline": headline(run)} for run in runs],
@@ -74,30 +74,21 @@ def environment() -> jinja2.Environment:
 
 
 def write_page(
-    output: Path,
-    kind: str,
-    title: str,
-    lead: str,
-    sections: dict[str, str],
-    made_of: str,
-    **inside: Any,
+    output: Path, kind: str, made_of: str, sections: Mapping[str, str], **inside: Any
 ) -> None:
     """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs
     besides. Raises Fault (73, 74)."""
     # page.html asks for all of these, and a name that is missing is an error there.
-    inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
-    # The bar of memory is one more figure for the script of page.html.
-    bars = [inside["bars"]] if "bars" in inside else []
+    inside = {"charts": [], "bars": [], "marks": [], "problems": [], "differing": None, **inside}
     page, now = environment().get_template("page.html"), datetime.now(timezone.utc)
     content = page.render(
         kind=kind,
-        title=title,
-        lead=lead,
         sections=sections,
         made=f"{kind} made by fabric_llm on {now:%Y-%m-%d %H:%M} UTC {made_of}.",
         data={
             "template": figures.template(),
-            "charts": [*inside["charts"], *bars],
+            # The bar of memory is one more figure for the script of page.html.
+            "charts": [*inside["charts"], *inside["bars"]],
             "marks": inside["marks"],
         },
         plotly=get_plotlyjs(),
@@ -224,10 +215,8 @@ def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Tabl
 
 def differing(runs: Sequence[Run]) -> Table:
     """The flags that aren't the same in all runs."""
-    # All names of all runs in the order of the first that has them.
-    names: dict[str, None] = {}
-    for run in runs:
-        names |= dict.fromkeys(run.flags)
+    # In the order of the first run that has them.
+    names = dict.fromkeys(name for run in runs for name in run.flags)
     rows = []
     for name in names:
         values = [shown(run.flags[name]) if name in run.flags else NONE for run in runs]
