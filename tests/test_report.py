@@ -259,9 +259,9 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     larger = {"event": "resumed", **begins, "devices": 8, "nodes": 2}
     happened = [
         {"event": "started", "step": 0, "time": "2026-01-01T00:00:00+00:00", **begins},
-        *({"event": "saved", "step": step} for step in (2, 4, 6)),
+        *({"event": "saved", "step": step, "position": 300 * step} for step in (2, 4, 6)),
         {**larger, "step": 6, "time": "2026-01-02T00:00:00+00:00"},
-        {"event": "ended", "step": 8, "code": 75, "reason": "stopped on request"},
+        {"event": "ended", "step": 8, "position": 2400, "code": 75, "reason": "stopped on request"},
         {**larger, "step": None},
         {"event": "ended", "step": 9, "code": 76, "reason": "loss nan"},
         {"event": "new", "step": 3},
@@ -271,8 +271,8 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     lines[4]["loss"] = None
     lines += [{"step": 5, "verdict": "skip", "reason": "loss nan", "position": 1234}]
     lines += [
-        {"step": 7, "verdict": "forgetting", "reason": "general"},
-        {"step": 8, "verdict": "other", "reason": "?"},
+        {"step": 7, "verdict": "forgetting", "reason": "general", "position": 2100},
+        {"step": 8, "verdict": "other", "reason": "?", "position": 2400},
     ]
     run = made(tmp_path / "run", lines, events=happened, status={"code": 76, "reason": "loss nan"})
     read = reading.read_run(run)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -272,7 +273,7 @@ def _forgetting(numbers: Mapping[str, dict[str, Series]]) -> dict[str, Series]:
 def parts_read(run: Run) -> list[str]:
     """Of each set that the last evaluation hasn't read to its end, how many rows of how many it
     has, in words."""
-    rows, of_rows = run.numbers.get("eval_rows", {}), run.numbers.get("eval_of_rows", {})
+    rows, of_rows = run.numbers["eval_rows"], run.numbers["eval_of_rows"]
     words, last = [], _last_evaluation(run)
     for name in rows:
         # A resumed run may read all rows, which a line doesn't say.
@@ -288,17 +289,14 @@ def rows_changed_at(run: Run, loss: Series) -> int:
     losses, since = run.numbers["eval_loss"], 0
     sets = [name for name, one in losses.items() if one is loss and name not in (MEAN, AVERAGE)]
     for name in sets or losses:
-        counts = []
+        # Step -> rows, and of how many. Without these numbers in a line, the loss is of all rows.
+        read = defaultdict(list)
         for number in ("eval_rows", "eval_of_rows"):
-            found = run.numbers.get(number, {}).get(name)
-            counts.append({} if found is None else dict(zip(*map(np.ndarray.tolist, found))))
-        before = None
-        for step in losses[name].steps.tolist():
-            # Without these numbers in a line, the loss is of all rows.
-            read = [of_step.get(step) for of_step in counts]
-            if before is not None and read != before:
-                since = max(since, step)
-            before = read
+            for step, count in zip(*run.numbers[number].get(name, ((), ()))):
+                read[step].append(count)
+        for before, step in pairwise(losses[name].steps):
+            if read[before] != read[step]:
+                since = max(since, int(step))
     return since
 
 
@@ -335,14 +333,13 @@ class Event(NamedTuple):
     kind: str
     words: str = ""
     time: str = ""  # UTC, as ISO 8601
-    position: int = 0  # sequences read by then; 0 in the whole of an older run
+    position: int = 0  # sequences read by then
 
 
 def timeline(run: Run) -> list[Event]:
     """All events, ordered by how many sequences had been read, since a rewind takes steps back but
-    not these. Events of older runs have no positions, and are ordered by step."""
+    not these."""
     events: list[Event] = []
-    has_positions = any(type(record.get("position")) is int for record in run.events)
     for record in run.events:
         last = events[-1] if events else Event(0, "")
         event = _of_record(record, last)
@@ -353,8 +350,10 @@ def timeline(run: Run) -> list[Event]:
             words = "no end was recorded before the next start; this is the last step that was"
             events.append(Event(last.step, "killed", words, position=last.position))
         events.append(event)
-    events += [_of_verdict(record, has_positions) for record in run.verdicts]
-    return sorted(events, key=lambda event: (event.position, event.step * (not has_positions)))
+    # The last end has no position of its own, and verdicts may have come since the last save.
+    end = [events.pop()] if events and events[-1].kind in ENDS else []
+    events += map(_of_verdict, run.verdicts)
+    return [*sorted(events, key=lambda event: event.position), *end]
 
 
 ENDS = ("stopped", "failed", "done", "fell_back")  # kinds of events
@@ -388,7 +387,7 @@ def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
     return Event(kind=kind, words=words, time=record.get("time") or "", **place)
 
 
-def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
+def _of_verdict(record: dict[str, Any]) -> Event:
     """The event of a line of metrics.jsonl about a step that wasn't taken, or about forgetting."""
     verdict, tokens = record.get("verdict") or "", record.get("discarded_tokens")
     # A verdict on a step names the first sequence of its batch.
@@ -400,8 +399,9 @@ def _of_verdict(record: dict[str, Any], has_positions: bool) -> Event:
         words.append(f"{tokens:,} tokens discarded")
     words.append(_shares(record))
     kind, time = VERDICTS.get(verdict, "spike"), record.get("time") or ""
-    position = record.get("position", 0) if has_positions else 0
-    return Event(record["step"], kind, "; ".join(filter(None, words)), time, position)
+    return Event(
+        record["step"], kind, "; ".join(filter(None, words)), time, record.get("position", 0)
+    )
 
 
 def _shares(record: dict[str, Any]) -> str:
