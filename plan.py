@@ -3,7 +3,6 @@
 no dataset."""
 
 import json
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, fields
@@ -46,37 +45,29 @@ def main(argv: Optional[list[str]] = None) -> int:
             files.require_name(Path(own.html), "--html")
             files.writable(Path(own.html))
             page = page_module("fabric_llm.forecast.page")
-            if own.json:
-                raise Fault("--json true prints and --html draws: give one of them.")
-            if own.sweep is not None:
-                raise Fault("--sweep prints a table and --html draws one plan: give one of them.")
+            if own.json or own.sweep is not None:
+                raise Fault("--html draws one plan, and takes no --json or --sweep.")
             # With a dataset, the page draws the steps of the run that train.py would make.
             if (plan := page.plan_of(own, flags)) is not None:
                 flags = changes.changed(flags, given_by_data(plan))
         # A table of many plans takes the place of a single one.
         if own.sweep is not None:
             rows = sweep.sweep(own, flags)
-            titles, assumed = sweep.titles(rows), sweep.assumptions(own, rows)
-            show_sweep(own, rows, titles, sweep.hidden(rows), assumed)
+            show_sweep(own, rows, sweep.hidden(rows), sweep.assumptions(own, rows))
             return 0
         # What the flags alone give; --auto may replace it.
-        prediction, chosen = predicted(own, flags), None
+        prediction = predicted(own, flags)
         require_trainable(own, flags, prediction.steps, name)
-        if own.auto:
-            chosen = changes.fastest(own, flags, progress)
-        chosen_words: list[str] = []
-        if chosen is not None:
-            change, prediction = chosen
-            flags, chosen_words = changes.changed(flags, change), changes.words_of(change)
+        chosen: list[str] = []
+        if own.auto and (found := changes.fastest(own, flags, progress)) is not None:
+            change, prediction = found
+            flags, chosen = changes.changed(flags, change), changes.words_of(change)
         # Each change is added to those before it.
-        tried = []
-        if not prediction.fits:
-            for change, one in changes.until_it_fits(own, flags, prediction):
-                tried.append((changes.words_of(change), one))
+        tried = [] if prediction.fits else changes.until_it_fits(own, flags, prediction)
         if own.json:
             document = numbers(prediction)
-            if chosen is not None:
-                document["chosen"] = " ".join(chosen_words)
+            if chosen:
+                document["chosen"] = " ".join(chosen)
             document["changes"] = [
                 {"change": " ".join(words), **numbers(one)} for words, one in tried
             ]
@@ -85,22 +76,21 @@ def main(argv: Optional[list[str]] = None) -> int:
         show(prediction, own)
         if own.html is not None:
             page.write(Path(own.html), flags, plan, prediction)
-        if own.auto and chosen is None:
+        if own.auto and not chosen:
             print("\n--auto: nothing takes less than 80 % of the device.")
         show_changes(tried)
         # The command at the end has all the changes, so that it can be copied.
-        words += chosen_words
-        for change_words, one in tried:
+        words += chosen
+        for change_words, prediction in tried:
             words += change_words
-            prediction = one
         # No command is printed, since it would run out of memory.
-        if not prediction.fits:
+        if prediction.fits:
+            print("", *following(own, words, flags, name, prediction), sep="\n")
+        else:
             print(
                 "\nIt doesn't fit with any of them: take a smaller model or --context_length, or "
                 "more nodes."
             )
-            return 0
-        print("", *following(own, words, flags, name, prediction), sep="\n")
     return 0
 
 
@@ -133,13 +123,12 @@ def predicted(own: PlanArguments, flags: Any) -> Any:
 def sizes_of_preset(words: list[str]) -> Optional[Path]:
     """The folder in configs/models with the config.json of a preset that is given alone; else
     None."""
-    # One word a line, since a value stands behind an equals sign or in the next word.
-    given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
-    if given is None or any(re.match("--model_name(=|$)", word) for word in words):
+    given = names.by_flag(words)
+    if "config" not in given or "model_name" in given:
         return None
     # configs/qwen3_8b.yaml and configs/qwen3_8b-many_languages.yaml have the sizes of their model
     # in configs/models/qwen3-8b.
-    preset = Path(given[1])
+    preset = Path(names.at_home(given["config"][-1]))
     model = preset.stem.partition("-")[0]
     folder = preset.parent / "models" / model.replace("_", "-")
     return folder if (folder / "config.json").is_file() else None
@@ -180,22 +169,23 @@ def show(prediction: Any, own: PlanArguments) -> None:
     if prediction.seconds.is_host:
         counted = " (of tensors; the steps of a run on CPUs show that of its whole process)"
     print(f"Memory of a device at its peak, {unit}{counted}")
+
+    def row(name: str, held: float, more: str = "") -> None:
+        print(f"  {name:<51}{held / size:10,.2f}{more}")
+
     # Parts below a thousandth of the peak would only make the table longer.
     large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
     large["the rest"] = memory.peak - sum(large.values())
     for name, part in large.items():
-        print(f"  {name:<51}{part / size:10,.2f}")
-    print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
+        row(name, part)
+    row(f"peak, in {memory.moment}", memory.peak)
     # None where it isn't known what a device holds.
     if prediction.device_bytes:
-        device = prediction.device_bytes / size
-        print(
-            f"  {'of the device: ' + prediction.verdict:<51}{device:10,.2f}   "
-            f"{100 * prediction.used:.0f} %"
-        )
+        used = f"   {100 * prediction.used:.0f} %"
+        row(f"of the device: {prediction.verdict}", prediction.device_bytes, used)
     print(f"\nMemory of a node's host, {unit}")
     for name, part in prediction.host_bytes.items():
-        print(f"  {name:<51}{part / size:10,.2f}")
+        row(name, part)
     disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
     # How many of them is unknown for a run of unknown length that keeps all.
     held = "all kept" if kept is None else f"{kept} kept: {disk * kept:,.1f} {unit}"
@@ -251,16 +241,14 @@ def lasting(hours: Optional[float]) -> str:
     return f"{60 * hours:,.1f} minutes" if 60 * hours >= 1 else f"{3600 * hours:.2g} seconds"
 
 
-def show_sweep(
-    own: Any, rows: list[Any], titles: Any, hidden: dict[str, str], assumed: list[str]
-) -> None:
+def show_sweep(own: Any, rows: list[Any], hidden: dict[str, str], assumed: list[str]) -> None:
     """Print plans on more and more devices."""
     if own.json:
         # A prediction can't be written as JSON, so its numbers take its place.
         documents = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
         print(json.dumps({"rows": documents, "hidden": hidden, "assumptions": assumed}, indent=2))
         return
-    lines = [titles, *(row.cells() for row in rows)]
+    lines = [[*rows[0].cells()], *([*row.cells().values()] for row in rows)]
     # Each column is as wide as its longest cell.
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:

@@ -126,7 +126,7 @@ def test_doubts_are_shown(toys, tmp_path):
         (["--train_data_dir", "nowhere"], 2, "nowhere"),
         (["--html", "no/where.html"], 2, "in a folder that is there"),
         (["--html"], 2, "nothing is given"),
-        (["--json", "true"], 2, "give one of them"),
+        (["--json", "true"], 2, "takes no --json or --sweep"),
         (["--tokens", "1e6"], 2, "takes no --tokens"),
         (["--resume", "true", "--run_name", "none"], 66, "no complete checkpoint"),
         (["--global_batch_size", 45], 2, "has 44"),

@@ -40,14 +40,14 @@ def words_of(change: Change) -> list[str]:
 
 def until_it_fits(
     own: Flags, flags: Flags, prediction: Prediction
-) -> list[tuple[Change, Prediction]]:
-    """[(change, the prediction with it and those before)], the cheapest first, each with less
-    memory than the one before.
+) -> list[tuple[list[str], Prediction]]:
+    """[(a change in words, the prediction with it and those before)], the cheapest first, each with
+    less memory than the one before.
 
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
     that fits. None may fit.
     """
-    changes: list[tuple[Change, Prediction]] = []
+    changes: list[tuple[list[str], Prediction]] = []
     # As long as the model and its optimizer alone don't fit, fewer activations can't help.
     for number, remedies in enumerate((*OF_THE_STATE, _of_activations, *OF_THE_STATE)):
         for change in remedies(flags):
@@ -58,7 +58,7 @@ def until_it_fits(
             if tried is None or tried.memory.peak >= prediction.memory.peak:
                 continue
             flags, prediction = changed(flags, change), tried
-            changes.append((change, prediction))
+            changes.append((words_of(change), prediction))
             if prediction.used <= CLOSE:
                 return changes
     # No change was enough for `CLOSE`, so the first that fits at all ends the list.

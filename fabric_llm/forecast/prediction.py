@@ -40,7 +40,7 @@ from fabric_llm.plan import checks, fetched
 from fabric_llm.plan.make_plan import require_data
 from fabric_llm.plan.model_plan import model_plan, require_shares
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.schedule import lay_out
+from fabric_llm.plan.schedule import last_step, lay_out
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
@@ -52,6 +52,8 @@ NO, CLOSE = 0.95, 0.80
 # The fraction of a step's operations that is computed a second time: a forward pass is a third.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
 ROW = 2048  # tokens: prepare_data.py's --context_length, where nothing is said
+# Of a dataset: training rows and tokens in each, None where it doesn't say so.
+Size = Optional[tuple[int, int]]
 # What --cpu_offload keeps in the host's memory.
 OFFLOADED = frozenset({trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE})
 
@@ -122,14 +124,14 @@ def predict(
     device = accelerators.accelerator(name)
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
     is_cuda = placement.kind == "cuda"
-    micro_batch_size, micro_batches, batch = batch_sizes(
-        flags, placement.devices, placement.num_nodes
-    )
+    devices, nodes = placement.devices, placement.num_nodes
+    micro_batch_size, micro_batches, batch = batch_sizes(flags, devices, nodes)
     # Called for its error, as a run would raise it.
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     model, skeleton = _model(flags, placement.kind)
-    context, assumed = _context(flags, model.config.get_text_config())
-    steps, read = _rows_read(own, flags, context, batch)
+    datasets = _datasets(flags)
+    context, assumed = _context(flags, datasets, model.config.get_text_config())
+    steps, read = _rows_read(own, flags, datasets, context, batch)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
 
     # Memory of a device, and of the host.
@@ -137,19 +139,13 @@ def predict(
     if flags.training.ema_decay is not None:
         average = flags.training.ema_device
     elsewhere = OFFLOADED if flags.fsdp.cpu_offload and is_cuda else frozenset()
-    memory = memory_of(
-        Work(placement, model, micro_batch_size, micro_batches, context, average, elsewhere)
-    )
-    parameters = list(skeleton.parameters())
-    host = _host(flags, placement, skeleton, memory, average)
-    if model.activation_checkpointing == "offload" and is_cuda:
-        tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
-        host["inputs of layers"] = tokens_held * _inputs_of_layers(model, skeleton)
+    work = Work(placement, model, micro_batch_size, micro_batches, context, average, elsewhere)
+    memory, parameters = memory_of(work), list(skeleton.parameters())
 
     # Time: what is computed, sent, and asked of the device.
-    counted, tflops = flops.of_model(skeleton), device.tflops(placement.devices)
+    counted, tflops = flops.of_model(skeleton), device.tflops(devices)
     mfu = _mfu(own, device, tflops)
-    link_bytes, network_bytes, latency = _sent(flags, placement, model, skeleton, micro_batches)
+    link_bytes, network_bytes, latency = _sent(flags, work, skeleton)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     # Links inside of a node and the network work at the same time, so the slower one counts.
     # Networks are in Gbit/s.
@@ -159,46 +155,43 @@ def predict(
         compute=operations * (1 + again) / (world * tflops * 1e12 * mfu),
         messages=messages + latency,
         hidden=flags.fsdp.backward_prefetch != "none",
-        exchange=_exchange(own, device, placement, model, batch * context),
-        launch=_launch(own, memory, micro_batches, parameters, is_cuda),
+        exchange=_exchange(own, device, work),
+        launch=_launch(own, work, memory, parameters),
         is_host=not is_cuda,
     )
 
     # What isn't known stays None.
     device_gib = device.memory_gib if own.device_memory is None else own.device_memory
-    hours = None if steps is None else _hours(seconds, counted, context, batch, read)
+    hours = tokens = price = None
+    if steps is not None:
+        hours = _hours(seconds, counted, context, batch, read)
+        tokens = sum(rows * length for length, rows in read.items())
+        price = own.price_per_hour and own.price_per_hour * world * hours
     return Prediction(
         model=type(skeleton).__name__,
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
-        on=f"{placement.strategy} on {placement.num_nodes} x {placement.devices} {device.name}",
+        on=f"{placement.strategy} on {nodes} x {devices} {device.name}",
         activation_checkpointing=model.activation_checkpointing,
         memory=memory,
         device_bytes=None if device_gib is None else int(device_gib * GIB),
-        host_bytes=host,
+        host_bytes=_host(flags, work, skeleton, memory),
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
         kept_checkpoints=_kept_checkpoints(flags, steps),
         tokens_a_step=batch * context,
         steps=steps,
-        tokens=None if steps is None else sum(rows * length for length, rows in read.items()),
+        tokens=tokens,
         hours=hours,
         flops_a_step=operations,
         mfu=mfu,
         seconds=seconds,
         link_bytes=link_bytes,
         network_bytes=network_bytes,
-        price=_price(own, world, hours),
+        price=price,
         assumed=_with_optimizer(assumed),
         positions=positions.length(model.config.get_text_config()),
         row_tokens=context,
     )
-
-
-def _price(own: Flags, devices: int, hours: Optional[float]) -> Optional[float]:
-    """Of a run on so many devices; None where hours or --price_per_hour aren't known."""
-    if hours is None or own.price_per_hour is None:
-        return None
-    return own.price_per_hour * devices * hours
 
 
 def _hours(
@@ -218,13 +211,6 @@ def _hours(
         of_step = replace(seconds, compute=seconds.compute * less, exchange=exchange)
         total += rows / batch * of_step.step
     return total / 3600
-
-
-def _inputs_of_layers(model: ModelPlan, skeleton: Any) -> int:
-    """Bytes of a token at the beginning of each layer."""
-    element_bytes = 4 if model.precision == "32-true" else 2
-    width = model.config.get_text_config().hidden_size
-    return width * element_bytes * len(sharded.repeated_layers(skeleton))
 
 
 def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: str) -> None:
@@ -247,24 +233,21 @@ def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: st
             require_data(flags, batches, source)
 
 
-def _launch(
-    own: Flags, memory: Memory, micro_batches: int, parameters: list[Any], is_cuda: bool
-) -> float:
+def _launch(own: Flags, work: Work, memory: Memory, parameters: list[Any]) -> float:
     """Seconds that the host takes in a step to ask the device for its operations."""
     # The speed of a run that --like names includes what the host takes.
     if own.like:
         return 0.0
-    launch = accelerators.DISPATCH * memory.operations * micro_batches
-    if is_cuda:
+    launch = accelerators.DISPATCH * memory.operations * work.micro_batches
+    if work.placement.kind == "cuda":
         launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
     return launch
 
 
-def _sent(
-    flags: Flags, placement: Placement, model: ModelPlan, skeleton: Any, micro_batches: int
-) -> tuple[float, float, float]:
+def _sent(flags: Flags, work: Work, skeleton: Any) -> tuple[float, float, float]:
     """What is sent in a step: (bytes of a device inside a node, bytes of a node over the network,
     seconds that it takes whatever is sent)."""
+    placement, model, micro_batches = work.placement, work.model, work.micro_batches
     parameters = list(skeleton.parameters())
     # Weights are gathered in the dtype that they compute in.
     is_wide = model.precision == "32-true"
@@ -285,18 +268,16 @@ def _sent(
     return *sent, accelerators.latency(placement, units, syncs, micro_batches)
 
 
-def _exchange(
-    own: Flags, device: Any, placement: Placement, model: ModelPlan, tokens: int
-) -> float:
+def _exchange(own: Flags, device: Any, work: Work) -> float:
     """Seconds of a step in which ranks that share rows exchange them."""
-    sharing = placement.context_parallel
+    placement, sharing = work.placement, work.placement.context_parallel
     if sharing == 1:
         return 0.0
     # A forward pass is a third of the operations.
-    passes = 2 + 3 * _recomputed(model.activation_checkpointing)
-    text_config = model.config.get_text_config()
-    tokens_of_a_device = tokens // placement.world_size
-    exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens_of_a_device, passes)
+    passes = 2 + 3 * _recomputed(work.model.activation_checkpointing)
+    text_config = work.model.config.get_text_config()
+    tokens = work.micro_batch_size * work.micro_batches * work.context_length // sharing
+    exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens, passes)
     if sharing <= placement.devices:
         return exchanged / (device.link_gb * 1e9)
     # The devices of a node share its network.
@@ -399,14 +380,12 @@ def tflops_of(run: Path) -> float:
     return median(reached) * (1 + _recomputed(checks.activation_checkpointing(asked)))
 
 
-def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
-    """(training rows, tokens in each) of each dataset that the flags name, None for one that
-    doesn't say so."""
-    folders = []
-    if flags.data.data_mix or flags.data.train_data_dir is not None:
-        folders = checks.trained_on(flags)
-    datasets: list[Optional[tuple[int, int]]] = []
-    for given in folders:
+def _datasets(flags: Flags) -> list[Size]:
+    """The size of each dataset that the flags name."""
+    if not flags.data.data_mix and flags.data.train_data_dir is None:
+        return []
+    datasets: list[Size] = []
+    for given in checks.trained_on(flags):
         # A source of --code has to be opened. Others say their size in their manifest.
         folder = fetched.folder(given, whole=False)
         if source_of(folder) in register.SOURCES:
@@ -417,11 +396,11 @@ def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
     return datasets
 
 
-def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
+def _context(flags: Flags, datasets: Sequence[Size], text_config: Any) -> tuple[int, str]:
     """(tokens of a row, "" or in words what was assumed of them)."""
     if flags.data.context_length:
         return flags.data.context_length, ""
-    if contexts := [one[1] for one in _datasets(flags) if one is not None]:
+    if contexts := [one[1] for one in datasets if one is not None]:
         return max(contexts), ""
     # Neither flags nor data say it, so it is assumed, and said so.
     most = getattr(text_config, "max_position_embeddings", None) or ROW
@@ -437,47 +416,45 @@ def _with_optimizer(assumed: str) -> str:
 
 
 def _rows_read(
-    own: Flags, flags: Flags, context: int, batch: int
+    own: Flags, flags: Flags, datasets: Sequence[Size], context: int, batch: int
 ) -> tuple[Optional[int], dict[int, int]]:
     """(steps of the run, {tokens of a row: how many of such rows it reads}), (None, {}) where
     neither flags nor datasets say how many. batch: sequences of a step."""
-    training, datasets = flags.training, _datasets(flags)
-    steps, mix = training.max_step, mixture_text.DataMix((), (Stage(0, (1,)),))
+    training, mix = flags.training, mixture_text.DataMix((), (Stage(0, (1,)),))
+    steps, epochs = training.max_step, training.number_epochs
     known = [one for one in datasets if one is not None]
     # One dataset of unknown size leaves the whole unknown.
     is_known = bool(datasets) and len(known) == len(datasets)
+    is_mixed = is_known and flags.data.data_mix
     rows, contexts = tuple(one[0] for one in known), tuple(one[1] for one in known)
-    if is_known and flags.data.data_mix:
+    if is_mixed:
         mix = mixture_text.parse(flags.data.data_mix)
     # A length that was given is that of all rows.
     if not is_known or flags.data.context_length:
         contexts = (context,) * len(mix.stages[0].weights)
-    lengths = [_length(stage, contexts) for stage in mix.stages]
     if own.tokens is not None:
         if "max_step" in flags.on_command_line:
             raise ValueError("--tokens and --max_step are both given: each is the run's length.")
         # Of a step in the middle: each stage has a part of all steps.
-        begins = [*(stage.begins for stage in mix.stages), 1]
-        parts = [length * (end - start) for length, start, end in zip(lengths, begins, begins[1:])]
-        steps = ceil(own.tokens / (batch * sum(parts)))
+        begins, tokens = [*(stage.begins for stage in mix.stages), 1], 0
+        for stage, start, end in zip(mix.stages, begins, begins[1:]):
+            tokens += batch * _length(stage, contexts) * (end - start)
+        steps = ceil(own.tokens / tokens)
     if steps is None and (not is_known or rows[0] == ENDLESS):
         return None, {}
     stages, end = mix.stages, None
-    if is_known and flags.data.data_mix:
+    if is_mixed:
         # What is read too often is refused where a run would be.
-        stages, end, last = lay_out(mix, rows, batch, steps, training.number_epochs, shortens=True)
-        if steps is None:
-            steps = last
+        stages, end, last = lay_out(mix, rows, batch, steps, epochs, shortens=True)
     elif steps is None:
-        end = rows[0] * training.number_epochs
-        # Rounded up in integers: the quotient as a float may be above the whole number that it is.
-        steps = -(-end // batch)
-    if end is None or training.max_step is not None or own.tokens is not None:
-        end = steps * batch
+        end = rows[0] * epochs
+        last = last_step(0, 0, end, batch)
+    if steps is not None:
+        end, last = steps * batch, steps
     read: dict[int, int] = defaultdict(int)
     for stage, after in zip(stages, [*(one.begins for one in stages[1:]), end]):
         read[_length(stage, contexts)] += after - stage.begins
-    return steps, dict(read)
+    return last, dict(read)
 
 
 def _length(stage: Stage, contexts: Sequence[int]) -> int:
@@ -528,11 +505,10 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     return replace(model, loss=loss), skeleton
 
 
-def _host(
-    flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]
-) -> dict[str, int]:
+def _host(flags: Flags, work: Work, skeleton: Any, memory: Memory) -> dict[str, int]:
     """Bytes of a node's memory, by what they are for (docs/fsdp.md, "Models larger than a
     host")."""
+    placement, model, average = work.placement, work.model, work.ema_device
     ranks, parameters = placement.devices, dict(skeleton.named_parameters())
     is_cuda = placement.kind == "cuda"
 
@@ -558,7 +534,7 @@ def _host(
         trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
         host["moving average"] = ranks * 4 * trained // shards
     if flags.save.async_save:
-        whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
+        whole = adamw.checkpoint_bytes(parameters.values(), model.bf16_updates, average)
         # Of replicas each rank copies a part.
         copied_by = world if shards == 1 else shards
         host["copies for --async_save"] = ranks * whole // copied_by
@@ -566,12 +542,17 @@ def _host(
     if flags.model.verify_start:
         whole = sum(p.nbytes for p in parameters.values())
         host["reference, before step 1 (less where less is free)"] = whole
+    if model.activation_checkpointing == "offload" and is_cuda:
+        element_bytes = 4 if model.precision == "32-true" else 2
+        width = model.config.get_text_config().hidden_size
+        tokens = ranks * work.micro_batch_size * work.context_length // placement.context_parallel
+        layers = len(sharded.repeated_layers(skeleton))
+        host["inputs of layers"] = tokens * width * element_bytes * layers
     return host
 
 
-def declared_rows(folder: Path) -> Optional[tuple[int, int]]:
-    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None
-    without a manifest."""
+def declared_rows(folder: Path) -> Size:
+    """As a manifest of prepare_data.py says, unchecked; None without a manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         numbers = manifest["splits"]["train"]["rows"], manifest["context_length"]

@@ -16,8 +16,6 @@ from fabric_llm.plan.start import batch_sizes
 OF_A_NODE = 8  # devices of a node, where --devices is "auto"
 # Devices: the more there are, the longer it takes to trace a step, half a minute for 4,096.
 TRACED = 32
-OF_STEP = ("devices", "tokens a step", "sharding", "GiB", "used", "step, s", "messages, s")
-TITLES = (*OF_STEP, "efficiency", "none hidden")
 
 
 class Row(NamedTuple):
@@ -30,33 +28,28 @@ class Row(NamedTuple):
     efficiency: float
     none_hidden: float  # the same, if messages were sent while nothing is computed
 
-    def cells(self) -> list[str]:
-        """As `titles` has them."""
+    def cells(self) -> dict[str, str]:
+        """{title of a column: what the row has there}: hours and money only where the length of the
+        run, and a price, are known."""
         one = self.prediction
         used = "not known"
         if one.device_bytes:
             used = f"{100 * one.used:.0f} %"
         if not one.fits:
             used += ", no"
-        return [
-            f"{self.devices:,}",
-            f"{one.tokens_a_step:,}",
-            self.sharding,
-            f"{one.memory.peak / GIB:,.1f}",
-            used,
-            f"{one.seconds.step:.3g}",
-            f"{one.seconds.messages:.3g}",
-            f"{100 * self.efficiency:.0f} %",
-            f"{100 * self.none_hidden:.0f} %",
-            *(f"{number:,.2f}" for number in (one.hours, one.price) if number is not None),
-        ]
-
-
-def titles(rows: list[Row]) -> list[str]:
-    """Of the columns: hours and money only where the length of the run, and a price, are known."""
-    one = rows[0].prediction
-    known = {"hours": one.hours, "price": one.price}
-    return [*TITLES, *(name for name, number in known.items() if number is not None)]
+        known = {"hours": one.hours, "price": one.price}
+        return {
+            "devices": f"{self.devices:,}",
+            "tokens a step": f"{one.tokens_a_step:,}",
+            "sharding": self.sharding,
+            "GiB": f"{one.memory.peak / GIB:,.1f}",
+            "used": used,
+            "step, s": f"{one.seconds.step:.3g}",
+            "messages, s": f"{one.seconds.messages:.3g}",
+            "efficiency": f"{100 * self.efficiency:.0f} %",
+            "none hidden": f"{100 * self.none_hidden:.0f} %",
+            **{name: f"{number:,.2f}" for name, number in known.items() if number is not None},
+        }
 
 
 def sweep(own: Flags, flags: Flags) -> list[Row]:
@@ -85,10 +78,8 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
     predictions = []
     for count in counts:
         nodes = max(1, count // of_a_node)
-        for how in (over_all, "HYBRID_SHARD"):
-            # On one node the hybrid is no other strategy.
-            if how == "HYBRID_SHARD" and nodes == 1:
-                continue
+        # On one node the hybrid is no other strategy.
+        for how in [over_all] if nodes == 1 else [over_all, "HYBRID_SHARD"]:
             change: dict[str, Any] = {**same, "devices": count // nodes, "num_nodes": nodes}
             change["sharding_strategy"] = how
             predictions.append((count, how, predict(own, changed(flags, change), memory_of)))
@@ -99,8 +90,7 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
     rows = []
     for count, how, prediction in predictions:
         seconds, none_hidden = seconds_of(prediction)
-        efficiencies = best / seconds, best_of_none_hidden / none_hidden
-        rows.append(Row(count, how, prediction, *efficiencies))
+        rows.append(Row(count, how, prediction, best / seconds, best_of_none_hidden / none_hidden))
     return rows
 
 
