@@ -4,7 +4,6 @@ no dataset."""
 
 import json
 import sys
-from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Optional
@@ -280,10 +279,11 @@ def following(
     from fabric_llm.model.loading import has_weights
     from fabric_llm.plan.warnings import beyond_positions, without_weights
 
-    given, left = names.by_flag(words), list(OWN)
+    # Each flag as it was given last.
+    given, left = names.by_flag(words), [*OWN]
     warnings = [*beyond_positions(prediction.row_tokens, prediction.positions)]
     if own.tokens is not None:  # train.py takes steps
-        words = [*words, "--max_step", str(prediction.steps)]
+        given["max_step"] = [str(prediction.steps)]
     # The folder has the sizes of a model that the preset names.
     if "config" in given and "model_name" in given and not has_weights(name):
         of_preset = read_yaml(Path(names.at_home(given["config"][-1]))).get("model_name")
@@ -295,15 +295,11 @@ def following(
         if not has_weights(name):
             warnings.append(without_weights(name))
         if not flags.data.train_data_dir and not flags.data.data_mix:
-            words = [*words, "--train_data_dir", "data/NAME"]
-    return [*(f"Warning: {one}" for one in warnings), f"Next: {command(words, left)}"]
-
-
-def command(words: list[str], left: Collection[str] = OWN) -> str:
-    """train.py with these flags, each as it was given last, without those that are `left` out."""
-    given = names.by_flag(words)
-    of_training = {name: values for name, values in given.items() if name not in left}
-    return names.command("python", "train.py", **of_training)
+            given["train_data_dir"] = ["data/NAME"]
+    for flag in left:
+        given.pop(flag, None)
+    command = names.command("python", "train.py", **given)
+    return [*(f"Warning: {one}" for one in warnings), f"Next: {command}"]
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_micro_batches_of_any_size_become_smaller(toys):
     sizes = [one["micro_batch_size"] for one in found if "micro_batch_size" in one]
     assert sizes == [15, 5, 1]
     _, flags = parse_plan(llama(toys, "--micro_batch_size 4 --global_batch_size 12"))
-    found = [one for one in changes._of_the_state(flags) if "devices" in one]
+    found = [one for devices in changes.DEVICES for one in devices(flags)]
     assert [one["devices"] for one in found] == [2, 3, 4, 6, 8]
     smaller = {one["global_batch_size"] for one in found if one["devices"] < 8}
     assert smaller == {12}, "smaller micro-batches keep the batch"
@@ -164,11 +164,6 @@ def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
     assert text.endswith("--context_length 128 --max_step 79 --train_data_dir data/NAME\n")
 
 
-def test_a_command_has_each_flag_once_as_it_was_given_last():
-    words = "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2"
-    assert plan.command(words.split()) == "python train.py --micro_batch_size 2 --lr 1e-4"
-
-
 SIZES = "configs/models/gpt2"  # a folder without weights
 DATA = "--train_data_dir data/NAME"
 
@@ -187,6 +182,9 @@ DATA = "--train_data_dir data/NAME"
         )),
         (f"--model_name {SIZES} --data_mix a=b:1", SIZES, f"--model_name {SIZES} --data_mix a=b:1"),
         (f"--model_name {SIZES} --tokens 9", SIZES, f"--model_name {SIZES} --max_step 7 {DATA}"),
+        (f"--lr 9 --json true --model_name {SIZES} --lr=1e-4 --price_per_hour 2", SIZES, (
+            f"--lr 1e-4 --model_name {SIZES} {DATA}"
+        )),
         ("--config configs/demo.yaml", "configs/demo_llama", "--config configs/demo.yaml"),
         ("--devices 2", "", "--devices 2"),  # the demo
     ],

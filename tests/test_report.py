@@ -400,14 +400,14 @@ def test_what_is_thinned_out_keeps_its_ends_extremes_and_gaps():
     steps = np.arange(1, 500_001)
     values = np.sin(steps / 1e4)
     values[123_456], values[400_001], values[77] = 50.0, -50.0, math.nan
-    thin = figures.thinned(reading.Series(steps, values), 2000)
-    assert len(thin.steps) <= 2000 and (np.diff(thin.steps) > 0).all()
+    thin = figures.thinned(reading.Series(steps, values))
+    assert len(thin.steps) <= figures.MAX_POINTS and (np.diff(thin.steps) > 0).all()
     assert thin.steps[0] == 1 and thin.steps[-1] == 500_000
     assert np.nanmax(thin.values) == 50.0 and np.nanmin(thin.values) == -50.0 and 78 in thin.steps
     short = reading.Series(steps[:5], values[:5])
-    assert figures.thinned(short, 2000) is short
+    assert figures.thinned(short) is short
     gaps = reading.Series(steps[:9000], np.full(9000, math.nan))
-    assert len(figures.thinned(gaps, 100).steps) <= 100
+    assert len(figures.thinned(gaps).steps) <= figures.MAX_POINTS
 
 
 def test_a_trend_is_an_exponential_mean():

@@ -3,6 +3,7 @@ that fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any, Optional
 
@@ -49,7 +50,7 @@ def until_it_fits(
     """
     changes: list[tuple[list[str], Prediction]] = []
     # As long as the model and its optimizer alone don't fit, fewer activations can't help.
-    for number, remedies in enumerate((*OF_THE_STATE, _of_activations, *OF_THE_STATE)):
+    for number, remedies in enumerate([*OF_THE_STATE, _of_activations, *OF_THE_STATE]):
         for change in remedies(flags):
             if number < len(OF_THE_STATE) and prediction.state_fits:
                 break
@@ -209,10 +210,11 @@ def _of_the_state(flags: Flags) -> Iterator[Change]:
         yield {"sharding_strategy": "FULL_SHARD"}
     if flags.model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
+
+
+def _more_devices(flags: Flags, count: int) -> Iterator[Change]:
     _, _, devices, nodes = _sizes(flags)
-    for count in (2, 3, 4, 6, 8):
-        if count <= devices:
-            continue
+    if count > devices:
         same = _on_more(flags, count * nodes)
         # 3 and 6 devices are unusual, and only proposed where the batch divides.
         if same or count % 3:
@@ -220,11 +222,12 @@ def _of_the_state(flags: Flags) -> Iterator[Change]:
 
 
 def _more_nodes(flags: Flags) -> Iterator[Change]:
-    # Apart from the above, since more devices a node may have been taken.
     _, _, devices, nodes = _sizes(flags)
     for count in (2, 4, 8, 16):
         if count > nodes:
             yield {"num_nodes": count, **_on_more(flags, devices * count)}
 
 
-OF_THE_STATE = (_of_the_state, _more_nodes)
+# Each with the flags that it finds: micro-batches may be smaller after the one before.
+DEVICES = [partial(_more_devices, count=count) for count in (2, 3, 4, 6, 8)]
+OF_THE_STATE: list[Callable[[Flags], Any]] = [_of_the_state, *DEVICES, _more_nodes]

@@ -32,8 +32,7 @@ class Keeps(NamedTuple):
     backward_bytes: int  # that the backward pass takes beside the gradients of the parameters
     shape: torch.Size  # of the hidden states that it returns
     dtype: torch.dtype
-    form: Optional[type]  # tuple or list, where it returns several values
-    others: int  # values beside the hidden states
+    others: Any  # None for each value beside the hidden states; None where it returns these alone
 
 
 class CompiledLayers:
@@ -58,7 +57,7 @@ class CompiledLayers:
             self.keeps[kind] = self._measured(layer, forward, hidden)
         keeps = self.keeps[kind]
         output = _CompiledLayer.apply(keeps, hidden, *parameters)
-        return output if keeps.form is None else keeps.form([output, *[None] * keeps.others])
+        return output if keeps.others is None else type(keeps.others)([output, *keeps.others])
 
     def _measured(self, layer: nn.Module, forward: Callable[[], Any], hidden: Tensor) -> Keeps:
         ledger = self.ledger
@@ -83,9 +82,9 @@ class CompiledLayers:
             is_kept = is_selective or key in products.storages
             if label == MEASURED and is_kept and key != of_output:
                 kept += size
-        form, others = None, 0
+        others = None
         if isinstance(output, (tuple, list)):
-            form, others = type(output), len(output) - 1
+            others = type(output)([None] * (len(output) - 1))
         shape, dtype = tensor.shape, tensor.dtype
 
         # Nothing of the eager layer is there in a run.
@@ -94,7 +93,7 @@ class CompiledLayers:
         works_with = kept // 2
         if is_checkpointed and not is_selective:
             kept, works_with = 0, kept + works_with
-        return Keeps(kept, not self.offloads, works_with, shape, dtype, form, others)
+        return Keeps(kept, not self.offloads, works_with, shape, dtype, others)
 
 
 class Products(TorchDispatchMode):

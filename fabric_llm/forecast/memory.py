@@ -106,20 +106,19 @@ def predict_memory(work: Work) -> Memory:
     # Both are no moments of a step, so they mustn't count in the search for the peak.
     most = moments.pop(ELSEWHERE)
     operations = most.pop(OPERATIONS)
-    # The peak is the device's, so what is offloaded to the host doesn't count.
-    here: dict[str, dict[str, int]] = {}
-    for moment, held in moments.items():
-        here[moment] = {}
-        for label, size in held.items():
-            if size and label not in work.elsewhere:
-                here[moment][label] = size
-    peak = max(here, key=lambda name: sum(here[name].values()))
+    for held in moments.values():
+        # The peak is the device's, so what is offloaded to the host doesn't count.
+        for label in [*held]:
+            if not held[label] or label in work.elsewhere:
+                del held[label]
+    peak = max(moments, key=lambda name: moments[name].total())
     if work.placement.kind == "cuda":
-        # A dictionary, so that the slack is added once where the update is the peak.
-        for parts in {peak: here[peak], UPDATE: here[UPDATE]}.values():
-            parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
-            parts["CUDA context (assumed)"] = CONTEXT_BYTES
-    return Memory(here[peak], peak, sum(here[UPDATE].values()), dict(most), operations)
+        # A set, so that the slack is added once where the update is the peak.
+        for moment in {peak, UPDATE}:
+            held = moments[moment]
+            held["allocator's slack (assumed)"] = int(SLACK * held.total())
+            held["CUDA context (assumed)"] = CONTEXT_BYTES
+    return Memory(dict(moments[peak]), peak, moments[UPDATE].total(), dict(most), operations)
 
 
 def _moments(work: Work) -> dict[str, Counter[str]]:
@@ -296,12 +295,10 @@ def _step(
 def _zero_sums(wrapped: nn.Module) -> step.GradientSums:
     """Sums of gradients as the first micro-batch leaves them."""
     sums = step.GradientSums(wrapped.parameters())
-    sums.sums = []
-    for parameter in sums.parameters:
-        total = None
+    for number, parameter in enumerate(sums.parameters):
         if parameter.requires_grad:
-            total = torch.zeros_like(sharded.local_part(parameter), dtype=torch.float32)
-        sums.sums.append(total)
+            zeros = torch.zeros_like(sharded.local_part(parameter), dtype=torch.float32)
+            sums.sums[number] = zeros
     return sums
 
 
@@ -406,25 +403,25 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
     ranks, the size of chunks, and whether tensors have memory."""
     is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
     mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
-    with ExitStack() as patches, warnings.catch_warnings():
+    patches: list[Any] = [
         # The mesh was made above, outside of fake tensors, since its rank numbers have to be real.
-        patches.enter_context(patch.object(strategy, "_mesh", lambda *_: mesh))
+        patch.object(strategy, "_mesh", lambda *_: mesh),
         # FSDP1 sees by a tensor's address whether it has memory, and that of a fake tensor is 0.
-        has_data = patch.object(
+        patch.object(
             _flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0
-        )
-        patches.enter_context(has_data)
+        ),
         # Without memory torch multiplies grouped matrices in bfloat16 alone; transformers' own way
         # makes the same tensors.
-        is_bf16 = patch.object(
+        patch.object(
             moe, "_can_use_grouped_mm", lambda hidden, weight, offs: weight.dtype == torch.bfloat16
-        )
-        patches.enter_context(is_bf16)
-        if work.placement.kind == "cuda":
-            vocabulary = work.model.config.get_text_config().vocab_size
-            most = max(1, chunked_loss.LOGITS_AT_ONCE["cuda"] // vocabulary)
-            patches.enter_context(patch.object(chunked_loss, "_tokens_at_once", lambda *_: most))
-            inputs = patch.multiple(  # what waits in the host's memory is a shape here
+        ),
+    ]
+    if work.placement.kind == "cuda":
+        vocabulary = work.model.config.get_text_config().vocab_size
+        most = max(1, chunked_loss.LOGITS_AT_ONCE["cuda"] // vocabulary)
+        patches += [
+            patch.object(chunked_loss, "_tokens_at_once", lambda *_: most),
+            patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,
                 put=lambda self, hidden, tensor: (
                     (tensor.shape, tensor.dtype) if tensor.shape == hidden().shape else tensor
@@ -432,7 +429,10 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
                 get=lambda self, kept: (
                     kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1])
                 ),
-            )
-            patches.enter_context(inputs)
+            ),
+        ]
+    with ExitStack() as stack, warnings.catch_warnings():
+        for one in patches:
+            stack.enter_context(one)
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield

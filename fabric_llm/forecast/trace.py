@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Optional
@@ -56,7 +56,6 @@ class Ledger(TorchDispatchMode):
         self.moment = "start"
         self.alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, label
         self.held: Counter[str] = Counter()
-        self.total = 0
         self.operations = 0
         self.peaks: dict[str, tuple[int, Counter[str]]] = {}  # moment -> the most in it, by label
 
@@ -98,14 +97,14 @@ class Ledger(TorchDispatchMode):
         label = label or was
         self.held[was] -= before
         self.held[label] += size
-        # The total is that of the device. What is elsewhere is counted by label alone.
-        self.total += size * (label not in self.elsewhere) - before * (was not in self.elsewhere)
         if size:
             self.alive[key] = size, label
         if label in self.elsewhere:
             self.most[label] = max(self.most[label], self.held[label])
-        if self.moment not in self.peaks or self.total > self.peaks[self.moment][0]:
-            self.peaks[self.moment] = self.total, self.held.copy()
+        # The total is that of the device.
+        total = sum(size for label, size in self.held.items() if label not in self.elsewhere)
+        if self.moment not in self.peaks or total > self.peaks[self.moment][0]:
+            self.peaks[self.moment] = total, self.held.copy()
 
     def resizes(self) -> AbstractContextManager[Any]:
         """In the body, count what FSDP does to storages: it gives them memory before a unit
@@ -171,17 +170,15 @@ def remove_layers(model: nn.Module, numbers: Collection[int]) -> None:
 
 def kind(layer: nn.Module) -> Any:
     """What layers have in common that take the same memory: classes, parameters and settings."""
-    modules = []
+    facts: list[Any] = []
     for name, module in layer.named_modules():
-        parameters, settings = [], []
-        for key, p in module._parameters.items():
-            if p is not None:
-                parameters.append((key, p.shape, p.dtype, p.requires_grad))
+        facts.append((name, type(module)))
+        for key, p in module.named_parameters(recurse=False):
+            facts.append((key, p.shape, p.dtype, p.requires_grad))
         for key, value in vars(module).items():
             if isinstance(value, (int, float, str)) and not NUMBERS.search(key):
-                settings.append((key, value))
-        modules.append((name, type(module), tuple(parameters), tuple(settings)))
-    return tuple(modules)
+                facts.append((key, value))
+    return tuple(facts)
 
 
 class Layers:
@@ -207,7 +204,11 @@ class Layers:
         self.is_forward = True
         self.wrapped = model
         for index, layer in enumerate(self.layers):
-            layer.forward = partial(self._forward, index, list(_places(layer)))
+            # FSDP puts other tensors in the place of parameters while the layer computes.
+            places = []
+            for module in layer.modules():
+                places += [(module, name) for name, _ in module.named_parameters(recurse=False)]
+            layer.forward = partial(self._forward, index, places)
 
     def _forward(self, index: int, places: Any, *args: Any, **more: Any) -> Any:
         ledger, layer, number = self.ledger, self.layers[index], self.numbers[index]
@@ -252,12 +253,3 @@ class Layers:
 def hidden_states(output: Any) -> Tensor:
     """Of what a layer returns, which are several values in some models."""
     return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _places(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where the parameters of a layer are. FSDP puts other tensors there while the layer
-    computes."""
-    for module in layer.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, name

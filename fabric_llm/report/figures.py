@@ -192,7 +192,7 @@ def _trace(
     if name:
         words.append(name)
     label = html.escape(" · ".join(words))  # plotly reads some tags in names
-    steps, values = thinned(series, MAX_POINTS)
+    steps, values = thinned(series)
     # Six digits keep the page small. What is no number, a gap, is none in JSON.
     y = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
     # A point alone has no line, and few points are shown each.
@@ -250,19 +250,19 @@ def trend(series: Series) -> Series:
     return Series(series.steps, means.to_numpy())
 
 
-def thinned(series: Series, most: int) -> Series:
-    """At most `most` points: the first, the last, and the lowest and highest of each of equally
-    many points between.
+def thinned(series: Series) -> Series:
+    """At most `MAX_POINTS`: the first, the last, and the lowest and highest of each of equally many
+    points between.
 
     A number that is missing, such as the loss of a step that was skipped, stays as a gap.
     """
     count = len(series.steps)
-    if count <= most:
+    if count <= MAX_POINTS:
         return series
     # Gaps may take a tenth of the points, so that they don't displace the line.
-    keep = {0, count - 1, *np.flatnonzero(np.isnan(series.values))[: most // 10].tolist()}
+    keep = {0, count - 1, *np.flatnonzero(np.isnan(series.values))[: MAX_POINTS // 10].tolist()}
     # Two points of each part: a plain sample would miss spikes.
-    for part in np.array_split(np.arange(count), max(1, (most - len(keep)) // 2)):
+    for part in np.array_split(np.arange(count), (MAX_POINTS - len(keep)) // 2):
         values = series.values[part]
         # A part that is all gap has no extremes.
         if not np.isnan(values).all():

@@ -133,11 +133,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
     loss = next(iter(run.numbers["eval_loss"].values()), None)
     tokens, rates = run.number("tokens"), run.number("tokens_per_second")
     times = [datetime.fromisoformat(event["time"]) for event in run.events if "time" in event]
-    # The last step of any number, since not every step has all of them.
-    last = 0
-    for named in run.numbers.values():
-        for series in named.values():
-            last = max(last, int(series.steps[-1]))
+    last = reading.last_step(run)
     # What the last start recorded counts more than the flag, which may be missing.
     planned = run.begun.get("max_step") or run.flags.get("max_step")
     reached = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"

@@ -68,11 +68,10 @@ class Run:
     def tokens_at(self, steps: np.ndarray) -> list[int]:
         """The tokens that were read after `steps`, between logged lines as if each step had as
         many."""
-        known = self.number("tokens") or Series(np.array([0]), np.array([0.0]))
-        xs, ys = np.append(0, known.steps), np.append(0.0, known.values)
-        # Interpolation needs steps that rise. A run begins with 0 tokens at step 0.
-        keep = np.append(True, np.diff(xs) > 0)
-        return np.interp(steps, xs[keep], ys[keep]).astype(np.int64).tolist()
+        known = self.number("tokens") or Series(np.array([]), np.array([]))
+        # A run begins with 0 tokens at step 0.
+        xs, ys = np.append(0, known.steps), np.append(0, known.values)
+        return np.interp(steps, xs, ys).astype(np.int64).tolist()
 
     def ending(self) -> tuple[str, str, str]:
         """(kind, words, sentence): how the run ended, and why. kind: good, going, stopped or bad.
@@ -119,7 +118,7 @@ def read_run(folder: Path) -> Run:
     fill(run, _lines(run))
     _fill_undone(run)
     # The last evaluation decides, as in the run itself: a resumed run may have left a budget out.
-    forgotten, last = run.numbers["eval_forgotten"], _last_evaluation(run)
+    forgotten, last = run.numbers["eval_forgotten"], last_step(run, "eval_")
     for name, budget in run.numbers["eval_budget"].items():
         if name not in forgotten or {budget.steps[-1], forgotten[name].steps[-1]} != {last}:
             continue
@@ -138,11 +137,11 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _last_evaluation(run: Run) -> int:
-    """The step of the last evaluation, 0 without one."""
+def last_step(run: Run, prefix: str = "") -> int:
+    """The last step of any number whose name begins so, 0 without one."""
     steps = [0]
     for name, of_sets in run.numbers.items():
-        if name.startswith("eval_"):
+        if name.startswith(prefix):
             steps += [int(series.steps[-1]) for series in of_sets.values()]
     return max(steps)
 
@@ -274,7 +273,7 @@ def parts_read(run: Run) -> list[str]:
     """Of each set that the last evaluation hasn't read to its end, how many rows of how many it
     has, in words."""
     rows, of_rows = run.numbers["eval_rows"], run.numbers["eval_of_rows"]
-    words, last = [], _last_evaluation(run)
+    words, last = [], last_step(run, "eval_")
     for name in rows:
         # A resumed run may read all rows, which a line doesn't say.
         if name in of_rows and rows[name].steps[-1] == last:
@@ -371,13 +370,12 @@ def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
         words = "; ".join(filter(None, [devices(record), record.get("strategy"), source]))
     elif kind in ("saved", "stage"):
         words = _shares(record)
-    elif kind == "fell_back":
-        words = record.get("reason") or ""
-    elif kind == "ended":
-        words = record.get("reason") or ""
-        kind = {DONE: "done", STOPPED: "stopped"}.get(record.get("code"), "failed")
+    elif kind in ("fell_back", "ended"):
+        code, words = record.get("code"), record.get("reason") or ""
+        if kind == "ended":
+            kind = {DONE: "done", STOPPED: "stopped"}.get(code, "failed")
         if kind == "failed":
-            words += f" (exit code {record.get('code')})"
+            words += f" (exit code {code})"
     else:
         return None
     place = {"step": last.step, "position": last.position}
