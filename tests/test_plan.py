@@ -277,7 +277,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
         )),
         ("--rope foo", "--rope takes theta:THETA"),
         ("--tokens 1e9", "--tokens and --max_step are both given: each is the run's length."),
-        ("--like nowhere", "--like: no run at 'nowhere'."),
+        ("--like nowhere", "No run at 'nowhere'."),
         ("--mfu 45", "--mfu must be less than 1, such as 0.45, not 45"),
     ],
 )
@@ -426,9 +426,9 @@ def test_the_speed_of_a_run(tmp_path, capsys):
     counts."""
     words = ["--model_name", str(ROOT / "configs" / "demo_llama"), *SHORT, "--accelerator", "cpu"]
     (tmp_path / "arguments.yaml").write_text("activation_checkpointing: full\n")
-    assert "has no speed of two logged steps." in mistake(capsys, *words, "--like", tmp_path)
+    assert "has no speed of two logged steps," in mistake(capsys, *words, "--like", tmp_path)
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3)):
+        for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3), (5, None)):
             print(json.dumps({"step": step, "model_tflops_per_device": speed}), file=file)
     given = said(*words, "--mfu", 0.4)["seconds"]
     like = said(*words, "--like", tmp_path)["seconds"]
@@ -438,6 +438,8 @@ def test_the_speed_of_a_run(tmp_path, capsys):
     assert given["step"] == given["compute"] + given["launch"] > given["compute"]
     assert like["step"] == like["compute"]
     assert "take one of them" in mistake(capsys, *words, "--like", tmp_path, "--mfu", 0.4)
+    (tmp_path / "arguments.yaml").unlink()
+    assert "or its arguments.yaml no" in mistake(capsys, *words, "--like", tmp_path)
 
 
 @pytest.mark.longer

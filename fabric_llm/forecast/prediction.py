@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+import numpy as np
+
 from fabric_llm.base import register
-from fabric_llm.base.command_line import Flags, read_yaml
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.base.files import json_lines
-from fabric_llm.base.names import nearest_of
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.periods import Stage
@@ -42,6 +42,7 @@ from fabric_llm.plan.model_plan import model_plan, require_shares
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.schedule import last_step, lay_out
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
+from fabric_llm.report import reading
 from fabric_llm.training import adamw
 
 GIB = 2**30
@@ -364,19 +365,20 @@ def tflops_of(run: Path) -> float:
     """10^12 operations a second and device that a run has reached, with those that it recomputed.
     Raises Fault.
 
-    The median of its logged steps but for the first, during which it compiled.
+    The median of its logged steps but the first, during which it compiled.
     """
-    speeds = []
-    if not run.is_dir():
-        raise Fault(f"--like: no run at {str(run)!r}.{nearest_of(run)}")
-    for _, record in json_lines(run / "metrics.jsonl"):
-        if "model_tflops_per_device" in record:
-            speeds.append(record["model_tflops_per_device"])
-    reached = speeds[1:]
-    if not reached:
-        raise Fault(f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps.")
+    read = reading.read_run(run)
+    speeds, asked = (
+        read.number("model_tflops_per_device"),
+        read.flags.get("activation_checkpointing"),
+    )
+    reached = [] if speeds is None else speeds.values[np.isfinite(speeds.values)][1:].tolist()
+    if not reached or asked is None:
+        raise Fault(
+            f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps, or its "
+            "arguments.yaml no activation_checkpointing."
+        )
     # The log counts the operations of the model alone, and `Seconds` also those that are repeated.
-    asked = read_yaml(run / "arguments.yaml")["activation_checkpointing"]
     return median(reached) * (1 + _recomputed(checks.activation_checkpointing(asked)))
 
 
