@@ -152,8 +152,8 @@ def numbers(prediction: Any) -> dict[str, Any]:
         "used": prediction.used,
         "fits": prediction.fits,
     }
-    document["memory"] |= {"peak": prediction.memory.peak}
-    document["seconds"] |= {"step": prediction.seconds.step}
+    document["memory"]["peak"] = prediction.memory.peak
+    document["seconds"]["step"] = prediction.seconds.step
     return document
 
 

@@ -13,6 +13,7 @@ from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
+Found = tuple[Change, Prediction]  # with the change
 # Kinds of --activation_checkpointing: each keeps less in memory than the one before, and takes more
 # time.
 LESS_AND_LESS = ("none", "selective", "every:2", "full", "offload")
@@ -71,7 +72,7 @@ def until_it_fits(
 
 def fastest(
     own: Flags, flags: Flags, tell: Callable[[Change, Prediction], None]
-) -> Optional[tuple[Change, Prediction]]:
+) -> Optional[Found]:
     """(change, the prediction with it) of the shortest step that takes less than `CLOSE` of a
     device; None if none does.
 
@@ -79,11 +80,11 @@ def fastest(
     they fit, up to the whole batch of a device. Of equally fast steps the first kind wins, with its
     largest micro-batch. At most `MAX_TRIES` are looked at, of each of which `tell` is told.
     """
-    found: list[tuple[Change, Prediction]] = []
+    found: list[Found] = []
     best, tries = None, 0
     for checkpointing in LESS_AND_LESS:
         for sharding in _shardings(flags):
-            fits: list[tuple[Change, Prediction]] = []  # the largest micro-batch first
+            fits: list[Found] = []  # the largest micro-batch first
             for batch in _double_batches(flags):
                 change = {"activation_checkpointing": checkpointing, **sharding, **batch}
                 if tries == MAX_TRIES or (tried := _attempt(own, changed(flags, change))) is None:

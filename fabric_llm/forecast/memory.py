@@ -121,7 +121,10 @@ def predict_memory(work: Work) -> Memory:
     return Memory(dict(moments[peak]), peak, moments[UPDATE].total(), dict(most), operations)
 
 
-def _moments(work: Work) -> dict[str, Counter[str]]:
+Moments = dict[str, Counter[str]]  # moment of a step -> bytes at its peak, by label
+
+
+def _moments(work: Work) -> Moments:
     """What `_traced_step` would give for all layers and the whole row, extrapolated from steps with
     few layers and shorter rows."""
     shortest = LONG * work.placement.context_parallel
@@ -155,9 +158,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     return _extrapolated(fewest, one_group_more, cut.times)
 
 
-def _extrapolated(
-    moments: dict[str, Counter[str]], more: dict[str, Counter[str]], times: float
-) -> dict[str, Counter[str]]:
+def _extrapolated(moments: Moments, more: Moments, times: float) -> Moments:
     """`moments`, with the difference between `more` and them added `times` times."""
     result = {}
     for moment, held in moments.items():
@@ -167,7 +168,7 @@ def _extrapolated(
     return result
 
 
-def _traced_step(work: Work, without: Collection[int] = ()) -> dict[str, Counter[str]]:
+def _traced_step(work: Work, without: Collection[int] = ()) -> Moments:
     """{moment of a step: what is held at its peak, by label}, and the most that is elsewhere.
     without: numbers of layers."""
     placement = work.placement
@@ -266,10 +267,10 @@ def _step(
         ledger.label, count = trace.SUMS, 1
         sums = _zero_sums(wrapped)
     syncs = strategy.syncs_every_micro_batch(name, sums is not None)
-    done: list[Any] = []
+    number = 0  # of the micro-batch
     if name == "ddp":
         ledger.label = trace.GRADIENTS
-        _keep_in_buckets(trained, lambda: syncs or len(done) == count - 1)
+        _keep_in_buckets(trained, lambda: syncs or number == count - 1)
 
     # Forward and backward, and the update.
     # Building the model isn't a moment of the step.
@@ -277,12 +278,11 @@ def _step(
     forward: Any = nullcontext()
     if model_plan.precision in AUTOCAST:
         forward = torch.autocast("cpu", AUTOCAST[model_plan.precision])
-    while len(done) < count:
+    for number in range(count):
         ledger.label, followed.is_forward, ledger.operations = trace.ACTIVATIONS, True, 0
         with forward:
             loss = wrapped(**batch)
         loss.backward()
-        done.append(batch)
         followed.mark_gradients()
     if sums is not None:
         ledger.label, ledger.moment = trace.SUMS, "the last sum of gradients"

@@ -130,7 +130,8 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     contexts = " or ".join(f"{context:,}" for context in plan.data.contexts)
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
-    stages = [reading.Event(step, kind) for step, kind in happens if kind == "stage"]
+    # Stages alone: evaluations and saves are too many for upright lines.
+    run.timeline = [reading.Event(step, kind) for step, kind in happens if kind == "stage"]
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
     data = flags.data.train_data_dir or ", ".join(plan.data.sources)
     return {
@@ -138,8 +139,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
         "sections": {"curves": "Curves"},
         "charts": figures.charts(figures.FIGURES, [run]),
-        # Stages alone: evaluations and saves are too many for upright lines.
-        "marks": figures.marks([run], [stages]),
+        "marks": figures.marks([run]),
         "headline": [
             ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
             ("Tokens", page.number(last.tokens - start.tokens), batch),

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from plotly import graph_objects as go
 
-from fabric_llm.report.reading import UNMARKED, Event, Run, Series
+from fabric_llm.report.reading import UNMARKED, Run, Series
 
 MAX_POINTS = 1000  # of a line
 FEW_POINTS = 60  # are shown each
@@ -133,8 +133,10 @@ def template() -> dict[str, Any]:
         "zerolinecolor": MUTED,
         "zerolinewidth": 1,
         "tickfont": small,
+        "automargin": True,
+        "separatethousands": True,
+        "title": {"font": small, "standoff": 8},
     }
-    axis |= {"automargin": True, "separatethousands": True, "title": {"font": small, "standoff": 8}}
     layout = {
         "colorway": COLORS,
         "font": {"family": "inherit", "color": INK, "size": 12},
@@ -159,6 +161,7 @@ def template() -> dict[str, Any]:
 
 # "name", "title", "unit" and "note" of a figure, its "traces", "undone" ones below, and "layout"
 Chart = dict[str, Any]
+Shape = dict[str, Any]  # of plotly
 
 
 def charts(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
@@ -271,23 +274,23 @@ def thinned(series: Series) -> Series:
     return Series(series.steps[index], series.values[index])
 
 
-def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[str, Any]]:
+def marks(runs: Sequence[Run]) -> list[Shape]:
     """Upright lines in all figures over steps or tokens: where something happened that isn't of
     UNMARKED."""
     shapes = []
-    for i, of_run in enumerate(events):
+    for i, run in enumerate(runs):
         # Events have the colour of their run. Colours of a single run are those of its sets, hence
         # grey.
         color = COLORS[GREY]
         if len(runs) > 1:
             color = COLORS[i % len(COLORS)]
-        steps = [event.step for event in of_run if event.kind not in UNMARKED][:MAX_MARKED]
+        steps = [event.step for event in run.timeline if event.kind not in UNMARKED][:MAX_MARKED]
         for place in _places(runs, i, np.array(steps, dtype=np.int64)):
             shapes.append(upright(place, color))
     return shapes
 
 
-def upright(place: float, color: str, **more: Any) -> dict[str, Any]:
+def upright(place: float, color: str, **more: Any) -> Shape:
     """A dotted line over the height of a figure, as a shape of plotly."""
     line = {"color": color, "width": 1, "dash": "dot"}
     return {
@@ -311,16 +314,15 @@ def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float
     for name, size in parts.items():
         traces.append(go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json())
     if device_bytes:
-        label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
         for fraction in (*limits, 1.0):
-            # Changed for each line, which gets a copy.
-            label["text"] = f"{100 * fraction:.0f} % "
-            lines.append(upright(fraction * device_bytes / 2**30, MUTED, label={**label}))
-    layout: dict[str, Any] = {
+            label = {"text": f"{100 * fraction:.0f} % ", "textangle": 0}
+            label |= {"textposition": "end", "xanchor": "right"}
+            lines.append(upright(fraction * device_bytes / 2**30, MUTED, label=label))
+    layout = {
         "barmode": "stack",
         "hovermode": "closest",
         "showlegend": True,
         "shapes": lines,
+        "xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
     }
-    layout |= {"xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"}}
     return {"name": "memory", "traces": traces, "layout": layout}

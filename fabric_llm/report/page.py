@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from fabric_llm.base.faults import unwritten
 from fabric_llm.base.files import write_atomically
 from fabric_llm.report import figures, reading
-from fabric_llm.report.reading import Event, Run, Series
+from fabric_llm.report.reading import Run, Series
 
 NONE = "\N{EN DASH}"
 NOT_COMPARED = ("run_name", "output_dir")  # flags
@@ -40,7 +40,6 @@ def write(folders: Sequence[str], output: Path) -> None:
     above = os.path.commonpath(path.parent for path in paths)
     for run in runs:
         run.name = os.path.relpath(run.folder, above)
-    events = [reading.timeline(run) for run in runs]
     title, lead, differences = runs[0].name, in_a_sentence(runs[0]), None
     sections: Sequence[str] = SECTIONS
     if len(runs) > 1:
@@ -54,10 +53,10 @@ def write(folders: Sequence[str], output: Path) -> None:
         title=title,
         lead=lead,
         charts=figures.charts(figures.figures(runs), runs),
-        marks=figures.marks(runs, events),
+        marks=figures.marks(runs),
         runs=[{**vars(run), "flags": known(run), "headline": headline(run)} for run in runs],
         problems=[f"{run.name}: {note}" for run in runs for note in run.notes],
-        events=events_table(runs, events),
+        events=events_table(runs),
         differing=differences,
     )
 
@@ -198,11 +197,11 @@ def in_a_sentence(run: Run) -> str:
     return "; ".join(str(word) for word in words if word)
 
 
-def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:
+def events_table(runs: Sequence[Run]) -> Table:
     """The events of all runs."""
     several, rows = len(runs) > 1, []
-    for run, of_run in zip(runs, events):
-        for event in of_run:
+    for run in runs:
+        for event in run.timeline:
             time = event.time.replace("T", " ").removesuffix("+00:00")
             row = [f"{event.step:,}", time, event.kind.capitalize(), event.words]
             rows.append([run.name, *row] if several else row)

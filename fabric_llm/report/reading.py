@@ -28,11 +28,17 @@ from fabric_llm.plan import run_directory
 ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"
 
 
+Record = dict[str, Any]  # a line of a log, or a file of a run directory
+
+
 class Series(NamedTuple):
     """A number over steps: int64 [points] and float64 [points], NaN where the log has none."""
 
     steps: np.ndarray
     values: np.ndarray
+
+
+Numbers = dict[str, dict[str, Series]]  # name -> set or source, "" of neither -> its line
 
 
 @dataclass
@@ -41,23 +47,23 @@ class Run:
 
     name: str
     folder: Path
-    flags: dict[str, Any] = field(default_factory=dict)  # arguments.yaml
-    status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
-    # name -> set or source, "" of neither -> Series
-    numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
+    flags: Record = field(default_factory=dict)  # arguments.yaml
+    status: Record = field(default_factory=dict)  # STATUS.json
+    numbers: Numbers = field(default_factory=dict)
     # Numbers of the steps that rewinds have undone: one `Run` for each rewind.
     undone: list["Run"] = field(default_factory=list)
     # (step, new shares) where the shares of the sets in the mean loss change.
-    shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
-    events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
-    samples: list[dict[str, Any]] = field(default_factory=list)  # samples.jsonl
+    shares: list[tuple[int, Record]] = field(default_factory=list)
+    verdicts: list[Record] = field(default_factory=list)  # lines of metrics.jsonl
+    events: list[Record] = field(default_factory=list)  # events.jsonl
+    samples: list[Record] = field(default_factory=list)  # samples.jsonl
+    timeline: list["Event"] = field(default_factory=list)  # of events and verdicts
     checkpoints: list[int] = field(default_factory=list)  # their steps
     notes: list[str] = field(default_factory=list)  # what couldn't be read
     wrong: list[str] = field(default_factory=list)  # sets that are above their budget
 
     @property
-    def begun(self) -> dict[str, Any]:
+    def begun(self) -> Record:
         """The last start of the run, {} where none was recorded."""
         return next((e for e in reversed(self.events) if e["event"] in ("started", "resumed")), {})
 
@@ -134,6 +140,7 @@ def read_run(folder: Path) -> Run:
             # Of a step that was made twice, after a rewind, the later sample counts.
             samples[record["step"], record["prompt"]] = record
     run.samples = sorted(samples.values(), key=lambda record: record["step"])
+    run.timeline = timeline(run)
     return run
 
 
@@ -149,7 +156,7 @@ def last_step(run: Run, prefix: str = "") -> int:
 # ------------------------------------------------------------------------------- metrics.jsonl
 
 
-def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[Record]:
     """The lines of a log. A note of the run names the first that can't be read."""
     for number, (_, record) in enumerate(files.json_lines(run.folder / name), 1):
         # True and False are ints as well for isinstance, and no step.
@@ -164,7 +171,7 @@ def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
 def _fill_undone(run: Run) -> None:
     """Add the numbers of undone steps. In their log, each rewind begins with a line that has
     `undone`."""
-    parts: list[list[dict[str, Any]]] = []
+    parts: list[list[Record]] = []
     for record in _lines(run, METRICS_UNDONE):
         if "undone" in record:
             parts.append([])
@@ -179,7 +186,7 @@ def _fill_undone(run: Run) -> None:
 Columns = dict[tuple[str, str], tuple[array, array]]
 
 
-def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
+def fill(run: Run, lines: Iterable[Record]) -> None:
     """Add the numbers of the lines to the run; sort its sets, and name what is of all of them."""
     # array holds plain numbers: a long run has millions, which lists would make objects of.
     columns: Columns = defaultdict(lambda: (array("q"), array("d")))
@@ -198,7 +205,7 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         if not run.shares or run.shares[-1][1] != shares:
             run.shares.append((record["step"], shares))
     # A number that is never there, such as the loss of a set without targets, has no curve.
-    numbers: dict[str, dict[str, Series]] = defaultdict(dict, run.numbers)
+    numbers: Numbers = defaultdict(dict, run.numbers)
     for (name, of_what), column in columns.items():
         series = Series(*map(np.array, column))
         if name != "step" and not np.isnan(series.values).all():
@@ -226,9 +233,7 @@ IN_NAMES = {
 }
 
 
-def _of_names(
-    numbers: Mapping[str, dict[str, Series]], pattern: str, words: str
-) -> dict[str, Series]:
+def _of_names(numbers: Numbers, pattern: str, words: str) -> dict[str, Series]:
     """{words: Series} of all numbers whose names match the pattern."""
     series = {}
     for name, of_sets in numbers.items():
@@ -244,9 +249,7 @@ def _of_names(
     return series
 
 
-def _named_losses(
-    losses: dict[str, Series], numbers: Mapping[str, dict[str, Series]]
-) -> dict[str, Series]:
+def _named_losses(losses: dict[str, Series], numbers: Numbers) -> dict[str, Series]:
     """The losses of sets: first the mean of all sets, last that of the averaged weights. Without
     the mean where there is a single set, whose loss is the same number."""
     mean = losses.pop("", None)
@@ -259,7 +262,7 @@ def _named_losses(
     return named
 
 
-def _forgetting(numbers: Mapping[str, dict[str, Series]]) -> dict[str, Series]:
+def _forgetting(numbers: Numbers) -> dict[str, Series]:
     """What was forgotten, and the budgets. With budgets only of sets that have one: the others may
     rise, and what is learned falls far."""
     forgotten, budgets = numbers["eval_forgotten"], numbers["eval_budget"]
@@ -358,7 +361,7 @@ def timeline(run: Run) -> list[Event]:
 ENDS = ("stopped", "failed", "done", "fell_back")  # kinds of events
 
 
-def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
+def _of_record(record: Record, last: Event) -> Optional[Event]:
     """The event of a line of events.jsonl, with step and position of the `last` event where it has
     none. None for kinds that the timeline doesn't show."""
     kind, words = record["event"], ""
@@ -385,7 +388,7 @@ def _of_record(record: dict[str, Any], last: Event) -> Optional[Event]:
     return Event(kind=kind, words=words, time=record.get("time") or "", **place)
 
 
-def _of_verdict(record: dict[str, Any]) -> Event:
+def _of_verdict(record: Record) -> Event:
     """The event of a line of metrics.jsonl about a step that wasn't taken, or about forgetting."""
     verdict, tokens = record.get("verdict") or "", record.get("discarded_tokens")
     # A verdict on a step names the first sequence of its batch.
@@ -402,7 +405,7 @@ def _of_verdict(record: dict[str, Any]) -> Event:
     )
 
 
-def _shares(record: dict[str, Any]) -> str:
+def _shares(record: Record) -> str:
     """The shares of the sources from there on, in words, "" where the record has none."""
     known = record.get("shares") or {}
     if not known:
@@ -411,7 +414,7 @@ def _shares(record: dict[str, Any]) -> str:
     return f"from here on {', '.join(words)}"
 
 
-def devices(beginning: dict[str, Any]) -> str:
+def devices(beginning: Record) -> str:
     """The devices that a start was on, in words, "" where it doesn't say."""
     count, nodes = beginning.get("devices"), beginning.get("nodes")
     if count is None:
