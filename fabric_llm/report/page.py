@@ -167,8 +167,8 @@ def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
         return NONE, ""
     since, other = reading.rows_changed_at(run, loss), "was of other rows"
     is_mean = loss is run.numbers["eval_loss"].get(reading.MEAN)
-    if len(run.shares) > 1 and is_mean and run.shares[-1][0] >= since:
-        since, other = run.shares[-1][0], "had other shares"
+    if is_mean and run.shares_since and run.shares_since >= since:
+        since, other = run.shares_since, "had other shares"
     words, latest = [], steps >= since
     if since:
         words.append(f"before step {since:,} it {other}")

@@ -52,8 +52,8 @@ class Run:
     numbers: Numbers = field(default_factory=dict)
     # Numbers of the steps that rewinds have undone: one `Run` for each rewind.
     undone: list["Run"] = field(default_factory=list)
-    # (step, new shares) where the shares of the sets in the mean loss change.
-    shares: list[tuple[int, Record]] = field(default_factory=list)
+    # The step at which the shares of the sets in the mean loss last changed, 0 if they never did.
+    shares_since: int = 0
     verdicts: list[Record] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[Record] = field(default_factory=list)  # events.jsonl
     samples: list[Record] = field(default_factory=list)  # samples.jsonl
@@ -191,6 +191,7 @@ def fill(run: Run, lines: Iterable[Record]) -> None:
     # array holds plain numbers: a long run has millions, which lists would make objects of.
     columns: Columns = defaultdict(lambda: (array("q"), array("d")))
     sources: dict[str, None] = {}  # in the order of the log
+    last = None  # shares
     for record in lines:
         if "verdict" in record:
             run.verdicts.append(record)
@@ -202,16 +203,17 @@ def fill(run: Run, lines: Iterable[Record]) -> None:
         sources.update(dict.fromkeys(shares))
         for name in sources:  # one that isn't named is not read
             _collect(columns, record["step"], {"share": shares.get(name, 0.0)}, of_what=name)
-        if not run.shares or run.shares[-1][1] != shares:
-            run.shares.append((record["step"], shares))
+        if last not in (None, shares):
+            run.shares_since = record["step"]
+        last = shares
     # A number that is never there, such as the loss of a set without targets, has no curve.
-    numbers: Numbers = defaultdict(dict, run.numbers)
+    numbers: Numbers = defaultdict(dict)
     for (name, of_what), column in columns.items():
         series = Series(*map(np.array, column))
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
     # Shares that never change are no curves.
-    if len(run.shares) < 2:
+    if not run.shares_since:
         numbers.pop("share", None)
     losses = dict(sorted(numbers["eval_loss"].items()))
     # Probes aren't text, so their losses have a figure of their own.
