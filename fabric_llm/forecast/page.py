@@ -7,7 +7,6 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.forecast.prediction import CLOSE, GIB, NO, Prediction
 from fabric_llm.plan import checks, make_plan, run_directory, start
 from fabric_llm.plan.demo import prepare_demo
@@ -86,11 +85,9 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     )
 
 
-def course(
-    plan: Plan, flags: Flags
-) -> tuple[list[dict[str, Any]], list[tuple[int, str]], Progress]:
-    """(the lines that the run will log, (step, kind) of what happens, where it ends), by the run's
-    own functions."""
+def course(plan: Plan, flags: Flags) -> tuple[list[reading.Record], list[tuple[int, str]]]:
+    """(the lines that the run will log, (step, kind) of what happens), by the run's own
+    functions."""
     lines, happens, progress, shares = [], [], plan.start, None
     has_sets = flags.evaluation.eval_iters > 0
     # Evaluations need sets, even where their interval is due.
@@ -102,7 +99,7 @@ def course(
         before, progress = progress, schedule.after(progress)
         # The learning rate of a step follows from the steps that are finished before it.
         lr = lr_at(before.step, max_step=schedule.max_step, **shape)
-        line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
+        line: reading.Record = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
         lines.append(line)
         last_shares, shares = shares, schedule.mixture.shares_at(before.position)
         # Where a stage of the mixture begins. The first one begins with the run.
@@ -117,16 +114,16 @@ def course(
             happens.append((progress.step, "evaluated"))
         if saves:
             happens.append((progress.step, "saved"))
-    return lines, happens, progress
+    return lines, happens
 
 
 def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     """What `page.write_page` takes of the steps of a run."""
-    lines, happens, last = course(plan, flags)
+    lines, happens = course(plan, flags)
     # The lines go the same way as those of a finished run's metrics.jsonl.
     run = reading.Run(plan.run_directory.name, plan.run_directory)
     reading.fill(run, lines)
-    lr, start = run.number("lr").values, plan.start
+    lr, start, last = run.number("lr").values, plan.start, lines[-1]
     contexts = " or ".join(f"{context:,}" for context in plan.data.contexts)
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
@@ -141,8 +138,8 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
         "charts": figures.charts(figures.FIGURES, [run]),
         "marks": figures.marks([run]),
         "headline": [
-            ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
-            ("Tokens", page.number(last.tokens - start.tokens), batch),
+            ("Steps", f"{last['step'] - start.step:,}", f"from {start.step:,} to {last['step']:,}"),
+            ("Tokens", page.number(last["tokens"] - start.tokens), batch),
             ("Checkpoints", f"{due['saved']:,}", f"and {due['evaluated']:,} evaluations"),
             ("Peak learning rate", f"{lr.max():.3g}", f"{lr[-1]:.3g} at the last step"),
         ],

@@ -422,15 +422,12 @@ def _rows_read(
 ) -> tuple[Optional[int], dict[int, int]]:
     """(steps of the run, {tokens of a row: how many of such rows it reads}), (None, {}) where
     neither flags nor datasets say how many. batch: sequences of a step."""
-    training, mix = flags.training, mixture_text.DataMix((), (Stage(0, (1,)),))
-    steps, epochs = training.max_step, training.number_epochs
+    steps, epochs = flags.training.max_step, flags.training.number_epochs
+    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
     known = [one for one in datasets if one is not None]
     # One dataset of unknown size leaves the whole unknown.
     is_known = bool(datasets) and len(known) == len(datasets)
-    is_mixed = is_known and flags.data.data_mix
     rows, contexts = tuple(one[0] for one in known), tuple(one[1] for one in known)
-    if is_mixed:
-        mix = mixture_text.parse(flags.data.data_mix)
     # A length that was given is that of all rows.
     if not is_known or flags.data.context_length:
         contexts = (context,) * len(mix.stages[0].weights)
@@ -444,8 +441,9 @@ def _rows_read(
         steps = ceil(own.tokens / tokens)
     if steps is None and (not is_known or rows[0] == ENDLESS):
         return None, {}
-    stages, end = mix.stages, None
-    if is_mixed:
+    # Laid out over the run by positions, as far as its datasets are known.
+    stages: tuple[Stage, ...] = (mix.stages[0]._replace(begins=0),)
+    if is_known and flags.data.data_mix:
         # What is read too often is refused where a run would be.
         stages, end, last = lay_out(mix, rows, batch, steps, epochs, shortens=True)
     elif steps is None:
@@ -480,7 +478,6 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
     # Packed attention is what a run chooses where its checks succeed, which is assumed here.
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
-    packs = packs and loading.takes_documents(loading.causal_lm_class(config))
     # The package of flash attention needn't be installed here. SDPA takes the same memory.
     attention = asked.attention.replace("flash_attention_2", "auto")
     names = [*["packed"] * packs, attention]
