@@ -33,16 +33,13 @@ class Law(NamedTuple):
 
 def through(first: float, middle: float, last: float) -> Law:
     """The law through the losses at SHARES."""
+    t: Optional[float] = None
     # The second half of the way rises exp(t / 2) times as much as the first.
-    ratio = 0.0
-    if middle != first:
-        ratio = (last - middle) / (middle - first)
-    if not ratio > 0:
-        return Law((first, middle, last), None)
-    t = 2 * math.log(ratio)
-    # At t = 0 the formula divides by 0.
-    if abs(t) < STRAIGHT:
-        t = STRAIGHT
+    if middle != first and (ratio := (last - middle) / (middle - first)) > 0:
+        t = 2 * math.log(ratio)
+        # At t = 0 the formula divides by 0.
+        if abs(t) < STRAIGHT:
+            t = STRAIGHT
     return Law((first, middle, last), t)
 
 
@@ -64,8 +61,7 @@ def within(
         share = number / FINEST
         if share in SHARES or not bounds[0] <= share <= bounds[1]:
             continue
-        rises = [laws[name].at(share) - before[name] for name in budgets]
-        if all(rise <= most for rise, most in zip(rises, budgets.values())):
+        if all(laws[name].at(share) - before[name] <= most for name, most in budgets.items()):
             inside.append(share)
     # Of equally good shares the first, which replays least.
     return min(inside, key=laws[new].at, default=None)
