@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.page import ROOT
+
 DOCUMENT_END = 0  # the token that ends each document of packed rows
 
 
@@ -33,11 +34,12 @@ def write_llama(
     """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in `dtype`, for all
     contenders."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = LlamaConfig(**{"max_position_embeddings": 8192, **shape})
+    usual = {"model_type": "llama", "max_position_embeddings": 8192}
+    config = AutoConfig.for_model(**{**usual, **shape})
     config.save_pretrained(folder)
     if with_weights:
         torch.manual_seed(0)

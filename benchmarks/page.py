@@ -12,11 +12,13 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import distributions, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
 
 PACKAGES = "torch lightning transformers tokenizers datasets numpy pyarrow accelerate".split()
+ROOT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
 Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was
 
@@ -39,7 +41,7 @@ def parser(document: Optional[str], rounds: int = 0) -> argparse.ArgumentParser:
 def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command's flags, and note what the page says of the start."""
     given = options.parse_args()
-    given.load, given.device = os.getloadavg()[0], {}
+    given.load, given.device = os.getloadavg()[0], ""
     return given
 
 
@@ -118,21 +120,17 @@ def table(titles: Iterable[str], lines: Iterable[Iterable[Any]], words: int = 1)
 def about(options: argparse.Namespace) -> dict[str, str]:
     """What was run, when, where and with which versions."""
     command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    hardware = options.device.get("name") or f"{cpu_name()}, {os.cpu_count()} cores"
+    hardware = options.device or f"{cpu_name()}, {os.cpu_count()} cores"
     if hasattr(options, "threads") and not options.device:
         hardware += f", {options.threads} thread{'s' * (options.threads > 1)} a process"
-    installed = {one.name for one in distributions()}
-    versions = [f"{name} {version(name)}" for name in PACKAGES if name in installed]
-    run = {
+    versions = [f"{name} {version(name)}" for name in PACKAGES if find_spec(name)]
+    return {
         "command": f"`{shlex.join(command)}`",
         "date": str(datetime.date.today()),
         "hardware": hardware,
         "load": f"average {options.load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
-    if getattr(options, "smoke", False):
-        run["smoke"] = "toy sizes, these figures mean nothing"
-    return run
 
 
 def cpu_name() -> str:
