@@ -1,23 +1,15 @@
 """What a command and all that it has started hold in memory, by the operating system's own figures,
-/proc/PID/smaps_rollup.
-
-`Counted`: what the tensors of a step hold, by another count than the plan's.
-"""
+/proc/PID/smaps_rollup."""
 
 from __future__ import annotations
 
 import subprocess
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Held(NamedTuple):
@@ -59,27 +51,3 @@ def watched(
         seen(held(process.pid))
         time.sleep(max(every_seconds, 2 * (time.monotonic() - began)))
     return process.returncode
-
-
-class Counted(TorchDispatchMode):
-    """Bytes of the storages that are alive, each once, and the most that they were."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.sizes, self.peak = {}, 0
-        self.count(tensors)
-
-    def count(self, tensors):
-        for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            if storage._cdata not in self.sizes:
-                weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-            self.sizes[storage._cdata] = weakref.ref(storage)
-        found = (reference() for reference in list(self.sizes.values()))  # other threads free, too
-        alive = sum(storage.nbytes() for storage in found if storage is not None)
-        self.peak = max(self.peak, alive)
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        self.count(one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
-        return result

@@ -46,7 +46,7 @@ page optimizer optimizer.py $on_optimizer --sizes $sizes
 part data python prepare_data.py --input "$library"/{asyncio,email,json,unittest} --pattern '*.py' --train_tokenizer 8192 \
     --context_length $context --output "$out/data"
 page speed_more gpu.py $on --shapes $more --minutes 8.5
-page context context.py $on --sharing 1
+page context steps.py context $on
 page loss_head steps.py loss $on --dtypes bfloat16
 page attention steps.py attention $on --dtypes bfloat16
 train float8 --max_step 30 --float8 rowwise

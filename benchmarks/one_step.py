@@ -3,13 +3,17 @@ its order."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.model import loading, weights
@@ -105,13 +109,51 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [one for state in states for one in state.values() if isinstance(one, Tensor)]
 
 
-def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:
-    """What this rank holds for `tensors` (on devices of a kind): storage that several of them share
-    counts once, whole."""
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """What this rank holds for `tensors`: storage that several of them share counts once, whole."""
     sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if kind in (None, local.device.type):
-            storage = local.detach().untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+        storage = local.detach().untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def peak(run: Run, kind: str, kept: Iterable[Tensor] = ()) -> int:
+    """The most bytes of this rank in a step after the first, which makes the optimizer's state: by
+    a GPU's allocator, or those of all tensors, with the `kept`."""
+    peaks = []
+    held = [*run.model.parameters(), *state_of(run.optimizer), *kept]
+    with Counted(held) if kind == "cpu" else nullcontext() as counted:
+        for _ in range(4):
+            if counted is None:
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                counted.peak = 0
+            take_step(run)
+            peaks.append(counted.peak if counted else torch.cuda.max_memory_allocated())
+    return min(peaks[1:])  # a thread of gloo may let go of a message a moment later than usual
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of the storages that are alive, each once, and the most that they were."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+        self.count(tensors)
+
+    def count(self, tensors):
+        for tensor in tensors:
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if storage._cdata not in self.sizes:
+                weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+            self.sizes[storage._cdata] = weakref.ref(storage)
+        found = (reference() for reference in list(self.sizes.values()))  # other threads free, too
+        alive = sum(storage.nbytes() for storage in found if storage is not None)
+        self.peak = max(self.peak, alive)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.count(one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
+        return result

@@ -3,8 +3,7 @@
 A contender is a function (turns, ...) in processes of its own that takes steps for as long as
 `turns.go_on(loss)` returns True. The benchmark asks one contender after the other for some steps;
 the others wait meanwhile and take no processor time. Memory is that of one more step, after the
-timed ones: the most that tensors take in it, above those that are there between steps. What needs
-no process of its own takes turns in `seconds_in_turns`.
+timed ones: the most that tensors take in it, above those that are there between steps.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision
 PRELOADED = ["transformers.models.llama.modeling_llama", "benchmarks.one_step"]
 WARM_UP = 3  # steps before the first timed one
 REST = ("rest", 0)
-FORGET = "the peak so far is forgotten"
-ASK_GPU = (
-    "import torch; gpu = torch.cuda.get_device_properties(0); print(gpu.total_memory, gpu.name)"
-)
+ASK_GPU = "import torch; print(torch.cuda.get_device_name())"
 
 
 def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
@@ -62,8 +58,7 @@ def resolve(options: argparse.ArgumentParser) -> argparse.Namespace:
     given.kind = "cuda" if on_gpu or given.accelerator == "cuda" else "cpu"
     if given.kind == "cuda":  # another process asks: a context takes memory of the GPU
         said = subprocess.check_output([sys.executable, "-c", ASK_GPU], text=True)
-        memory, given.device["name"] = said.strip().split(maxsplit=1)
-        given.device["memory_bytes"] = int(memory)
+        given.device = said.strip()
     return given
 
 
@@ -72,23 +67,6 @@ def alternate(contenders: Sequence[Any], rounds: int) -> Iterator[Any]:
     for number in range(rounds):
         yield from contenders if number % 2 == 0 else reversed(contenders)
         progress(f"round {number + 1}/{rounds}")
-
-
-def seconds_in_turns(
-    steps: dict[str, Callable[[], Any]], rounds: int, kind: str = "cpu"
-) -> dict[str, list[float]]:
-    """Seconds of each step in each round, in this process. A step of each before them isn't
-    counted."""
-    for step in steps.values():
-        step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for name in alternate(list(steps), rounds):
-        synchronize(kind)
-        began = time.perf_counter()
-        steps[name]()
-        synchronize(kind)
-        times[name].append(time.perf_counter() - began)
-    return times
 
 
 def synchronize(kind: str) -> None:
@@ -171,17 +149,6 @@ class Peak:
             self.profiler = torch.profiler.profile(activities=activities, profile_memory=True)
             self.profiler.__enter__()
 
-    def forget(self) -> None:
-        """The highest count so far doesn't matter any more; what is there still counts."""
-        import torch
-
-        gc.collect()
-        if self.kind == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            with torch.profiler.record_function(FORGET):
-                pass
-
     def end(self) -> int:
         """How many more bytes there were at the peak than at the beginning."""
         if self.kind == "cuda":
@@ -192,9 +159,7 @@ class Peak:
         held = peak = 0
         events = self.profiler.profiler.kineto_results.events()
         for event in sorted(events, key=lambda event: event.start_ns()):
-            if event.name() == FORGET:
-                peak = held
-            elif event.name() == "[memory]":
+            if event.name() == "[memory]":
                 held += event.nbytes()
                 peak = max(peak, held)
         return peak
@@ -203,11 +168,11 @@ class Peak:
 def work(
     function: Callable[..., None],
     pipe: Connection,
-    place: tuple[int, int, str],
+    place: tuple[int, int, Path],
     options: argparse.Namespace,
     args: Any,
 ) -> None:
-    """One process of a contender. place: (rank, ranks, the file that the ranks meet in)."""
+    """One process of a contender. place: (rank, ranks, the folder that the ranks meet in)."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -215,7 +180,10 @@ def work(
     warnings.filterwarnings("ignore", message=".*`srun` command is available")
     try:
         if place[1] > 1:
-            join(*place, options.kind)
+            sys.path.append(str(page.ROOT / "tests"))
+            from ranks import join
+
+            join(*place)
         function(Turns(pipe, options.kind), *args)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -227,54 +195,39 @@ def work(
         pipe.send({"error": message.replace("|", "/")})
 
 
-def join(rank: int, ranks: int, store: str, kind: str) -> None:
-    """Form the process group as torchrun would, but meet in a file."""
-    import torch
-
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    numbers |= {"GROUP_RANK": 0, "MASTER_PORT": 0}
-    os.environ |= {name: str(number) for name, number in numbers.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "benchmark"}
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    file_store = torch.distributed.FileStore(store, ranks)
-    backend = "nccl" if kind == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=file_store, rank=rank, world_size=ranks)
-
-
 class Contender:
     """A row of a benchmark: a function in processes of its own."""
 
     def __init__(
         self, options: argparse.Namespace, row: Row, function: Callable[..., None], *args: Any
     ) -> None:
-        """row: what is known of it; its "ranks" are so many processes."""
+        """row: what is known of it; its "ranks" are so many processes, of a CPU if they are
+        several."""
         self.row = {"seconds": [], **row}
+        self.ends = time.monotonic() + 10**6
         # A server that is forked imports once, but some packages, such as torchao, ask for GPUs
         # when they are imported, and no process that is forked after that can have one.
         context = multiprocessing.get_context("spawn" if options.kind == "cuda" else "forkserver")
         if options.kind == "cpu":
             context.set_forkserver_preload(PRELOADED)
-        ranks, store, self.processes = row.get("ranks", 1), tempfile.mktemp(), {}
+        ranks, self.processes = row.get("ranks", 1), {}
+        folder = Path(tempfile.mkdtemp()) if ranks > 1 else Path()
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            given = (function, theirs, (rank, ranks, store), options, args)
+            given = (function, theirs, (rank, ranks, folder), options, args)
             self.processes[ours] = context.Process(target=work, args=given, daemon=True)
             self.processes[ours].start()
             theirs.close()  # so that a process that dies closes the pipe
 
-    def ask(
-        self, what: Union[str, Path], steps: int, within_seconds: float = 10**6
-    ) -> Optional[Row]:
+    def ask(self, what: Union[str, Path], steps: int) -> Optional[Row]:
         """The report on `steps` steps, of all ranks the largest numbers; None, and the row has an
         "error", without one. what: "time", "memory", or the file of a profiler's trace."""
         if self.row.get("error"):
             return None
-        deadline = time.monotonic() + within_seconds
         self._send((what, steps))
         left, reports = list(self.processes), []
         while left:
-            ready = wait(left, max(0.0, deadline - time.monotonic()))
+            ready = wait(left, max(0.0, self.ends - time.monotonic()))
             if not ready:
                 return self._failed("stopped: its time was over")
             for pipe in ready:
@@ -310,27 +263,32 @@ class Contender:
                 process.join()
 
 
-def in_turns(contenders: list[Contender], options: argparse.Namespace) -> list[Row]:
+def in_turns(
+    contenders: list[Contender], options: argparse.Namespace, trace: Optional[Path] = None
+) -> list[Row]:
     """The rows, with `seconds` of a step in each round, losses of the first turn and the memory of
     one more step.
 
-    On a GPU, where all have their weights, whoever waits gives back what its allocator keeps for
-    the next step, and takes it again in a step that isn't timed.
+    On a GPU where several have their weights, whoever waits gives back what its allocator keeps for
+    the next step, and takes it again in a step that isn't timed. trace: the file of a profile of
+    two steps.
     """
-    on_gpu = options.kind == "cuda"
+    is_shared = options.kind == "cuda" and len(contenders) > 1
     for contender in contenders:
         if report := contender.ask("time", WARM_UP):
             contender.row["losses"] = report["losses"]
-        if on_gpu:
+        if is_shared:
             contender.ask(*REST)
     for contender in alternate(contenders, options.rounds):
-        if on_gpu:
+        if is_shared:
             contender.ask("time", 1)
         if report := contender.ask("time", options.steps):
             contender.row["seconds"].append(report["seconds"])
-        if on_gpu:
+        if is_shared:
             contender.ask(*REST)
     for contender in contenders:
+        if trace is not None:
+            contender.ask(trace, 2)
         report = contender.ask("memory", 1) or {}
         contender.row |= {key: report[key] for key in report if key not in ("seconds", "losses")}
         contender.close()

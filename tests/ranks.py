@@ -160,7 +160,7 @@ def _fork(
         faulthandler.enable(sys.stderr)
         torch.set_num_threads(1)  # makes torch's thread pool anew before threads race to do so
         if world_size > 1:
-            _join(rank, world_size, folder)
+            join(rank, world_size, folder)
         (folder / f"joined-{rank}").touch()
         result = function(*args)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
@@ -176,7 +176,7 @@ def _fork(
         os._exit(status)  # no atexit handlers of the test process
 
 
-def _join(rank: int, world_size: int, folder: Path) -> None:
+def join(rank: int, world_size: int, folder: Path) -> None:
     os.environ.update(  # what torchrun sets; Fabric then starts nothing itself
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -14,11 +14,13 @@ from ranks import run_ranks
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from benchmarks import inputs, one_step, turns
-from benchmarks.memory import Counted
 
 VOCABULARY, CONTEXT = 1024, 128
 FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "num_key_value_heads",
 )
 CONFIGS = {
@@ -38,27 +40,18 @@ def measure(flags, profiles):
     """(bytes at the peak of the second step, what the plan is to say of it) on this rank."""
     from fabric_llm.forecast import memory
 
-    whole = turns.Peak("cpu")
-    if profiles:
-        whole.begin()
     run = one_step.set_up(flags)
-    held = [*run.model.parameters(), *one_step.state_of(run.optimizer)]
-    if (average := getattr(run.optimizer, "average", None)) is not None:
-        held += one_step.state_of(average)
-    counted = None if profiles else Counted(held)
     if profiles:
         one_step.take_step(run)
-        whole.forget()
+        held = [*run.model.parameters(), *one_step.state_of(run.optimizer)]
+        profiled = turns.Peak("cpu")
+        profiled.begin()
         one_step.take_step(run)
-        peak = whole.end()
+        peak = one_step.storage_bytes(held) + profiled.end()
     else:
-        peaks = []
-        with counted:
-            for _ in range(4):
-                counted.peak = 0
-                one_step.take_step(run)
-                peaks.append(counted.peak)
-        peak = min(peaks[1:])  # a thread of gloo may let go of a message a moment later than usual
+        average = getattr(run.optimizer, "average", None)
+        kept = [] if average is None else one_step.state_of(average)
+        peak = one_step.peak(run, "cpu", kept)
     run.batches.close()
     plan, training = run.plan, run.flags.training
     sizes = plan.schedule.micro_batch_size, plan.schedule.micro_batches, max(plan.data.contexts)
@@ -131,8 +124,11 @@ def test_other_flags_and_precisions(folder, strategy, precision, flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--bf16_updates master", "--freeze *.mlp.*", "--sharding_strategy SHARD_GRAD_OP",
-        "--auto_wrap_policy none", "--auto_wrap_policy size:30000",
+        "--bf16_updates master",
+        "--freeze *.mlp.*",
+        "--sharding_strategy SHARD_GRAD_OP",
+        "--auto_wrap_policy none",
+        "--auto_wrap_policy size:30000",
     ],
 )
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
