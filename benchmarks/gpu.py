@@ -34,7 +34,7 @@ SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
 }
 # vocabulary, context, rows, tokens of a document
 DATA, TOY_DATA = (VOCABULARY, 4096, 64, 1000), (256, 64, 64, 16)
-TIMED_SECONDS, CASE_SECONDS, MIN_SECONDS = 4.0, 75.0, 15.0
+CASE_SECONDS, MIN_SECONDS = 75.0, 15.0
 # flags of all cases that don't say otherwise
 USUAL = "--compile true --loss chunked --attention packed"
 SIZE, FLOAT8 = "--micro_batch_size", "--float8 rowwise"
@@ -76,7 +76,7 @@ COLUMNS = {
 def main() -> int:
     began = time.monotonic()
     parser = turns.parser(__doc__, rounds=3)
-    parser.set_defaults(dtype="bfloat16")
+    parser.set_defaults(dtype="bfloat16", steps=2)
     parser.add_argument("--minutes", type=float, default=7.5, help="nothing starts after these")
     parser.add_argument("--trace", type=Path, help="folder for a profile of two steps of each case")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
@@ -91,18 +91,15 @@ def main() -> int:
         before = json.loads(options.output.read_text())["rows"]
         rows += [row for row in before if row["seconds"] and "error" not in row]
     measured = {row["name"] for row in rows}
-    cases = TOY_CASES if options.smoke else CASES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for shape in {case.split()[0] for case in cases}:
-            inputs.write_llama(folder / shape, **SHAPES[shape])
         inputs.write_rows(folder / "data", *(TOY_DATA if options.smoke else DATA))
-        for case in cases:
+        for case in TOY_CASES if options.smoke else CASES:
             if case.split()[0] in options.shapes and case not in measured:
                 rows.append(try_case(case, folder, options, deadline))
-                text = written(options, rows, began)
+                text = written(options, rows)
                 page.progress(text.splitlines()[-1])
-    print(written(options, rows, began))
+    print(written(options, rows))
     return int(all("error" in row for row in rows))
 
 
@@ -110,29 +107,16 @@ def try_case(case: str, folder: Path, options: argparse.Namespace, deadline: flo
     row: page.Row = {"name": case, "seconds": []}
     if time.monotonic() > deadline - MIN_SECONDS:
         return {**row, "error": "not run: the minutes are over"}
-    ends = min(deadline, time.monotonic() + CASE_SECONDS)
     shape, more = case.split(maxsplit=1)
+    inputs.write_llama(folder / shape, **SHAPES[shape])
     usual = folder, shape, "data", options.kind, turns.DTYPES[options.dtype], USUAL
-    flags = inputs.training(*usual, more)
-    contender = turns.Contender(options, row, training, flags)
-
-    def ask(what: Any, steps: int) -> page.Row:
-        return contender.ask(what, steps, ends - time.monotonic()) or {}
-
-    row = contender.row
-    ask("time", turns.WARM_UP)
-    if probe := ask("time", 1):
-        most = int(TIMED_SECONDS / options.rounds / probe["seconds"])
-        for _ in range(options.rounds):
-            report = ask("time", max(options.steps, min(10, most)))
-            row["seconds"] += [report["seconds"]] if report else []
-    if options.trace is not None and row["seconds"]:
-        options.trace.mkdir(parents=True, exist_ok=True)
-        name = re.sub("[^A-Za-z0-9]+", "-", case)
-        ask(options.trace.resolve() / f"{name}.json", 2)
-    if report := ask("memory", 1):
-        contender.close()
-        row |= {key: report[key] for key in ("peak_bytes", "tokens", "operations")}
+    contender = turns.Contender(options, row, training, inputs.training(*usual, more))
+    contender.ends = min(deadline, time.monotonic() + CASE_SECONDS)
+    trace = options.trace
+    if trace is not None:
+        trace.mkdir(parents=True, exist_ok=True)
+        trace = trace.resolve() / f"{re.sub('[^A-Za-z0-9]+', '-', case)}.json"
+    [row] = turns.in_turns([contender], options, trace)
     return row
 
 
@@ -149,11 +133,11 @@ def training(turns: Any, flags: list[str]) -> None:
     one_step.train(turns, run)
 
 
-def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> str:
+def written(options: argparse.Namespace, rows: list[page.Row]) -> str:
     """The page with what there is so far."""
     from fabric_llm.model.flops import peak_tflops
 
-    peak = peak_tflops(options.device.get("name", ""))
+    peak = peak_tflops(options.device)
     _, context, _, documents = TOY_DATA if options.smoke else DATA
     for row in rows:
         if (seconds := page.median(row)) is not None:
@@ -161,7 +145,6 @@ def written(options: argparse.Namespace, rows: list[page.Row], began: float) -> 
             if peak is not None and options.dtype == "bfloat16":
                 row["mfu"] = row["operations"] / seconds / 1e12 / peak
     notes = [
-        f"Seconds so far: {time.monotonic() - began:.0f}",
         f"Peak of this device, TFLOP/s in bfloat16: {peak or 'unknown, so there is no MFU'}",
         f"Cases: Llama, {options.dtype}, packed documents of {documents} tokens "
         f"on average, context {context}; {USUAL} where a case doesn't say otherwise; peak: the "
