@@ -8,7 +8,6 @@ The source isn't changed.
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import math
@@ -24,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import SourceFileLoader
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
@@ -218,10 +217,6 @@ class Mechanism:
     def key(self) -> str:
         return f"{self.row}: {self.name}"
 
-    @property
-    def module(self) -> str:
-        return "fabric_llm." + self.target.partition(":")[0]
-
 
 MECHANISMS = [Mechanism(*entry) for entry in [
     ("kill", "log is cut back to the checkpoint", "run.metrics:is_before", KILLS,
@@ -411,6 +406,15 @@ MECHANISMS = [Mechanism(*entry) for entry in [
 ]]  # fmt: skip
 
 
+def replacement(mechanism: Mechanism) -> tuple[Any, str, Any]:
+    """(what has it, its name there, what takes its place). Raises AttributeError or ImportError
+    where it isn't there any more."""
+    module, _, name = mechanism.target.partition(":")
+    owners, _, attribute = name.rpartition(".")
+    owner = resolve_name(f"fabric_llm.{module}:{owners}")
+    return owner, attribute, mechanism.instead(getattr(owner, attribute))
+
+
 def install() -> None:
     """Called by sitecustomize.py when Python starts: patch a module as soon as it is loaded."""
     (mechanism,) = (one for one in MECHANISMS if one.key == os.environ[TAKEN_AWAY])
@@ -418,20 +422,11 @@ def install() -> None:
 
     def exec_module(self: SourceFileLoader, module: ModuleType) -> None:
         load(self, module)
-        if module.__name__ == mechanism.module:
-            owner, attribute = owner_of(mechanism, module)
-            setattr(owner, attribute, mechanism.instead(getattr(owner, attribute)))
+        if module.__name__ == f"fabric_llm.{mechanism.target.partition(':')[0]}":
+            setattr(*replacement(mechanism))
             Path(os.environ[PATCHED]).touch()
 
     SourceFileLoader.exec_module = exec_module
-
-
-def owner_of(mechanism: Mechanism, module: ModuleType) -> tuple[Any, str]:
-    """(what has it, its name there). Raises AttributeError where it isn't there."""
-    owners, _, attribute = mechanism.target.partition(":")[2].rpartition(".")
-    owner = attrgetter(owners)(module) if owners else module
-    getattr(owner, attribute)
-    return owner, attribute
 
 
 def main() -> None:
@@ -440,21 +435,21 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     results = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        os.environ |= {"TMPDIR": name, "OMP_NUM_THREADS": "1"}
         for one in MECHANISMS:
-            if not any(words in one.key for words in options.only):
-                continue
-            began = time.monotonic()
-            results.append(verdict(Path(name), one))
-            print(f"{results[-1]:9} {one.key} ({time.monotonic() - began:.0f} s)", flush=True)
+            if any(words in one.key for words in options.only):
+                began = time.monotonic()
+                results.append(verdict(Path(name), one))
+                print(f"{results[-1]:9} {one.key} ({time.monotonic() - began:.0f} s)", flush=True)
     noticed = results.count("noticed")
     print(f"Of {len(results)} mechanisms that were taken away, tests noticed {noticed}.")
     raise SystemExit(noticed < len(results))
 
 
 def verdict(folder: Path, mechanism: Mechanism) -> str:
-    """noticed (the tests fail without it), unnoticed, stale (it isn't there), unused (by these
-    tests) or broken."""
+    """noticed (the tests fail without it), unnoticed, stale (it isn't there), or broken (the tests
+    fail anyway, or don't use it)."""
     if is_stale(mechanism):
         return "stale"
     if not passes(mechanism.tests, mechanism.select):
@@ -464,18 +459,18 @@ def verdict(folder: Path, mechanism: Mechanism) -> str:
     hook = "from benchmarks.mechanisms import install\n\ninstall()\n"
     (folder / "sitecustomize.py").write_text(hook)
     variables = {TAKEN_AWAY: mechanism.key, PATCHED: str(patched)}
-    passed = _run(mechanism.tests, mechanism.select, PYTHONPATH=f"{folder}:{ROOT}", **variables)
+    path = f"{folder}{os.pathsep}{ROOT}"
+    passed = _run(mechanism.tests, mechanism.select, PYTHONPATH=path, **variables)
     if not patched.exists():
-        return "unused" if passed else "broken"
+        return "broken"
     return "unnoticed" if passed else "noticed"
 
 
 def is_stale(mechanism: Mechanism) -> bool:
     """Whether what it replaces doesn't exist any more."""
     try:
-        owner, attribute = owner_of(mechanism, importlib.import_module(mechanism.module))
-        mechanism.instead(getattr(owner, attribute))
-    except (ModuleNotFoundError, AttributeError):
+        replacement(mechanism)
+    except (ImportError, AttributeError):
         return True
     return False
 
@@ -488,16 +483,10 @@ def passes(tests: str, select: str) -> bool:
 
 def _run(tests: str, select: str, **variables: str) -> bool:
     """Whether tests pass in the time there is; at least one must be selected."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", select]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, f"tests/{tests}"],
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": temporary, "OMP_NUM_THREADS": "1", **variables},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", select, f"tests/{tests}"]
+    how = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
+    how |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([sys.executable, "-m", "pytest", *options], **how) as process:
         try:
             return process.wait(TIMEOUT_SECONDS) == 0
         except subprocess.TimeoutExpired:
@@ -505,7 +494,6 @@ def _run(tests: str, select: str, **variables: str) -> bool:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
-            process.wait()
 
 
 if __name__ == "__main__":
