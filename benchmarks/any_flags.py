@@ -7,8 +7,6 @@ Law 16 at length: rows, toys and comparisons are those of tests/law_16.py. Each 
 differs is printed at once, with the commands that repeat it with the toys in --folder.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import sys

@@ -14,8 +14,6 @@ train.py; one that --output_dir has already isn't run again. docs/results/bf16_u
 the columns are; bytes are those of a checkpoint.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from pathlib import Path

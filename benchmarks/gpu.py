@@ -8,8 +8,6 @@ says. What is left when the minutes are over isn't run. The files are written af
 case that --output has from a call before isn't run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

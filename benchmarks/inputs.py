@@ -1,7 +1,5 @@
 """What benchmarks train on: Llamas and rows of random tokens; and commands of this repository."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -6,8 +6,6 @@ The old text is Python's library, the new text the C++ headers of torch. What is
 done again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

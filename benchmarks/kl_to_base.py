@@ -1,8 +1,6 @@
 """For `--code`: replayed rows teach what the base model predicts, by the KL divergence from it, and
 the others their text (Li and Hoiem 2016, Learning without Forgetting, arXiv 1606.09282)."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

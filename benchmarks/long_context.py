@@ -1,8 +1,6 @@
 """A small model that was trained on rows of 256 tokens goes on with rows of 2,048, with and without
 --rope, on one and two ranks."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import time

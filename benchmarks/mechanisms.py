@@ -5,8 +5,6 @@ import it, something without the mechanism is put in its place. The tests of its
 The source isn't changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

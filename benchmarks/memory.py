@@ -1,8 +1,6 @@
 """What a command and all that it has started hold in memory, by the operating system's own figures,
 /proc/PID/smaps_rollup."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections import Counter

@@ -1,8 +1,6 @@
 """Single steps of training outside of a run, for benchmarks: the calls of `train` in train.py, in
 its order."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext

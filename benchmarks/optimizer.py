@@ -5,8 +5,6 @@
 Parameters have the shapes of Llamas, gradients are random.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

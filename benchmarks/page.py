@@ -1,7 +1,5 @@
 """A benchmark's page: its options, what was run where, tables, and the numbers as JSON."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

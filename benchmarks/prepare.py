@@ -5,8 +5,6 @@
 Each contender is a process of its own, which measures after its imports.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -41,21 +39,22 @@ COLUMNS = {
 }
 
 
-def main() -> int:
+def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        return work(*sys.argv[2:])
+        work(*sys.argv[2:])
+        return
     parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--megabytes", type=int, default=100, help="of text")
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     options = page.parse(parser)
-    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         documents, size = make_corpus(folder, options.megabytes * 10**6)
-        for cores in options.cores:
-            for name in CONTENDERS:
-                row = {"name": name, "cores": cores, "text_bytes": size}
-                rows.append({**row, "seconds": [], "peaks": []})
+        rows = [
+            {"name": name, "cores": cores, "text_bytes": size, "seconds": [], "peaks": []}
+            for cores in options.cores
+            for name in CONTENDERS
+        ]
         for row in alternate(rows, options.rounds):
             take_turn(row, folder)
             page.progress(f"{row['cores']} cores, {row['name']}: {row['seconds'][-1]:.1f} s")
@@ -73,7 +72,6 @@ def main() -> int:
         table = page.compare(of_cores, COLUMNS, beside="the tokenizer itself")
         tables += [f"## {cores} core{'s' * (cores > 1)}", table]
     page.write("Preparing data: how fast, beside what", notes, options, tables, rows)
-    return 0
 
 
 def make_corpus(folder: Path, most_bytes: int) -> tuple[int, int]:
@@ -81,21 +79,19 @@ def make_corpus(folder: Path, most_bytes: int) -> tuple[int, int]:
     them. Returns (documents, bytes)."""
     from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
-    roots = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    texts: dict[str, None] = {}
-    total = 0
-    for root in (*roots, "/usr/share/doc", "/usr/include"):
+    python = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    texts: dict[str, int] = {}  # each with its bytes
+    for root in (*python, "/usr/share/doc", "/usr/include"):
         for path in sorted(Path(root).rglob("*")):
             with suppress(OSError, UnicodeDecodeError):
-                is_text = path.suffix in SUFFIXES and total < most_bytes
+                is_text = path.suffix in SUFFIXES and sum(texts.values()) < most_bytes
                 text = path.read_bytes().decode() if is_text else ""
-                if text.strip() and text not in texts and len(text) <= MAX_CHARACTERS:
-                    texts[text] = None
-                    total += len(text.encode())
+                if text.strip() and len(text) <= MAX_CHARACTERS:
+                    texts[text] = len(text.encode())
     train_byte_level_bpe([*texts], vocab_size=VOCABULARY).save_pretrained(folder / "tokenizer")
     with open(folder / "corpus.jsonl", "w") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    return len(texts), total
+    return len(texts), sum(texts.values())
 
 
 def tokenizer_itself(folder: Path, output: Path, cores: int) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def mapped(folder: Path, output: Path, cores: int) -> dict[str, Any]:
 
     def rows(batch: dict) -> dict:
         made = tokenizer([text + tokenizer.eos_token for text in batch["text"]], **given)
-        return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
+        return {key: made[key] for key in ("input_ids", "attention_mask")}
 
     began = time.perf_counter()
     loaded = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
@@ -174,7 +170,7 @@ def take_turn(row: page.Row, folder: Path) -> None:
     with report_file.open("w") as file:
         settings = {"env": {**os.environ, **threads}, "stdout": file}
         code = memory.watched(command, SAMPLE_SECONDS, lambda now: held.append(now.pss), **settings)
-    assert code == 0, f"{row['name']} ended with {code}"
+    assert code == 0, row["name"]
     files = [path for path in output.rglob("*") if path.is_file() and "tokenizer" not in path.parts]
     left = sum(path.stat().st_size for path in files)
     shutil.rmtree(output)
@@ -184,13 +180,11 @@ def take_turn(row: page.Row, folder: Path) -> None:
     row |= {**report, "bytes_a_token": left / report["tokens"] if left else None}
 
 
-def work(name: str, folder: str, output: str, cores: str) -> int:
+def work(name: str, folder: str, output: str, cores: str) -> None:
     """The process of a contender."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
-    report = CONTENDERS[name](Path(folder), Path(output), int(cores))
-    print(json.dumps(report), flush=True)
-    return 0
+    print(json.dumps(CONTENDERS[name](Path(folder), Path(output), int(cores))), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,8 +6,6 @@
 The runs, what their sources say of them, and their flags are those of published.csv.
 """
 
-from __future__ import annotations
-
 import csv
 import statistics
 import sys

@@ -9,8 +9,6 @@ lm-evaluation-harness opens.
 What is done in WORK isn't done again.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -16,8 +16,6 @@ context, where the slope is that between the first and the last length that fits
 is the device: `offload` is for GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -8,8 +8,6 @@ torch.optim.AdamW and clip_grad_norm_, each with its defaults. HF Trainer logs, 
 nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

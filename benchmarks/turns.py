@@ -6,8 +6,6 @@ the others wait meanwhile and take no processor time. Memory is that of one more
 timed ones: the most that tensors take in it, above those that are there between steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import multiprocessing

@@ -15,7 +15,7 @@ SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if "__main__" in pa
 @pytest.mark.every_eighth(4)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_starts(script):
-    if script == "mirror.py":  # it imports tests that have a server
+    if script == "kills.py":  # it imports tests that have a server
         pytest.importorskip("obstore")
     done = subprocess.run(
         [sys.executable, FOLDER / script, "--help"], capture_output=True, text=True, timeout=120

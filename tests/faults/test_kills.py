@@ -133,7 +133,7 @@ def test_a_kill_while_a_save_goes_on_in_the_background(reference, toys, tmp_path
     and one beside it."""
     kind, whole, half = reference
     if kind == "full" and name not in ("save.rest", "publish.before_rename"):
-        pytest.skip("as for sharded checkpoints; the longer proof is benchmarks/chaos.py")
+        pytest.skip("as for sharded checkpoints; the longer proof is benchmarks/kills.py")
     run = tmp_path / "run"
     shutil.copytree(half, run)
     job = Job(2, *flags(toys, tmp_path, kind, "--async_save", "true"), failpoint=name)
