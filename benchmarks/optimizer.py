@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import gpu, inputs, page
-from benchmarks.turns import seconds_in_turns
+from benchmarks.turns import alternate, synchronize
 from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
@@ -63,11 +63,10 @@ def main() -> None:
     options = page.parse(parser)
     device = torch.device(options.accelerator)
     if device.type == "cuda":
-        options.device["name"] = torch.cuda.get_device_name()
+        options.device = torch.cuda.get_device_name()
     torch.set_num_threads(options.threads)
     pieces = ["## Compiling", compiling(device)]
-    for size in options.sizes:
-        pieces += [f"## {size}", timing(size, device, options.rounds)]
+    pieces += [f"## {size}\n\n{timing(size, device, options.rounds)}" for size in options.sizes]
     page.write("What a step of the optimizer costs", NOTES, options, pieces, pieces)
 
 
@@ -101,14 +100,20 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
         steps[name] = optimizer.step
     source = torch.randn(min(count, MAX_COPIED), device=device)
     steps["copy"] = partial(torch.empty_like(source).copy_, source)
-    times = seconds_in_turns(steps, rounds, device.type)
-    copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for name in alternate([*steps], rounds + 1):
+        synchronize(device.type)
+        began = time.perf_counter()
+        steps[name]()
+        synchronize(device.type)
+        seconds[name].append(time.perf_counter() - began)
+    copied = 2 * source.numel() * 4 / statistics.median(seconds["copy"][1:])
     rows = []
     for name, (_, _, size_of_step) in OPTIMIZERS.items():
-        row = {"name": name, "seconds": times[name], "bytes": size_of_step}
-        rows.append(row)
-        row["times_fused"] = page.times(row, rows[0])
-        row["of_copy"] = size_of_step * count / page.median(row) / copied
+        # The first one makes the state.
+        rows.append({"name": name, "seconds": seconds[name][1:], "bytes": size_of_step})
+        rows[-1]["times_fused"] = page.times(rows[-1], rows[0])
+        rows[-1]["of_copy"] = size_of_step * count / page.median(rows[-1]) / copied
     return (
         f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read and "
         f"written).\n\n{page.compare(rows, COLUMNS)}"
