@@ -42,16 +42,12 @@ def main() -> int:
     began = time.monotonic()
     ends = began + 60 * options.minutes
     for place, outcome in law_16.rows_until(ends, array, folder, options.seed):
-        counts["runs"] += 1
-        counts["starts"] += len(outcome.pieces)
+        counts["rows"] += 1
         counts["interruptions"] += outcome.interruptions
-        counts["refused, and mended"] += len(outcome.refused)
-        counts["twins compared bit for bit"] += outcome.has_twin
-        counts["runs that differ"] += bool(outcome.differences)
-        for sentence in outcome.refused:
-            page.progress(f"refused: {sentence}")
-        state = ", ".join(f"{number} {name}" for name, number in counts.items())
-        page.progress(f"row {place}: {state}; {len(array.covered):,} of {len(array.all):,} pairs")
+        counts["compared bit for bit"] += outcome.has_twin
+        counts["refused"] += len(outcome.refused)
+        counts["rows that differ"] += bool(outcome.differences)
+        page.progress("\n".join([f"row {place}: {dict(counts)}", *outcome.refused]))
         if outcome.differences:
             shown = "\n  ".join(outcome.differences[:MAX_SHOWN])
             page.progress(f"DIFFERENT:\n  {shown}\n  repeat:\n{outcome.commands}")
@@ -59,16 +55,11 @@ def main() -> int:
         else:
             for run in (folder / "runs").glob(f"seed-{options.seed}-row-{place}*"):
                 shutil.rmtree(run) if run.is_dir() else run.unlink()
-    covered = array.covered & set(array.all)
-    lines = [
-        ["minutes", f"{(time.monotonic() - began) / 60:.0f}"],
-        *([name, f"{number:,}"] for name, number in counts.items()),
-        ["flags that say how, drawn", len(array.factors) - 2],
-        ["pairs of values covered", f"{len(covered):,} of {len(array.all):,}"],
-    ]
-    numbers = {"counts": counts, "differing": differing}
-    table = page.table(["", ""], lines)
-    page.write("Any flags: how never changes what", [], options, [table], numbers)
+    covered = f"{len(array.covered & set(array.all)):,} of {len(array.all):,}"
+    minutes = f"{(time.monotonic() - began) / 60:.0f}"
+    cells = [options.seed, minutes, *counts.values(), covered]
+    table = page.table(["seed", "minutes", *counts, "pairs of values covered"], [cells], words=0)
+    page.write("Any flags: how never changes what", [], options, [table], differing)
     return int(bool(differing))
 
 
