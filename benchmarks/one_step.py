@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from ranks import started
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,15 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from fabric_llm.model import loading, weights
 from fabric_llm.model.language_model import trained_loss
-from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import run_directory
-from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.start import place
 from fabric_llm.run import build, reference
 from fabric_llm.run.run import Run
 from fabric_llm.training import step
-from parse_arguments import parse_train
 
 SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
 SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -33,15 +29,7 @@ SMALL_LLAMA |= {"vocab_size": 256, "head_dim": 32}
 
 def set_up(argv: list[Any]) -> Run:
     """`train.py ARGV` before its first step, without a run directory. All ranks call it."""
-    arguments = parse_train([str(word) for word in argv])
-    directory = run_directory.directory(arguments)
-    chosen = run_directory.choose(arguments, directory)
-    plan = make_plan(arguments, place(arguments), directory, chosen)
-    fabric = make_fabric(plan.placement, plan.model.precision)
-    fabric.launch()
-    plan, loaded = build.measure(plan, arguments)
-    run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
-    build.build_model(run, loaded)
+    run = started(argv)
     run.batches = build.make_batches(run)
     return run
 

@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 PACKAGES = "torch lightning transformers tokenizers datasets numpy pyarrow accelerate".split()
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # of which some is used here as well
 MIB, GIB = 2**20, 2**30
 Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was
 

@@ -178,7 +178,6 @@ def work(
     warnings.filterwarnings("ignore", message=".*`srun` command is available")
     try:
         if place[1] > 1:
-            sys.path.append(str(page.ROOT / "tests"))
             from ranks import join
 
             join(*place)

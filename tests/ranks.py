@@ -259,8 +259,8 @@ def planned(argv: Any) -> tuple[Any, Any]:
     return arguments, made
 
 
-def built(argv: Any) -> tuple[Any, Any, Any, Any]:
-    """(fabric, plan, model, optimizer) of `train.py ARGV` before its first step. All ranks call
+def started(argv: Any) -> Any:
+    """The Run of `train.py ARGV` before its first step, without a run directory. All ranks call
     it."""
     from fabric_llm.model.strategy import make_fabric
     from fabric_llm.run.build import build_model, measure
@@ -272,7 +272,12 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     plan, loaded = measure(plan, arguments)
     run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
     build_model(run, loaded)
-    return fabric, run.plan, run.model, run.optimizer
+    return run
+
+
+def built(argv: Any) -> tuple[Any, Any, Any, Any]:
+    run = started(argv)
+    return run.fabric, run.plan, run.model, run.optimizer
 
 
 def instead(flags, more):
