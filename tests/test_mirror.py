@@ -456,6 +456,14 @@ def test_some_files_only_the_logs_and_folders_of_addresses(place, run, tmp_path)
     assert (folder / "config.json").stat().st_mtime_ns == stamp
     whole = folder_of(f"{place}/{RUN}", cache)
     assert whole.name == RUN and read(whole / "step-00000001") == content
+    # The run goes on, and back: what it has undone isn't its newest any more.
+    save(run, 2, random.Random(2))
+    mirrored(place, run, "step-00000002")
+    assert files.latest(folder_of(f"{place}/{RUN}", cache)).name == "step-00000002"
+    store.remove_folder(f"{RUN}/step-00000002")
+    (left := whole / ".tmp-step-00000001-0000").mkdir()  # by a kill
+    assert folder_of(f"{place}/{RUN}", cache) == whole and not left.exists()
+    assert files.latest(whole).name == "step-00000001"
     logs = folder_of(f"{place}/{RUN}", tmp_path / "other", only_logs=True)
     assert (logs / "metrics.jsonl").is_file() and not list(logs.glob("step-*"))
     refused(lambda: folder_of(f"{place}/nothing", cache), 66)

@@ -208,11 +208,19 @@ def folder_of(
     files.check_name(name, Path("address"))
     store = Store(place, in_run)
     content = patiently(store, lambda: store.content(f"{name}/{MANIFEST}"))
-    # What is made anew under the same name is another folder, so that nobody's files change.
-    key = hashlib.sha256(address.encode() + (content or b"")).hexdigest()[:16]
+    # What is made anew under the same name is another folder, so that nobody's files change: also
+    # a run with another newest checkpoint, as after a rewind.
+    version = content
+    if content is None and not only_logs:
+        for newest in checkpoints(store, name)[-1:]:
+            place_of = f"{name}/{newest}/{MANIFEST}"
+            version = patiently(store, lambda: store.content(place_of))
+    key = hashlib.sha256(address.encode() + (version or b"")).hexdigest()[:16]
     target = cache / key / name
     (cache / key).mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{key}.lock"):
+        for left in (*target.parent.glob(".tmp-*"), *target.glob(".tmp-*")):  # by a kill
+            remove(left)
         # A folder gets its name once it is whole.
         if content is not None and not target.is_dir():
             _folder(store, name, target, MANIFEST, wanted, content=content)
