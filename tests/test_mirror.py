@@ -723,11 +723,11 @@ def test_credentials_that_expire_are_read_again(on_moto, run, proxy, monkeypatch
 
 def test_a_run_on_a_server(url, run, tmp_path):
     bucket = Bucket(url, "runs").make()
-    place = "s3://runs/deep/prefix"
+    place = "s3://runs/my%20deep/prefix"
     content = save(run, 1, random.Random(1), large=20 * 2**20)
     report = mirrored(place, run, "step-00000001")
     assert report["requests"] < 60, report
-    prefix = f"deep/prefix/{RUN}/step-00000001/"
+    prefix = f"my%20deep/prefix/{RUN}/step-00000001/"
     assert bucket.names(prefix) == {prefix + name for name in content}
     assert all(bucket.content(prefix + name) == content[name] for name in content)
     assert read(restore(Store(place), RUN, tmp_path / "new")) == content

@@ -115,4 +115,5 @@ def open_store(address: str) -> Any:
     # obstore doesn't read the files of profiles, see credentials.py.
     if urlsplit(address).scheme == "s3":
         options["config"] = credentials.of_profile()
-    return store.from_url(address.rstrip("/"), **options)
+    # A key is what it says, and a URL would be decoded.
+    return store.from_url(address.rstrip("/").replace("%", "%25"), **options)
