@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -362,6 +363,20 @@ def test_a_disk_that_was_mirrored_last_replaces_a_stale_copy_of_the_same_name(pl
     assert read(restore(Store(place), RUN, tmp_path / "new")) == again
 
 
+def test_which_disk_goes_before_the_mirror(place, run, tmp_path):
+    save(run, 1, random.Random(1))
+    mirrored(place, run, "step-00000001")
+    shutil.copytree(run, tmp_path / "copy" / RUN)
+    (run / "step-00000001").rename(tmp_path / "pruned")
+    save(run, 2, random.Random(2))
+    # Not one that another run's lease makes look as if this one had gone on elsewhere.
+    (tmp_path / "OTHER").mkdir()
+    mirrored(place, tmp_path / "OTHER")
+    assert opened(place, run) == ""
+    # Nor a copy of a directory that has gone on since.
+    assert "Fetched step-00000002" in opened(place, tmp_path / "copy" / RUN)
+
+
 # ------------------------------------------------------------------------------- damage
 
 
@@ -677,6 +692,16 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(place, run, tmp_
             assert first.end(5) == ["step-00000001"] or first.all("given_up")
             assert second.end() == []
     assert checkpoints(Store(place), RUN) == ["step-00000002"]
+
+
+def test_the_logs_of_the_next_owner_stay(place, run):
+    save(run, 1, random.Random(1))
+    there = {".leases/lease-000002.json": b"{}", f"{RUN}/metrics.jsonl": b"of the next"}
+    with at_work(place, run, lease_seconds=2400) as mirror:
+        for name, content in there.items():
+            Store(place).put(name, content)
+        mirror.end(5)
+    assert {name: Store(place).content(name) for name in there} == there
 
 
 # ------------------------------------------------------------------------------- servers

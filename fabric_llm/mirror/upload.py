@@ -96,19 +96,28 @@ class Uploader:
         path = self.directory / OWNER
         if not path.is_file():
             write_atomically(path, secrets.token_hex(16), durable=True)
+        # A copy of the directory is another one.
+        owner = f"{path.read_text()}-{path.stat().st_ino}"
         # A store of its own, since it is used by another thread.
         self.lease = Lease(
             Store(self.store.address),
-            path.read_text(),
+            owner,
             self.lease_seconds,
             finishes=lambda: self.commands.deadline is not None,
         )
         # What is here may be of before, which a second start must know as well (plan/mirrored.py).
-        left = self.directory / LEFT
+        left, of_run = self.directory / LEFT, f"{self.run_name}/.owner"
+
+        def note() -> None:
+            # Runs of other names may have had the lease meanwhile.
+            if self.store.content(of_run) != owner.encode():
+                left.touch()
+
         self._at_start(
             self.lease.store,
-            lambda: self.lease.acquire(self._sleep, self._say, before=left.touch),
+            lambda: self.lease.acquire(self._sleep, self._say, before=note),
         )
+        self._at_start(self.store, lambda: self.store.put(of_run, owner.encode()))
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _say(self, sentence: str) -> None:
@@ -269,6 +278,7 @@ class Uploader:
         # Those of a restore that was cut off are older than what is there.
         if (self.directory / LEFT).exists():
             return
+        self._again(self._require_lease)  # or they would replace those of the next owner
         self._again(self._pins)
         for name in LOGS:
             path = self.directory / name
