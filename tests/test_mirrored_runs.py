@@ -302,18 +302,27 @@ def test_killed_alone_its_uploader_finishes_what_waits(toys, tmp_path, place):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
-def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place):
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place, at_the_end):
     """As by the kernel for want of memory: said once, and the run isn't disturbed."""
     train_ranks(1, *flags(toys, tmp_path / "whole"))
-    words = flags(toys, tmp_path / "out", "--mirror", place)
+    words = flags(toys, tmp_path / "out", "--mirror", place, "--mirror_timeout", 60)
     job = Job(1, *words, failpoint="between_steps:count=5:do=stop")
     frozen(job)
-    os.kill(uploader(job.pids[0]), signal.SIGKILL)
+    beside = uploader(job.pids[0])
+    if at_the_end:  # when nothing more is said to it
+        os.kill(beside, signal.SIGSTOP)
+        go_on(job)
+        wait_for((tmp_path / "out" / RUN / checkpoint(STEPS)).is_dir, 60)
+        time.sleep(1)
+    os.kill(beside, signal.SIGKILL)
     go_on(job)
     said = ended(job)
     assert said.count("is started again") == 1
     assert_same_end(tmp_path / "out" / RUN, tmp_path / "whole" / RUN)
-    same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
+    assert manifest(tmp_path / "mirror", STEPS).is_file()
+    if not at_the_end:  # else older ones are passed over
+        same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path):

@@ -45,6 +45,7 @@ class Mirror:
         self.unsent: list[dict[str, Any]] = []  # commands
         # `_start_again` sends commands from a thread of its own: whoever sends holds the lock.
         self.lock, self.is_lost = Lock(), False
+        self.next_look = 0.0  # of time.monotonic(), see `look`
         self._start()
 
     def _start(self) -> None:
@@ -148,6 +149,13 @@ class Mirror:
             lost = [{"upload": name} for name in self.waiting if name not in asked]
             self.unsent, self.is_lost = [*lost, *self.unsent], False
             self._send()
+
+    def look(self) -> None:
+        """Start the process again if it was lost while nothing was said to it."""
+        now = time.monotonic()
+        if self.process.poll() is not None and not self.is_lost and now > self.next_look:
+            self.next_look = now + SECONDS_TO_START_AGAIN
+            self._say({})
 
     def reports(self) -> list[Report]:
         """What the process has reported since this was last called."""

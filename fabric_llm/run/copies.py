@@ -106,6 +106,7 @@ def _wait_for(mirror: Mirror, checkpoint: Path) -> None:
     if checkpoint.name not in mirror.waiting:
         mirror.upload(checkpoint.name)
     while time.monotonic() < end:
+        mirror.look()
         for report in mirror.reports():
             mirrored.tell(report, mirror.directory, None, mirrored.say)
         if checkpoint.name in mirror.names:

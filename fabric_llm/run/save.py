@@ -288,6 +288,7 @@ def wait_for_mirror(run: Run) -> None:
     for number in SIGNALS:
         signal.signal(number, mirror.end_soon)
     while mirror.waiting and mirror.seconds_left():
+        mirror.look()
         hear_mirror(run)
         time.sleep(0.1)
     hear_mirror(run)
