@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import plan
-from fabric_llm.base import register
 from benchmarks import published
+from fabric_llm.base import register
 from fabric_llm.base.program import cores
 from fabric_llm.forecast import changes, prediction, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
