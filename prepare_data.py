@@ -19,7 +19,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.prepare import checks
 
         ending.left = f"nothing was written to {arguments.output}"
-        checks.check(arguments)
+        input_files = checks.check(arguments)
         # Tasks are made in one go, without a work folder.
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
@@ -38,11 +38,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import place_of
 
-        # A flag that wasn't given is None, and `Options` has its default.
-        given = {name: value for name, value in vars(arguments).items() if value is not None}
-        inputs = given.pop("input")
         try:
-            manifest = prepare.prepare(inputs=inputs, **given)
+            manifest = prepare.prepare(arguments, input_files)
         except BaseException:
             # Only complete pieces are taken up by the next start.
             if prepare.has_work(work_folder.beside(place_of(arguments.output))):

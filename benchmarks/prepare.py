@@ -110,12 +110,14 @@ def tokenizer_itself(folder: Path, output: Path, cores: int) -> dict[str, Any]:
 
 def prepared(folder: Path, output: Path, cores: int, packing: str = "concat") -> dict[str, Any]:
     """prepare_data.py, from a .jsonl file to a published dataset."""
-    from fabric_llm.prepare import prepare
+    from fabric_llm.prepare import checks, prepare
+    from prepare_arguments import PrepareArguments
 
-    given = {"inputs": [folder / "corpus.jsonl"], "tokenizer": str(folder / "tokenizer")}
+    given = {"input": [folder / "corpus.jsonl"], "tokenizer": str(folder / "tokenizer")}
     given |= {"context_length": CONTEXT, "packing": packing, "num_workers": cores}
     began = time.perf_counter()
-    splits = prepare.prepare(output=output, **given)["splits"].values()
+    flags = PrepareArguments(output=str(output), **given)
+    splits = prepare.prepare(flags, checks.check(flags))["splits"].values()
     seconds = time.perf_counter() - began
     padding = sum(split.get("padding_tokens", 0) for split in splits)
     places = CONTEXT * sum(split["rows"] for split in splits)

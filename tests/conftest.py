@@ -226,6 +226,16 @@ def ended(main: Callable[[list[str]], Any], *words: Any) -> Any:
     return 0
 
 
+def prepare(**flags: Any) -> dict[str, Any]:
+    """The manifest of what prepare_data.py makes with these flags."""
+    from fabric_llm.prepare import checks
+    from fabric_llm.prepare.prepare import prepare
+    from prepare_arguments import PrepareArguments
+
+    given = PrepareArguments(**flags)
+    return prepare(given, checks.check(given))
+
+
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether they have the same names, dtypes and values."""
     return one.keys() == other.keys() and all(

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 import test_tasks
+from conftest import prepare
 from test_prepare_pieces import assert_same
 
 import prepare_data
@@ -22,7 +23,7 @@ from fabric_llm.base import files
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.prepare import contamination, corpus
 from fabric_llm.prepare.encoding import DOCUMENT
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.rows import split_documents
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
@@ -86,7 +87,7 @@ def made_set(folder, texts, **changes):
     source = folder.with_name(f"{folder.name}-text")
     datasets.DatasetDict({"train": train, "validation": validation}).save_to_disk(source)
     given = {"packing": "concat", "context_length": 16, "validation_fraction": 0, **changes}
-    prepare(inputs=[source], output=folder, train_tokenizer=400, **given)
+    prepare(input=[source], output=folder, train_tokenizer=400, **given)
     return folder
 
 
@@ -110,7 +111,7 @@ def write_corpus(folder, texts):
 def arguments(folder, output, **changes):
     given = {"context_length": 32, "validation_fraction": 0.1, "document_separator": "none"}
     given["tokenizer"] = folder / "one" / "tokenizer"
-    return {"inputs": [folder / "in"], "output": output, **given, **changes}
+    return {"input": [folder / "in"], "output": output, **given, **changes}
 
 
 def split_of(output):
@@ -327,7 +328,7 @@ def test_each_document_is_left_out_for_one_reason(drawn, clean, tmp_path):
     shutil.copytree(folder / "in", tmp_path / "in" / "first")
     shutil.copytree(folder / "in", tmp_path / "in" / "again")
     given = arguments(folder, tmp_path / "out", decontaminate=both, min_document_tokens=60)
-    manifest = prepare(**given | {"inputs": [tmp_path / "in"], "deduplicate": "exact"})
+    manifest = prepare(**given | {"input": [tmp_path / "in"], "deduplicate": "exact"})
     assert manifest["contaminated"]["documents"] == 2 * before["contaminated"]["documents"]
     assert manifest["skipped"]["short"] > 0 and manifest["duplicates"]["documents"] > 0
     # `prepare` compares the sum of all counts with what was read.
@@ -467,7 +468,7 @@ def test_a_file_name_may_hold_any_bytes_and_a_text_may_be_one_word(drawn, tmp_pa
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("\n---\n".join([text, *written(WORDS, random)]))
     given = arguments(folder, tmp_path / "out", decontaminate=str(folder / "two"))
-    given |= {"inputs": [tmp_path / "in"], "document_separator": "\\n---\\n"}
+    given |= {"input": [tmp_path / "in"], "document_separator": "\\n---\\n"}
     prepare(**given)
     [one] = listed_in(tmp_path / "out")
     assert one["file"].endswith("\udcff0.txt")
@@ -478,6 +479,6 @@ def test_where_nothing_is_left_it_says_why(drawn, tmp_path):
     text = max(sets["two"], key=len)
     (tmp_path / "in.txt").write_text("\n---\n".join([text] * 5))
     given = arguments(folder, tmp_path / "out", decontaminate=str(folder / "two"))
-    given |= {"inputs": [tmp_path / "in.txt"], "document_separator": "\\n---\\n"}
+    given |= {"input": [tmp_path / "in.txt"], "document_separator": "\\n---\\n"}
     with pytest.raises(ValueError, match="5 that share 13 words in a row with an evaluation set"):
         prepare(**given)

@@ -22,10 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from conftest import prepare
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoTokenizer
 
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 WORDS = ["one", "two", "vier", "fünf", "huit", "十", "十一", "🎉", "\t", "", "tab", '"quoted"']
@@ -326,7 +327,7 @@ def hold_to_the_law(seed: int, folder: Path, tokenizer: str) -> None:
                 seen.add(text)
     deduplicate = draw.random.choice(["none", "exact"])
     manifest = prepare(
-        inputs=inputs, output=folder / "out", tokenizer=tokenizer, context_length=2,
+        input=inputs, output=folder / "out", tokenizer=tokenizer, context_length=2,
         validation_fraction=0.3, deduplicate=deduplicate,
     )
     splits, skipped = manifest["splits"], manifest["skipped"]

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_prepare_reading import documents_in
@@ -25,7 +26,7 @@ from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare import rows as rows_module
 from fabric_llm.prepare.corpus import is_no_training_text
 from fabric_llm.prepare.documents import DRAWN, BadRecord, Part, read_part
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.tokenizer import (
     END_OF_TEXT,
     convention,
@@ -104,7 +105,7 @@ def make(tmp_path, bpe):
         )
         if "train_tokenizer" not in changes:
             arguments["tokenizer"] = bpe
-        return prepare(inputs=list(inputs), **{**arguments, **changes})
+        return prepare(input=list(inputs), **{**arguments, **changes})
 
     return make
 

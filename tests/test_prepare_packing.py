@@ -4,6 +4,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -12,7 +13,7 @@ from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import concatenate, open_dataset
 from fabric_llm.plan.data_plan import require_alike
 from fabric_llm.prepare import rows as packing
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.rows import best_fit, pack, repeated
 
 EOS = 0
@@ -114,7 +115,7 @@ def corpus(tmp_path):
 
 def made(corpus, output, **changes):
     given = {"train_tokenizer": 300, "context_length": 64, "validation_fraction": 0.1}
-    return prepare(inputs=[corpus], output=output, **{**given, "packing": "best_fit", **changes})
+    return prepare(input=[corpus], output=output, **{**given, "packing": "best_fit", **changes})
 
 
 def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from conftest import prepare
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -24,7 +25,6 @@ from fabric_llm.base import work_folder
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.prepare import checks
 from fabric_llm.prepare import prepare as prepare_module
-from fabric_llm.prepare.prepare import prepare
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from prepare_arguments import parse_prepare
 
@@ -34,9 +34,9 @@ ROOT = Path(__file__).parents[1]
 # copy's number, and then its exit code.
 SERVER = """
 import json, os, sys, warnings
-import fabric_llm.prepare.prepare
 from fabric_llm.base.ending import in_one_sentence
-from fabric_llm.prepare import corpus, encoding
+from fabric_llm.prepare import checks, corpus, encoding, prepare
+from prepare_arguments import PrepareArguments
 corpus.PIECE_BYTES = 4000
 encoding.BATCH_CHARACTERS = 400
 warnings.simplefilter("ignore")
@@ -47,7 +47,8 @@ for line in sys.stdin:
         os.environ.update(given["environment"])
         try:
             with in_one_sentence("prepare_data.py"):
-                fabric_llm.prepare.prepare.prepare(**given["arguments"])
+                arguments = PrepareArguments(**given["arguments"])
+                prepare.prepare(arguments, checks.check(arguments))
         except SystemExit as end:
             os._exit(end.code)
         os._exit(0)
@@ -137,7 +138,7 @@ def undisturbed(call, tmp_path_factory):
 
 
 def arguments(corpus, output):
-    given = {"inputs": [str(corpus / "in")], "output": str(output)}
+    given = {"input": [str(corpus / "in")], "output": str(output)}
     given |= {"tokenizer": str(corpus / "tokenizer"), "context_length": 32}
     return given | dict(validation_fraction=0.1, document_separator="\\n\\n", deduplicate="exact")
 
@@ -258,12 +259,12 @@ def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(
 ):
     shutil.copytree(corpus / "in", tmp_path / "in")
     (tmp_path / "in" / "e.jsonl").write_text('{"body": "a"}\n')
-    failed = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
+    failed = call(tmp_path / "out", input=[str(tmp_path / "in")])
     assert failed.returncode == 2 and "none of 1 records of" in failed.stderr
     assert "the same command" not in failed.stderr
     finished = len(list((tmp_path / ".out.preparing").rglob("piece-*.json")))
     (tmp_path / "in" / "e.jsonl").unlink()
-    done = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
+    done = call(tmp_path / "out", input=[str(tmp_path / "in")])
     found = re.search(r"Going on: (\d+) of (\d+) pieces are done", done.stderr)
     assert done.returncode == 0 and int(found[1]) == finished > 3, done.stderr
 

@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from conftest import prepare
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import prepare_data
 from fabric_llm.prepare import corpus, documents, encoding, inputs
 from fabric_llm.prepare.documents import BLANK_LINES, BadRecord, Part, read_part, where
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = [
@@ -533,7 +534,7 @@ def test_a_damaged_row_group_takes_no_other_with_it(tmp_path):
 def make(tmp_path):
     def make(*paths, **changes):
         given = dict(train_tokenizer=300, context_length=8, validation_fraction=0.3)
-        return prepare(inputs=list(paths), **{**given, "output": tmp_path / "o", **changes})
+        return prepare(input=list(paths), **{**given, "output": tmp_path / "o", **changes})
 
     return make
 

@@ -4,13 +4,14 @@ of each kind."""
 import json
 
 import pytest
+from conftest import prepare
 from ranks import metrics, train_ranks
 from test_context_parallel import run_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = [
@@ -107,7 +108,7 @@ def prepared(tmp_path_factory):
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (folder / "a.jsonl").write_text("".join(lines))
         manifest = prepare(
-            inputs=[folder / "a.jsonl"], output=folder / "data", context_length=24,
+            input=[folder / "a.jsonl"], output=folder / "data", context_length=24,
             tokenizer=str(folder / "tokenizer"), validation_fraction=0.3,
         )
         return folder / "data", manifest

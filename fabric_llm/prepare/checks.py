@@ -11,7 +11,7 @@ from fabric_llm.base.names import hub_name
 from fabric_llm.mirror.address import is_address, require
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.prepare.inputs import (
-    DEFAULT_PATTERNS,
+    InputFiles,
     find_sources,
     place_of,
     preparation,
@@ -32,12 +32,13 @@ def require_alone(output: Path) -> None:
             os.close(descriptor)
 
 
-def check(flags: Flags) -> None:
-    """The flags of prepare_data.py, and what they name. Raises ValueError."""
-    pattern, output = flags.pattern or DEFAULT_PATTERNS, place_of(flags.output)
+def check(flags: Flags) -> InputFiles:
+    """The flags of prepare_data.py, and what they name. Returns what is read for --input. Raises
+    ValueError."""
+    output = place_of(flags.output)
     # --tasks takes none of the flags that say how text is read.
     if flags.tasks is None:
-        preparation(flags, flags.input)
+        preparation(flags)
         separator(flags.document_separator)
     else:
         # A flag that differs from its default was given, and would be ignored without a word.
@@ -76,5 +77,6 @@ def check(flags: Flags) -> None:
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
     # Only lists files and reads first bytes, so that a mistyped --input fails at once. Those at an
     # address are fetched first.
-    if flags.tasks is None:
-        find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
+    return find_sources(
+        flags.input or [], pattern=flags.pattern, exclude=flags.exclude, output=output
+    )

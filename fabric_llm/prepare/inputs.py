@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base import work_folder
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.names import comma_separated, is_path, nearest_of
 from fabric_llm.mirror.address import is_address
 
@@ -45,11 +46,11 @@ LONGEST_SEPARATOR = 1000  # bytes
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
 
 
-def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
-    """Check the arguments of `prepare`, or the flags of prepare_data.py, against each other,
-    without looking at any file."""
-    tokenizer, size = given.tokenizer, given.train_tokenizer
-    if not inputs:
+def preparation(flags: Flags) -> None:
+    """Check the flags of prepare_data.py for text against each other, without looking at any
+    file."""
+    tokenizer, size = flags.tokenizer, flags.train_tokenizer
+    if not flags.input:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
     if tokenizer is None and size is None:
         raise ValueError("give --tokenizer, that of your model, or --train_tokenizer")
@@ -57,12 +58,13 @@ def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
         raise ValueError(
             f"--tokenizer {tokenizer} and --train_tokenizer {size} are both given: take one"
         )
-    if given.decontaminate is not None and not comma_separated(given.decontaminate):
+    names = comma_separated(flags.decontaminate)
+    if flags.decontaminate is not None and not names:
         raise ValueError("--decontaminate names no dataset")
-    for name in comma_separated(given.decontaminate):
+    for name in names:
         if is_address(name):
             raise ValueError(f"--decontaminate {name}: it takes folders, no addresses")
-        if place_of(name) == place_of(given.output):
+        if place_of(name) == place_of(flags.output):
             raise ValueError(f"--decontaminate names the output {name}: name other datasets")
 
 
@@ -167,19 +169,19 @@ class InputFiles:
 def find_sources(
     inputs: Sequence[str | Path],
     *,
-    pattern: Sequence[str],
-    exclude: Sequence[str] = (),
+    pattern: Optional[Sequence[str]] = None,
+    exclude: Optional[Sequence[str]] = None,
     output: Path,
 ) -> InputFiles:
     """The sources that `inputs` name, in order. No text is read yet.
 
-    output: a resolved path, which is left out where it lies inside an input folder. A file that is
-    reached again, by a link or another name, is read once.
+    pattern: None for DEFAULT_PATTERNS. output: a resolved path, which is left out where it lies
+    inside an input folder. A file that is reached again, by a link or another name, is read once.
 
     Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a
     matching file, and a file that two inputs name.
     """
-    input_files = InputFiles()
+    input_files, pattern, exclude = InputFiles(), pattern or DEFAULT_PATTERNS, exclude or []
     origin: dict[str, str] = {}  # path -> the input that names it
     read = set()
     for given in _expanded(inputs, input_files):

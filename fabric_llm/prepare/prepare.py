@@ -5,7 +5,7 @@ each document and appears nowhere else but as padding. Where BOS and EOS are the
 of the document before serves as BOS. Text that spells a special token stays text.
 
 Pieces of the inputs are encoded into the work folder (encoding.py), then documents are divided into
-splits and packed into rows (rows.py). All are functions of the inputs and options alone: however
+splits and packed into rows (rows.py). All are functions of the inputs and flags alone: however
 often it was killed, the bytes are the same. What was read is in the splits, or counted with a
 reason: `require_all_counted`.
 
@@ -22,8 +22,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -35,6 +33,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files, work_folder
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import BAD_INPUT, printable
 from fabric_llm.base.names import comma_separated, command, shown
@@ -46,7 +45,6 @@ from fabric_llm.prepare.contamination import EvaluationSet
 from fabric_llm.prepare.corpus import Piece, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Job, Mark, read_mark, without_panic
-from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.prepare.rows import Documents, save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 
@@ -59,8 +57,8 @@ FEW_DOCUMENTS = 10  # of the validation split, below which `summary` warns
 PACKED_BYTES = 8  # of text in one of a compressed file, at most of most files
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 OF_TEXT = ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")  # in the manifest
-# Options that manifest.json holds as they were given.
-KEPT_OPTIONS = (
+# Flags that manifest.json holds as they were given.
+KEPT_FLAGS = (
     "context_length",
     "packing",
     "text_field",
@@ -74,70 +72,26 @@ SHARE = f"{contamination.GRAM} words in a row with an evaluation set"
 PIECE_FORMAT = 5  # of the files there
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The arguments of `prepare`, which are those of `prepare_data.py --help`."""
+def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
+    """Turn raw text into a packed token dataset at `--output`, and return its manifest.
 
-    inputs: Sequence[str | Path]
-    output: str | Path
-    tokenizer: str | None = None
-    train_tokenizer: int | None = None
-    context_length: int
-    validation_fraction: float = 0.01
-    text_field: str = "text"
-    pattern: Sequence[str] = tuple(DEFAULT_PATTERNS)
-    exclude: Sequence[str] = ()
-    document_separator: str | None = None
-    on_error: str = "skip"
-    packing: str = "concat"
-    deduplicate: str = "none"
-    decontaminate: str | None = None
-    min_document_tokens: int = 0
-    seed: int = 1234
-    num_workers: int | None = None
-    overwrite: bool = False
+    flags: those of prepare_data.py. input_files: what `checks.check` has found.
 
-    @property
-    def tokenizer_name(self) -> str:
-        return f"trained:{self.train_tokenizer}" if self.tokenizer is None else str(self.tokenizer)
-
-    def command(self) -> str:
-        """The command that makes the same dataset."""
-        flags = {}
-        for name, value in vars(self).items():
-            # Workers and overwriting don't change the dataset, and the inputs are added below.
-            is_default = value == getattr(Options, name, None)
-            if not is_default and name not in ("inputs", "num_workers", "overwrite"):
-                flags[name] = value
-        return command("python", "prepare_data.py", input=self.inputs, **flags)
-
-
-def prepare(**arguments: Any) -> dict:
-    """Turn raw text into a packed token dataset at `output`, and return its manifest. The arguments
-    are those of `Options`.
-
-    `output` appears only once it is complete, and a dataset that it replaces is removed last.
+    The output appears only once it is complete, and a dataset that it replaces is removed last.
 
     Raises ValueError for everything that a user can correct, with a sentence that says how.
     """
-    options = Options(**arguments)
-    # The cheap checks come first: planning reads files and may ask the hub.
-    inputs.preparation(options, options.inputs)
-    target = inputs.place_of(options.output)
-    inputs.prepared_output(target, options.overwrite)
-    input_files = inputs.find_sources(
-        options.inputs, pattern=options.pattern, exclude=options.exclude, output=target
-    )
-    pieces = plan(input_files, inputs.separator(options.document_separator))
+    target = inputs.place_of(flags.output)
+    pieces = plan(input_files, inputs.separator(flags.document_separator))
     # Every dataset has both splits: train.py evaluates on the second.
-    if not options.validation_fraction and not _has_own_validation(pieces):
+    if not flags.validation_fraction and not _has_own_validation(pieces):
         raise ValueError(
             "validation_fraction is 0, and no input has a validation split of its own: take more "
             "than 0"
         )
     # What can't be opened or loaded fails here, before anything is written.
-    evaluation = [contamination.read(name) for name in comma_separated(options.decontaminate)]
-    tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
+    evaluation = [contamination.read(name) for name in comma_separated(flags.decontaminate)]
+    tokenizer = None if flags.tokenizer is None else packing_tokenizer(flags.tokenizer)
     needs = (
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "
         "65,536"
@@ -146,21 +100,21 @@ def prepare(**arguments: Any) -> dict:
     with work_folder.locked(target) as folder, on_disk(target, folder, needs):
         try:
             # Once more: another process may have made it since, and given the lock back.
-            inputs.prepared_output(target, options.overwrite)
-            tokenizer = _put_tokenizer(folder, options, input_files, pieces, tokenizer)
-            work = _encode(folder, options, input_files, pieces, tokenizer, evaluation)
+            inputs.prepared_output(target, flags.overwrite)
+            tokenizer = _put_tokenizer(folder, flags, input_files, pieces, tokenizer)
+            work = _encode(folder, flags, input_files, pieces, tokenizer, evaluation)
         except BaseException:
             # The next start goes on with the pieces that are done.
             if not has_work(folder):
                 work_folder.remove(folder)
             raise
         try:
-            manifest = _make_dataset(folder, options, input_files, work, tokenizer, evaluation)
+            manifest = _make_dataset(folder, flags, input_files, work, tokenizer, evaluation)
             require_all_counted(manifest)
             # The manifest is the last file: it has the hashes of all others.
             content = files.encode(manifest)
             files.write_atomically(folder / "dataset" / "manifest.json", content, durable=True)
-            publish(folder, target, options.output, options.overwrite)
+            publish(folder, target, flags.output, flags.overwrite)
         except ValueError as error:
             # All pieces are done. The next start goes on with them after a full disk, which is a
             # Fault of another code, but not after a mistake in the flags or the text.
@@ -214,7 +168,7 @@ def _sample(texts: Iterator[str], input_files: inputs.InputFiles) -> Iterator[st
 
 def _put_tokenizer(
     folder: Path,
-    options: Options,
+    flags: Flags,
     input_files: inputs.InputFiles,
     pieces: Sequence[Piece],
     tokenizer: Optional[PreTrainedTokenizerBase],
@@ -222,11 +176,11 @@ def _put_tokenizer(
     """Put the tokenizer, or else a trained one, into the work folder. One that was trained on the
     same texts before stays there."""
     # What a former start has left is used only with the same tokenizer and format.
-    key: dict[str, Any] = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
+    key: dict[str, Any] = {"format": PIECE_FORMAT, "tokenizer": _tokenizer_name(flags)}
     if tokenizer is None:
         by_name = input_files.by_name()
         # A trained tokenizer is a function of the texts, so it is trained anew for others.
-        key["texts"] = [piece.name(by_name, options.text_field) for piece in pieces]
+        key["texts"] = [piece.name(by_name, flags.text_field) for piece in pieces]
     else:
         key["tokenizer_sha256"] = _sha256(tokenizer.backend_tokenizer)
     _clear_of_others(folder, key)
@@ -238,21 +192,21 @@ def _put_tokenizer(
         if tokenizer is None:
             parts = [part for piece in pieces for part in piece.parts]
             documents = tqdm(
-                _sample(texts(parts, options.text_field), input_files),
+                _sample(texts(parts, flags.text_field), input_files),
                 "training the tokenizer",
                 unit=" documents",
                 disable=None,
             )
-            tokenizer = train_byte_level_bpe(documents, vocab_size=options.train_tokenizer)
+            tokenizer = train_byte_level_bpe(documents, vocab_size=flags.train_tokenizer)
         for folder_of_before in (filling, saved):  # its settings may have changed
             shutil.rmtree(folder_of_before, ignore_errors=True)
         # A kill leaves no tokenizer under this name, or a whole one.
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
     # The tokens of a corpus are pairs that come more than once in it.
-    if options.tokenizer is None and len(tokenizer) < options.train_tokenizer:
+    if flags.tokenizer is None and len(tokenizer) < flags.train_tokenizer:
         input_files.notes.append(
-            f"the tokenizer has {len(tokenizer):,} tokens, not {options.train_tokenizer:,}: this "
+            f"the tokenizer has {len(tokenizer):,} tokens, not {flags.train_tokenizer:,}: this "
             "text is too small for more"
         )
     # Those who encode count by this table how much of the text their tokens stand for.
@@ -260,6 +214,12 @@ def _put_tokenizer(
         counts = bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1)
     np.save(folder / encoding.TOKEN_BYTES, counts)
     return tokenizer
+
+
+def _tokenizer_name(flags: Flags) -> str:
+    if flags.tokenizer is None:
+        return f"trained:{flags.train_tokenizer}"
+    return str(flags.tokenizer)
 
 
 def _sha256(backend: Tokenizer) -> str:
@@ -311,7 +271,7 @@ class Work(NamedTuple):
 
 def _encode(
     folder: Path,
-    options: Options,
+    flags: Flags,
     input_files: inputs.InputFiles,
     pieces: Sequence[Piece],
     tokenizer: PreTrainedTokenizerBase,
@@ -320,9 +280,9 @@ def _encode(
     """Encode the pieces that aren't done yet."""
     # The convention is asked of the file that every process loads.
     backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-    stops = options.on_error == "stop"
+    stops = flags.on_error == "stop"
     apart = [one.save(folder) for one in evaluation]
-    job = Job(str(folder), options.text_field, stops, apart, **convention(backend, tokenizer))
+    job = Job(str(folder), flags.text_field, stops, apart, **convention(backend, tokenizer))
     # The place of the folder and what is done about errors change no token.
     of_all = job._replace(folder="", stop_on_error=False)
     made_with = [PIECE_FORMAT, metadata.version("tokenizers"), of_all, _sha256(backend)]
@@ -343,12 +303,12 @@ def _encode(
         disable=None,
     ) as bar:
         # To start processes would take longer than to encode so little here.
-        if left_bytes <= LITTLE_BYTES and options.num_workers is None:
+        if left_bytes <= LITTLE_BYTES and flags.num_workers is None:
             for name, piece in left.items():
                 encoding.encode_piece(piece, name, job)
                 bar.update(piece.bytes)
         elif left:
-            encoding.encode_locally(left, job, options.num_workers or cores(), bar.update)
+            encoding.encode_locally(left, job, flags.num_workers or cores(), bar.update)
     # Every piece has a mark now, and marks are in the order of the inputs.
     return Work(by_name, [read_mark(folder / name) for name in by_name], job.dtype)
 
@@ -373,7 +333,7 @@ def _tell_of_former_work(
 
 def _make_dataset(
     folder: Path,
-    options: Options,
+    flags: Flags,
     input_files: inputs.InputFiles,
     work: Work,
     tokenizer: PreTrainedTokenizerBase,
@@ -391,22 +351,22 @@ def _make_dataset(
     # Without a document nothing can be divided into splits.
     if not work.total("documents"):
         raise ValueError(f"no document with text in --input: {left_out}")
-    if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
+    if bad and flags.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
     # A former start may have been killed while it wrote rows.
     made = folder / "dataset"
     shutil.rmtree(made, ignore_errors=True)
     # Told now, since rows may take an hour to write.
-    _require_room(folder, options, work)
+    _require_room(folder, flags, work)
     # Rows of best_fit are filled up, so that validation needs no text to fill one.
-    fits_best, shortest = options.packing == "best_fit", options.min_document_tokens
+    fits_best, shortest = flags.packing == "best_fit", flags.min_document_tokens
     documents = split_documents(
         [folder / name for name in work.pieces],
-        options.seed,
-        options.validation_fraction,
-        options.deduplicate == "exact",
+        flags.seed,
+        flags.validation_fraction,
+        flags.deduplicate == "exact",
         shortest,
-        row=0 if fits_best else options.context_length,
+        row=0 if fits_best else flags.context_length,
     )
     counted = _left_out(documents, evaluation, input_files)
     short, contaminated = counted["skipped"]["short"], counted["contaminated"]["documents"]
@@ -419,9 +379,9 @@ def _make_dataset(
         left_out += f", and {short} with fewer than {shortest} tokens left out"
     if contaminated:
         left_out += f", and {contaminated} that share {SHARE}"
-    eos, length = tokenizer.eos_token_id, options.context_length
+    eos, length = tokenizer.eos_token_id, flags.context_length
     try:
-        splits, largest = save_rows(documents, work.dtype, made, length, options.packing, eos)
+        splits, largest = save_rows(documents, work.dtype, made, length, flags.packing, eos)
     except ValueError as error:
         # Too little text may be a matter of what was left out.
         if bad or short or contaminated:
@@ -434,7 +394,7 @@ def _make_dataset(
         with open(made / contamination.LISTED, "wb") as file:
             file.writelines(lines)
     return {
-        **_origin(options, input_files),
+        **_origin(flags, input_files),
         "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
         "vocab_size": len(tokenizer),
         "eos_token_id": eos,
@@ -470,25 +430,25 @@ def _left_out(
     }
 
 
-def _require_room(folder: Path, options: Options, work: Work) -> None:
+def _require_room(folder: Path, flags: Flags, work: Work) -> None:
     """Raises Fault (74) unless the disk has room for what is made of the pieces."""
     # The tokens of the splits, their packed rows, and the dataset.
-    copies = 3 if options.packing == "best_fit" else 2
+    copies = 3 if flags.packing == "best_fit" else 2
     needed = work.total("tokens") * np.dtype(work.dtype).itemsize * copies
     files.room(folder, needed, "The dataset", "make room, or take an --output on another disk")
 
 
-def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
+def _origin(flags: Flags, input_files: inputs.InputFiles) -> dict[str, Any]:
     """The fields of the manifest for flags, inputs and versions."""
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
     return {
         "format": MANIFEST_FORMAT,
-        "output": str(options.output),
+        "output": str(flags.output),
         "packed": True,
-        **{name: getattr(options, name) for name in KEPT_OPTIONS},
-        "inputs": [str(name) for name in options.inputs],
+        **{name: getattr(flags, name) for name in KEPT_FLAGS},
+        "inputs": [str(name) for name in flags.input],
         "made_by": {
-            "command": options.command(),
+            "command": _command(flags),
             # The card of an exported model names them.
             "from_hub": [one.name for one in input_files.sources if one.kind == "hub"],
         },
@@ -500,12 +460,22 @@ def _origin(options: Options, input_files: inputs.InputFiles) -> dict[str, Any]:
         "files_total": len(input_files.sources),
         "bytes_total": sum(source.bytes or 0 for source in input_files.sources),
         "notes": input_files.notes[:MAX_LISTED_FILES],
-        "tokenizer": options.tokenizer_name,
+        "tokenizer": _tokenizer_name(flags),
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in packages},
         },
     }
+
+
+def _command(flags: Flags) -> str:
+    """The command that makes the same dataset."""
+    given = {}
+    for name, value in vars(flags).items():
+        # Workers and overwriting don't change the dataset.
+        if value != getattr(type(flags), name) and name not in ("num_workers", "overwrite"):
+            given[name] = value
+    return command("python", "prepare_data.py", **given)
 
 
 def _most_common(counts: Counter) -> dict[str, int]:

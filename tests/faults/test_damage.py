@@ -4,13 +4,13 @@ import random
 import shutil
 
 import pytest
+from conftest import prepare
 from ranks import toy_run, train_ranks
 
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import files_in
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.prepare.prepare import prepare
 
 pytestmark = pytest.mark.faults
 
@@ -94,7 +94,7 @@ def prepared(tmp_path_factory):
     for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
         (folder / name).write_text(name + text)
     words = {"train_tokenizer": 300, "context_length": 32, "validation_fraction": 0.3}
-    prepare(inputs=[folder], output=folder / "data", **words)
+    prepare(input=[folder], output=folder / "data", **words)
     return folder / "data"
 
 
