@@ -21,9 +21,9 @@ import json
 import mmap
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -83,8 +83,8 @@ def drawn(
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it.
     Where that is less than two documents of average length, it may hold these, but not more than
-    half of all tokens. If all documents fall into one split, one text moves to the other. Then
-    validation is filled up to `row` tokens, but not to more than half of all tokens.
+    half of all tokens. Neither split is left empty, and validation is filled up to `row` tokens,
+    but not to more than half of all tokens.
     """
     # Documents of a dataset with splits of its own stay where they are. All others may move.
     numbers = document_hashes(seed, texts)
@@ -97,88 +97,36 @@ def drawn(
         may_move &= ~copies
         if kept == TO_VALIDATION:
             in_validation |= copies
-    # A text is drawn by its hash, so that more texts draw none of the others anew.
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
-    max_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
-    chosen = np.flatnonzero(may_move & (numbers < fraction))
-    # A text with which validation would hold too much stays in train.
-    # Counted from 0, since what a dataset keeps for validation isn't among `tokens` either.
-    _add_while(in_validation, _by_text(chosen, texts, numbers), lengths, 0, max_tokens)
+
+    def draw(below: float, max_tokens: int, enough: int) -> None:
+        """Add the texts whose numbers are below this, the smallest first, with which validation has
+        at most `max_tokens`, until it has `enough`."""
+        drawn = np.flatnonzero(may_move & ~in_validation & (numbers < below))
+        # The last key counts most: by number, and texts whose numbers are equal stay together.
+        order = drawn[np.lexsort((texts[drawn], numbers[drawn]))]
+        # What a dataset keeps for validation isn't among `tokens`, and isn't counted here.
+        held = int(lengths[in_validation & may_move].sum())
+        for documents in np.split(order, np.flatnonzero(np.diff(texts[order])) + 1):
+            if held >= enough:
+                return
+            size = int(lengths[documents].sum())
+            # A text that is too large is passed over, and a later one may fit.
+            if held + size <= max_tokens:
+                in_validation[documents] = True
+                held += size
+
+    # Less than all, so that train isn't empty.
+    max_tokens = min(int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5))), tokens - 1)
+    # A text is drawn by its hash, so that more texts draw none of the others anew.
+    draw(fraction, max_tokens, enough=tokens)
     # Without a fraction, validation holds only what a dataset keeps for it.
-    if not fraction:
-        return in_validation
-    # Neither split may be empty.
-    in_splits = in_validation[~left_out]
-    # all and any agree where every value is the same, which leaves one split empty.
-    if len(in_splits) >= 2 and in_splits.all() == in_splits.any() and may_move.any():
-        distances = np.abs(numbers - fraction)
-        moved = _text_that_moves(lengths, texts, may_move, distances, len(in_splits), max_tokens)
-        in_validation[moved] = ~in_validation[moved]
-    # A validation split that fills no row can't be evaluated.
-    held = int(lengths[in_validation & ~left_out].sum())
-    if held < row and not (goes == TO_VALIDATION).any():
-        others = np.flatnonzero(may_move & ~in_validation)
-        to_fill = _by_text(others, texts, numbers)
-        _add_while(in_validation, to_fill, lengths, held, tokens // 2, enough=row)
+    if fraction and not (goes == TO_VALIDATION).any():
+        # Where none is drawn, the one that is nearest to the fraction.
+        draw(1, max_tokens, enough=1)
+        # A validation split that fills no row can't be evaluated.
+        draw(1, tokens // 2, enough=max(row, 1))
     return in_validation
-
-
-def _add_while(
-    in_validation: np.ndarray,
-    groups: Iterable[np.ndarray],
-    lengths: np.ndarray,
-    held: int,
-    max_tokens: int,
-    enough: Optional[int] = None,
-) -> None:
-    """Add those groups of documents with which validation, which has `held` tokens, has at most
-    `max_tokens`, until it has `enough`."""
-    for documents in groups:
-        if enough is not None and held >= enough:
-            return
-        size = int(lengths[documents].sum())
-        # A group that is too large is passed over, and a later one may fit.
-        if held + size <= max_tokens:
-            in_validation[documents] = True
-            held += size
-
-
-def _text_that_moves(
-    lengths: np.ndarray,
-    texts: np.ndarray,
-    may_move: np.ndarray,
-    distances: np.ndarray,
-    count: int,
-    max_tokens: int,
-) -> np.ndarray:
-    """The documents of the text that moves where one split has all documents, bool [documents].
-
-    It is the one whose number is nearest to the fraction, of those with at most `max_tokens` in all
-    copies. distances: of these numbers. count: documents of both splits.
-    """
-    _, place = np.unique(texts, return_inverse=True)
-    copies = np.bincount(place, may_move)[place]
-    sizes = np.bincount(place, lengths * may_move)[place]  # tokens of all copies
-    # To move the only text there is would leave the other split empty.
-    movable = may_move & (copies < count)
-    fitting = movable & (sizes <= max_tokens)
-    if fitting.any():
-        chosen = np.where(fitting, distances, np.inf).argmin()
-    else:
-        # Of few texts with many copies none fits: the one with the fewest tokens moves.
-        chosen = np.where(movable, sizes, np.inf).argmin()
-    return movable & (texts == texts[chosen])
-
-
-def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Iterator[np.ndarray]:
-    """The documents `indices`, those of one text together, those with the smallest number first.
-
-    numbers: of all documents.
-    """
-    # The last key counts most: by number, and texts whose numbers are equal stay together.
-    order = indices[np.lexsort((texts[indices], numbers[indices]))]
-    if len(order):
-        yield from np.split(order, np.flatnonzero(np.diff(texts[order])) + 1)
 
 
 def repeated(hashes: np.ndarray) -> np.ndarray:
