@@ -228,13 +228,6 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     assert "isn't a dataset folder" in refused("--train_data_dir", tmp_path / "text")
     datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
     assert "it has no dataset_dict.json" in refused("--train_data_dir", tmp_path / "one")
-    for name in ("train", "valid"):
-        rows = datasets.Dataset.from_dict({"input_ids": [ROW] * 3})
-        rows.save_to_disk(tmp_path / "two" / name)
-    sentence = refused("--train_data_dir", tmp_path / "two")
-    command = re.search(r"`(echo .*)` writes it", sentence)[1]
-    subprocess.run(command, shell=True, check=True)
-    assert len(open_dataset(tmp_path / "two").train) == 3
 
 
 @pytest.mark.longer

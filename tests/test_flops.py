@@ -13,7 +13,7 @@ from ranks import metrics, toy_run, train_ranks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fabric_llm.data.batches import Batches, Prefetch, token_places
+from fabric_llm.data.batches import Batches, Prefetch, document_ends, token_places
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model import flops
 from fabric_llm.model.sharded import repeated_layers
@@ -142,7 +142,8 @@ def test_every_family_is_counted(family):
 
 def test_places_of_tokens_in_their_documents(toys):
     rows = {"input_ids": torch.zeros(2, 6)}
-    packed = rows | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])}
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    packed = rows | {"document_ends": document_ends(positions)}
     assert token_places([rows, rows]).tolist() == [4] * 6
     assert token_places([packed, rows]).tolist() == [4 + 2, 3 + 2, 2 + 2, 1 + 2, 1 + 2, 1 + 2]
     split = open_dataset(toys / "data").train

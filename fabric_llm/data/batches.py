@@ -116,8 +116,8 @@ class Batches:
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
             # An end token behind another one is padding, which belongs to the document before it.
-            if (padded := padded_rows(self.rows, rows)).any():
-                begins[padded] &= batch["input_ids"][padded] != self.document_end
+            padded = padded_rows(self.rows, rows)
+            begins[padded] &= batch["input_ids"][padded] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it
@@ -284,11 +284,8 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
         rows, context = batch["input_ids"].shape
         # Without documents each row counts as one.
         lengths = np.full(rows, context)
-        if "position_ids" in batch:
-            ends = batch.get("document_ends")
-            if ends is None:
-                ends = document_ends(batch["position_ids"])
-            lengths = ends.diff().numpy()
+        if "document_ends" in batch:
+            lengths = batch["document_ends"].diff().numpy()
         # At k: the number of documents that are longer than k, a sum from the longest one down.
         counts = added(counts, np.bincount(lengths)[::-1].cumsum()[::-1][1:])
     return counts

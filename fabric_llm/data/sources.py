@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -109,13 +108,6 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         message = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
         if (folder.parent / "dataset_dict.json").is_file():
             raise ValueError(f"{message} Did you mean {str(folder.parent)!r}?")
-        # The splits are there, but not the file that lists them, as after copying them one by one.
-        if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
-            content = shlex.quote(json.dumps({"splits": splits}))
-            path = shlex.quote(str(folder / "dataset_dict.json"))
-            raise ValueError(
-                f"{message} If it holds the splits of one, `echo {content} > {path}` writes it."
-            )
         if datasets := sorted(file.parent.name for file in folder.glob("*/dataset_dict.json")):
             raise ValueError(f"{message} It holds {listed(datasets)}.")
         if (folder / "config.json").is_file():

@@ -20,7 +20,7 @@ import re
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -37,7 +37,6 @@ GRAM = 13  # words
 LISTED = "contaminated.jsonl"  # in the dataset: a line for each document and set that share words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word is lost
 WORDS_AT_ONCE = 2**16
-LONG = 64  # characters of a word
 TEXTS_AT_ONCE = 1024
 # Thai and Lao, Burmese, Khmer, kana, ideographs.
 UNSPACED = (
@@ -54,16 +53,6 @@ def _word() -> re.Pattern[str]:
     return re.compile(rf"{letter}+(?:{mark}+{letter}*)*|(?=\w|{mark})[{UNSPACED}]")
 
 
-def _number(word: str) -> int:
-    # Long words aren't put into the cache: a whole text may be one, such as a genome.
-    return _kept_number(word) if len(word) <= LONG else zlib.crc32(word.encode())
-
-
-@lru_cache(2**16)
-def _kept_number(word: str) -> int:
-    return zlib.crc32(word.encode())
-
-
 def grams(text: str) -> Iterator[tuple[list[str], np.ndarray]]:
     """(words of a part of a text, the hash of the GRAM words that begin with each of them but the
     last, uint64). Nothing for a text without a word."""
@@ -72,7 +61,7 @@ def grams(text: str) -> Iterator[tuple[list[str], np.ndarray]]:
     while some := list(islice(words, WORDS_AT_ONCE)):
         # The last words of the part before, with which those of this part begin.
         held = held[1 - GRAM :] + some
-        numbers = np.fromiter(map(_number, held), np.uint64, len(held))
+        numbers = np.array([zlib.crc32(word.encode()) for word in held], np.uint64)
         hashes = np.zeros(max(0, len(held) - GRAM + 1), np.uint64)
         # A polynomial of 13 numbers modulo 2**64, for all places at once: Horner's rule.
         for place in range(GRAM):

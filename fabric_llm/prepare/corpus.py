@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
@@ -60,7 +59,6 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
     Raises ValueError for a dataset or table that can't be opened.
     """
     # The pieces depend on the inputs alone: a resumed preparation must find the same ones.
-    _note_files_named_as_splits(input_files)
     total = sum(source.bytes or 0 for source in input_files.sources)
     # The size grows in steps, so that pieces stay as they are when a file is added or taken away.
     piece_bytes = SMALL_PIECE_BYTES
@@ -83,39 +81,6 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
     if parts:
         pieces.append(Piece(size, parts))
     return pieces
-
-
-def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:
-    """As of a dataset that was downloaded as files. They are read as any other: a name alone
-    doesn't say what a file is for."""
-    trains, apart = False, []
-    for source in input_files.sources:
-        # A text may be named test.txt for any reason.
-        if inputs.KINDS.get(inputs.suffix(source.name), "text") == "text":
-            continue
-        split = _split_of_name(source.name)
-        trains = trains or split == "train"
-        if split not in ("", "train"):
-            apart.append(source.name)
-    # Only beside a file named `train` is such a name likely to be that of a split.
-    if apart and trains:
-        more = f" and {len(apart) - 1} more" if apart[1:] else ""
-        input_files.notes.append(
-            f"{shown(apart[0])}{more} is named as a split to measure with, and read as the others "
-            "are: leave it out by --exclude"
-        )
-
-
-def _split_of_name(path: str) -> str:
-    """The split that a file, or else its folder, is named as; "" for none."""
-    # A file's own name says more than the folder's.
-    file = path.rpartition(os.sep)[2].split(".")[0]
-    folder = path.split(os.sep)[-2:][0]
-    for name in (file, folder):
-        split = re.sub(r"-\d+(-of-\d+)?$", "", name.lower())  # such as train-00000-of-00001
-        if split in (*NOT_TRAINING, "train"):
-            return split
-    return ""
 
 
 def _parts_of(
@@ -195,7 +160,11 @@ def _parts_of_dataset(
     read = [name for name in splits if name in own or not is_no_training_text(name)]
     # Validation alone leaves nothing for the split `train`.
     if read == own:
-        raise ValueError(_nothing_to_train_on(part, [*splits]))
+        named = ", ".join(repr(shown(name, 60)) for name in list(splits)[:20])
+        raise ValueError(
+            f"{part.path} has no split to train on, only {named}: if that is what you mean, name "
+            "the folder of this split alone, as save_to_disk writes it"
+        )
     for name in own:
         input_files.notes.append(
             f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn"
@@ -227,17 +196,6 @@ def _parts_of_dataset(
 def is_no_training_text(split: str) -> bool:
     """Whether a split is named as one to measure with."""
     return bool(NOT_TRAINING & {*re.findall("[a-z]+", split.lower())})
-
-
-def _nothing_to_train_on(part: Part, splits: list[str]) -> str:
-    named = ", ".join(repr(shown(name, 60)) for name in splits[:20])
-    reason = f"{part.path} has no split to train on, only {named}: if that is what you mean, "
-    if part.kind == "dataset":
-        return f"{reason}take --input {shlex.quote(os.path.join(part.path, splits[0]))}"
-    repository, _, config = part.path.partition(":")
-    loaded = f"load_dataset({repository!r}, {config or None!r}, split={splits[0]!r})"
-    saving = f"from datasets import load_dataset; {loaded}.save_to_disk('corpus')"
-    return f'{reason}take --input corpus after python -c "{saving}"'
 
 
 class Corpus(NamedTuple):

@@ -35,9 +35,8 @@ RECORD_BYTES = 64 * 2**20  # longest document
 BLOCK_BYTES = 2**20  # of plain text, read at once
 PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
-NOT_UTF8 = "is not valid UTF-8"
-UTF16 = "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8"
-ICONV = "iconv -f ENCODING -t UTF-8 converts a text in LATIN1, UTF-16 or others"
+NOT_UTF8 = "is not valid UTF-8: convert it, such as by iconv -f LATIN1 -t UTF-8"
+UTF16 = "is UTF-16 or binary, as its NUL bytes say: convert it, such as by iconv -f UTF-16 -t UTF-8"
 CHATS = ("messages", "conversations")  # fields of data for chats
 OF_CHATS = (
     "write each chat as one text, such as by tokenizer.apply_chat_template(chat, tokenize=False)"
@@ -270,7 +269,7 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
         return "holds tokens, not text: it is a dataset for --train_data_dir"
     # The names of the columns of a whole file.
     if any("\0" in name or not _is_utf8(name) for name in names):
-        return f"{NOT_UTF8} ({ICONV})"
+        return NOT_UTF8
     if chats := [name for name in names if name in CHATS]:
         return f'has no field "{text_field}", but a chat in "{chats[0]}": {OF_CHATS}'
     # What should be several columns was read as one.

@@ -15,7 +15,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import traceback
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,9 +40,6 @@ from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import (
     CONTAMINATED,
-    ICONV,
-    NOT_UTF8,
-    UTF16,
     BadRecord,
     Record,
     read_part,
@@ -62,7 +58,6 @@ TOKEN_BYTES = "token_bytes.npy"  # in the work folder: bytes_of_tokens of the to
 MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
 # How many tokens it has, where it goes (documents.DRAWN ...), and the hash of its text.
 DOCUMENT = np.dtype([("tokens", "<i8"), ("goes", "u1"), ("hash", "<u8", 2)])
-Report = Callable[[int], Any]
 
 
 class Job(NamedTuple):
@@ -291,7 +286,7 @@ def _require_others(piece: Piece, number: int, count: int, first: BadRecord) -> 
     # The other ranges of a file may be good, such as beside a line that is too long.
     is_enough = part.end is None or count >= MANY_RECORDS
     if is_enough and not part.is_one_document:
-        [example] = _advised([_sentence(piece, number, first)])
+        example = _sentence(piece, number, first)
         raise ValueError(f"none of {count} records of {part.path} can be read, such as {example}")
 
 
@@ -367,18 +362,12 @@ def bad_records(pieces: Iterable[Piece], marks: Sequence[Mark]) -> list[str]:
     for piece, mark in zip(pieces, marks):
         for number, bad in mark.named[: MAX_NAMED - len(sentences)]:
             sentences.append(_sentence(piece, number, BadRecord(*bad)))
-    return _advised(sentences)
-
-
-def _advised(sentences: list[str]) -> list[str]:
-    """The sentences, of which the first about an encoding names what converts it."""
-    for number, sentence in enumerate(sentences):
-        if sentence.endswith((NOT_UTF8, UTF16)):
-            return [*sentences[:number], f"{sentence} ({ICONV})", *sentences[number + 1 :]]
     return sentences
 
 
-def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, report: Report) -> None:
+def encode_locally(
+    pieces: Mapping[str, Piece], job: Job, num_workers: int, report: Callable[[int], Any]
+) -> None:
     """Encode by processes on this machine. What one of them raises is raised here, and the others
     end.
 
@@ -397,11 +386,11 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     try:
         with blocked():
             running = {
-                pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()
+                pool.submit(_encode_in_process, piece, name, job): piece
+                for name, piece in pieces.items()
             }
         for done in as_completed(running):
-            if (error := done.result()) is not None:
-                raise error
+            done.result()
             report(running[done].bytes)
     except BrokenProcessPool:
         raise Fault(
@@ -425,19 +414,16 @@ def _begin_process(parent: int, threads: int) -> None:
     }
 
 
-def _error_of(piece: Piece, name: str, job: Job) -> Optional[Exception]:
-    """Encode a piece. Returns its error; prints the traceback of an unexpected one, which a pipe
-    may not be able to send."""
+def _encode_in_process(piece: Piece, name: str, job: Job) -> None:
+    """Encode a piece. Raises only errors that surely come through a pipe."""
     try:
         encode_piece(piece, name, job)
     except OSError as error:
-        # Made anew, as a subclass of some library may not come through a pipe.
+        # Made anew, as a subclass of some library may not come through.
         if error.errno:
-            return OSError(error.errno, error.strerror, error.filename)
-        return OSError(str(error))
+            raise OSError(error.errno, error.strerror, error.filename) from error
+        raise OSError(str(error)) from error
     except Exception as error:
         if type(error) in (ValueError, Fault):
-            return error
-        traceback.print_exception(error)
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return None
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

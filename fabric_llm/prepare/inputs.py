@@ -52,12 +52,8 @@ def preparation(flags: Flags) -> None:
     tokenizer, size = flags.tokenizer, flags.train_tokenizer
     if not flags.input:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
-    if tokenizer is None and size is None:
-        raise ValueError("give --tokenizer, that of your model, or --train_tokenizer")
-    if None not in (tokenizer, size):
-        raise ValueError(
-            f"--tokenizer {tokenizer} and --train_tokenizer {size} are both given: take one"
-        )
+    if (tokenizer is None) == (size is None):
+        raise ValueError("give --tokenizer, that of your model, or --train_tokenizer, one of them")
     names = comma_separated(flags.decontaminate)
     if flags.decontaminate is not None and not names:
         raise ValueError("--decontaminate names no dataset")
@@ -105,18 +101,15 @@ def separator(given: Optional[str]) -> Optional[str]:
         return None if given is None else ""
     # A shell passes \n as two characters.
     escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-    if not given.isprintable():  # half of a surrogate pair stands for a byte that isn't UTF-8
-        try:
-            given.encode()
-        except UnicodeError:
-            raise ValueError(
-                f"document_separator {ascii(given)} isn't UTF-8, as texts are"
-            ) from None
     text = re.sub(r"\\([ntr\\])", lambda match: escapes[match[1]], given)
-    if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
+    try:
+        size = len(text.encode())
+    except UnicodeError:  # half of a surrogate pair stands for a byte that isn't UTF-8
+        size = 0
+    if not 0 < size <= LONGEST_SEPARATOR:
         raise ValueError(
-            f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got "
-            f"{given!r}"
+            f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes of UTF-8, or be none, "
+            f"got {ascii(given)}"
         )
     # Whoever gives \r says how lines end, and means nothing else.
     if "\r" in text:

@@ -22,6 +22,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from itertools import islice
 from pathlib import Path

@@ -433,13 +433,7 @@ def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_le
                     )
                     bar.update(count)
     # What `save_to_disk` writes beside the rows, and `load_from_disk` asks for.
-    info = {
-        "citation": "",
-        "description": "",
-        "features": features.to_dict(),
-        "homepage": "",
-        "license": "",
-    }
+    datasets.DatasetInfo(features=features).write_to_directory(str(folder), pretty_print=True)
     state = {
         "_data_files": [{"filename": name} for name in names],
         # `datasets` would draw a random one, and the same inputs should give the same bytes.
@@ -450,6 +444,5 @@ def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_le
         "_output_all_columns": False,
         "_split": folder.name,
     }
-    (folder / "dataset_info.json").write_text(json.dumps(info, indent=2))
     (folder / "state.json").write_text(json.dumps(state, indent=2))
     return digest.hexdigest()

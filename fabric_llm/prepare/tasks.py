@@ -247,7 +247,13 @@ def _documents(
                 "acc does"
             )
         task.set_fewshot_seed(SEED)
-        _build_requests(name, task)
+        # Such as more examples than there are documents to draw them from.
+        examples = task.config.num_fewshot or 0
+        wrong = (
+            f"--tasks: lm_eval can't build the requests of {name!r}, with num_fewshot {examples}"
+        )
+        with _errors_of_lm_eval(wrong):
+            task.build_all_requests()
         # Only encodes: `Encoder` returns the requests instead of asking a model.
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
         # lm_eval builds the requests of a document one after the other, as groupby needs them.
@@ -279,25 +285,3 @@ def _documents(
             yield number / len(documents), rows
         if not has_answers:  # as of a test split whose labels aren't published
             raise ValueError(f"--tasks: {name!r} says of no answer that it is right")
-
-
-def _build_requests(name: str, task: Any) -> None:
-    """Have lm_eval build the requests of a task. Raises ValueError."""
-    try:
-        with _errors_of_lm_eval(f"--tasks: lm_eval can't build the requests of {name!r}"):
-            task.build_all_requests()
-    except ValueError as error:
-        examples = task.config.num_fewshot or 0
-        if not examples or not hasattr(task, "sampler"):
-            raise
-        # One cause is told in words of its own: too few documents to draw examples from.
-        there = len(task.sampler.fewshot_docs())
-        own = task.fewshot_cfg.split == task.config.test_split  # a document isn't its own example
-        if examples + own <= there:
-            raise
-        drawn = f"{there} documents"
-        if own:
-            drawn += ", of which one is asked itself"
-        raise ValueError(
-            f"--tasks: {name!r} has num_fewshot {examples}, drawn from {drawn}"
-        ) from error
