@@ -379,13 +379,13 @@ class Mixed(list):
 
 
 def test_labels_of_some_rows_alone_are_refused():
-    rows = own._rows(MIXED, "train")
+    rows = own._rows(MIXED, own.Row("train"))
     with pytest.raises(Fault, match="has input_ids, labels, the first input_ids"):
         rows[[0, 1]]
     with pytest.raises(Fault, match="has input_ids, labels, the first input_ids"):
-        Stream(lambda state: Mixed(MIXED * HEAD), 4, "mixed")
+        Stream(lambda state: Mixed(MIXED * HEAD), own.Row("mixed", 4))
     labels = {"input_ids": np.arange(4), "labels": np.array([-100, 70_000, 1, 2])}
-    assert own._largest(own._rows([labels], "train")) == 70_000
+    assert own._largest(own._rows([labels], own.Row("train"))) == 70_000
 
 
 @pytest.mark.parametrize("bad", [500, -100, -1])
@@ -407,19 +407,19 @@ def test_a_token_id_that_the_source_denies_is_named(tmp_path, bad, streams):
 
 
 def test_a_stream_is_a_function_of_the_position():
-    stream, rows = Stream(Squares, 4, "squares"), np.arange(4) + np.arange(1, 101)[:, None] ** 2
+    stream, rows = Stream(Squares, own.Row("squares", 4)), np.arange(4) + np.arange(1, 101)[:, None] ** 2
     stream.require_exact_resume()
     for step in (0, 8, 16, 8, 40, 0, 24):  # back and forth
         stream.mark(step)
         positions = np.arange(step, step + 8, 2)
         assert (stream[positions]["input_ids"] == rows[positions]).all()
     saved = stream.state_at(40)
-    other = Stream(Squares, 4, "squares")
+    other = Stream(Squares, own.Row("squares", 4))
     other.restore(40, saved)
     assert (other[np.arange(40, 50)]["input_ids"] == rows[40:50]).all()
     assert (other[np.arange(3, 5)]["input_ids"] == rows[3:5]).all()
     with pytest.raises(Fault, match="row 40, after a state, is another one"):
-        Stream(Squares, 4, "squares").restore(40, {**saved, "state": {"n": 41}})
+        Stream(Squares, own.Row("squares", 4)).restore(40, {**saved, "state": {"n": 41}})
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_a_stream_that_cannot_resume_exactly_is_refused(monkeypatch, begin, sent
     monkeypatch.setitem(register.LOADED, "code", "mine.py")
     monkeypatch.setitem(register.LOADED, "file", __file__)
     with pytest.raises(Fault, match=sentence):
-        Stream(begin, 4, "squares").require_exact_resume()
+        Stream(begin, own.Row("squares", 4)).require_exact_resume()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.longer)])

@@ -811,7 +811,7 @@ MISTAKES = [
     ("in", {"tokenizer": None}, "^give --tokenizer, that of your model, or --train_tokenizer, one"),
     (
         "in", {"train_tokenizer": 300, "tokenizer": "x"},
-        "--tokenizer x and --train_tokenizer 300 are both",
+        "give --tokenizer, that of your model, or --train_tokenizer, one of them",
     ),
     ("", {}, "no input: name at least one"),
     ("body.parquet", {}, r'body.parquet has no field "text" \(fields: body, id\): .* --text_f'),

@@ -311,7 +311,7 @@ def test_mistakes(world, of, tmp_path, capsys, monkeypatch):
     assert "lm_eval can't load this" in of(tmp_path / "broken.yaml")
     of_the_second = "{{question if choices|length == 3 else question.of.nothing}}"
     said = of_task("template", doc_to_text=of_the_second)
-    assert "can't build the requests of 'template': UndefinedError" in said
+    assert "can't build the requests of 'template', with num_fewshot 0: UndefinedError" in said
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert "pip install -e '.[tasks]'" in of("hellaswag")
 

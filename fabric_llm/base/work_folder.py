@@ -14,7 +14,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import SAVE_FAILED, UNWRITABLE, Fault
 
 LOCK, FORMER = "lock", "old"
-KEY = "key.json"  # without it, a later start takes nothing in the folder for its own
+KEY = "key.json"  # what other files in the folder were made of
 
 
 def beside(output: Path) -> Path:
@@ -98,9 +98,14 @@ def publish(complete: Path, output: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder, its key first: after a kill in the middle, the next start doesn't take
-    what is left for its own."""
+    """Remove a work folder."""
     with suppress(OSError):
-        (folder / KEY).unlink(missing_ok=True)
-        files.fsync(folder)
+        remove_key(folder)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_key(folder: Path) -> None:
+    """First: after a kill in the middle, the next start doesn't take what is left in the folder for
+    whole."""
+    (folder / KEY).unlink(missing_ok=True)
+    files.fsync(folder)

@@ -45,17 +45,18 @@ Columns = dict[str, np.ndarray]
 def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDataset:
     """The dataset in `folder`, by a source that --code registers. Raises ValueError."""
     name = f"the source of {str(folder)!r}"
+    of_train, of_validation = Row(f"train of {name}"), Row(f"validation of {name}")
     with register.of_user(name):
         made = source(folder, flags)
-        train, validation = made["train"], _rows(made["validation"], f"validation of {name}")
-        # A stream doesn't say how long its rows are, so a validation row does.
-        context = validation[0]["input_ids"].shape[0]
+        train, validation = made["train"], _rows(made["validation"], of_validation)
         if callable(train):
-            train = Stream(train, context, name)
+            # A stream doesn't say how long its rows are, so a validation row does.
+            of_train = Row(name, of_validation.context)
+            train = Stream(train, of_train)
             # Now, because otherwise a run of days would find it out when it resumes.
             train.require_exact_resume()
         else:
-            train = _rows(train, f"train of {name}")
+            train = _rows(train, of_train)
         largest = made.get("max_token_id")
         if largest is not None:
             largest = int(largest)  # such as one of numpy
@@ -65,85 +66,68 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
             raise Fault(f"--code: {name} gives a stream, which needs max_token_id beside it.")
         largest = max(_largest(train), _largest(validation))
     # The model is trained and evaluated with the same columns and length.
-    if train[0].keys() != validation[0].keys() or train[0]["input_ids"].shape != (context,):
+    if (of_train.names, of_train.context) != (of_validation.names, of_validation.context):
         raise Fault(f"--code: rows of train and validation of {name} must be alike.")
     # Rows aren't read before they are trained on, so each is compared with what is said of all.
-    for split in (train, validation):
-        if isinstance(split, Stream):
-            split.largest = largest
-            _require_ids(split.head, largest, name)
-        else:
-            for column in split.chunks[0].values():
-                column.largest = largest
+    of_train.largest = of_validation.largest = largest
+    if isinstance(train, Stream):
+        of_train.require_ids(train.head)
     # With document_end, documents are kept apart as in a dataset that prepare_data.py has packed.
     end = made.get("document_end")
     manifest = {} if end is None else {"packed": True, "eos_token_id": end}
-    return TokenDataset(folder, train, validation, context, largest, manifest)
+    return TokenDataset(folder, train, validation, of_train.context, largest, manifest)
 
 
-def _rows(given: Any, where: str) -> Rows:
-    if len(given) == 0:
-        raise Fault(f"--code: {where} has no rows.")
-    first = _columns(given[0], None, where)
-    context = first["input_ids"].shape[0]
-    if context < 2:
-        raise Fault(f"--code: rows of {where} hold {context} token; at least 2 are needed.")
-    # A row with labels is asked for twice, once for each column.
-    return Rows([{name: Column(given, name, list(first), context, where) for name in first}])
+@dataclass
+class Row:
+    """What the rows of a split have in common. The first one sets what isn't known before."""
 
+    where: str  # words for the split
+    context: int = 0  # tokens
+    names: Sequence[str] = ()  # of the columns
+    largest: float = math.inf  # token id
 
-def _largest(rows: Rows) -> int:
-    """The largest token id. Reads every row. Raises Fault for a negative one."""
-    largest = 0
-    # A batch of rows at a time, because all of them may not fit into memory.
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        for values in rows[first : first + ROWS_AT_ONCE].values():
-            # IGNORED is negative, and no token.
-            ids = values[values != IGNORED]
-            if ids.size and ids.min() < 0:
-                raise Fault(f"--code: a token id is negative: {ids.min()}.")
-            largest = max(largest, int(ids.max(initial=0)))
-    return largest
-
-
-def _columns(row: Any, context: Any, where: str) -> Columns:
-    """The columns of a row, int64 [context]. Raises Fault unless it has `context` tokens; None: any
-    number."""
-    given = row if isinstance(row, Mapping) else {"input_ids": row}
-    columns = {name: np.asarray(given[name]) for name in COLUMNS if name in given}
-    for name, values in columns.items():
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            shape = f"{values.dtype} {list(values.shape)}"
-            raise Fault(f"--code: {name} of a row of {where} is {shape}, not integers [context].")
-        if len(values) != (context or len(values)):
+    def columns(self, row: Any) -> Columns:
+        """The columns of a row, int64 [context]. Raises Fault for one that isn't as the others."""
+        given = row if isinstance(row, Mapping) else {"input_ids": row}
+        columns = {name: np.asarray(given[name]) for name in COLUMNS if name in given}
+        for name, values in columns.items():
+            if values.ndim != 1 or values.dtype.kind not in "iu":
+                raise Fault(
+                    f"--code: {name} of a row of {self.where} is {values.dtype} "
+                    f"{list(values.shape)}, not integers [context]."
+                )
+            self.context = self.context or len(values)
+            if len(values) != self.context:
+                raise Fault(
+                    f"--code: a row of {self.where} has {len(values)} tokens in {name}, the first "
+                    f"{self.context}."
+                )
+        # Any other key is a mistake, such as "label", which would be passed over without a word.
+        if columns.keys() != given.keys() or "input_ids" not in columns:
             raise Fault(
-                f"--code: a row of {where} has {len(values)} tokens in {name}, the first {context}."
+                f"--code: a row of {self.where} has {', '.join(given)}, not input_ids and labels."
             )
-    # Any other key is a mistake, such as "label", which would be passed over without a word.
-    if columns.keys() != given.keys() or "input_ids" not in columns:
-        raise Fault(f"--code: a row of {where} has {', '.join(given)}, not input_ids and labels.")
-    return {name: values.astype(np.int64) for name, values in columns.items()}
-
-
-def _require_ids(columns: Columns, largest: float, where: str) -> None:
-    """Raises Fault for token ids that are negative or above `largest`."""
-    for name, values in columns.items():
-        # IGNORED is negative, and stands in labels for no token.
-        ids = values if name == "input_ids" else values[values != IGNORED]
-        if ids.size and not 0 <= ids.min() <= ids.max() <= largest:
-            bad = ids[(ids < 0) | (ids > largest)][0]
+        self.names = self.names or list(columns)
+        if list(columns) != self.names:
             raise Fault(
-                f"--code: {name} of a row of {where} has {bad}, which isn't from 0 to "
-                f"max_token_id {largest}."
+                f"--code: a row of {self.where} has {', '.join(columns)}, the first "
+                f"{', '.join(self.names)}."
             )
+        self.require_ids(columns)
+        return {name: values.astype(np.int64) for name, values in columns.items()}
 
-
-def _require_columns(columns: Columns, names: Sequence[str], where: str) -> None:
-    """Raises Fault for a row with labels among rows without, or the other way round."""
-    if list(columns) != list(names):
-        raise Fault(
-            f"--code: a row of {where} has {', '.join(columns)}, the first {', '.join(names)}."
-        )
+    def require_ids(self, columns: Columns) -> None:
+        """Raises Fault for token ids that are negative or above `largest`."""
+        for name, values in columns.items():
+            # IGNORED is negative, and stands in labels for no token.
+            ids = values if name == "input_ids" else values[values != IGNORED]
+            if ids.size and not 0 <= ids.min() <= ids.max() <= self.largest:
+                bad = ids[(ids < 0) | (ids > self.largest)][0]
+                raise Fault(
+                    f"--code: {name} of a row of {self.where} has {bad}, which isn't from 0 to "
+                    f"max_token_id {self.largest}."
+                )
 
 
 @dataclass
@@ -152,24 +136,39 @@ class Column:
 
     rows: Any
     name: str
-    names: Sequence[str]
-    context: int
-    where: str
-    largest: float = math.inf  # token id, once it is known
+    row: Row
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.rows), self.context
+        return len(self.rows), self.row.context
 
     def __getitem__(self, number: int) -> np.ndarray:
-        with register.of_user(f"row {number} of {self.where}"):
-            columns = _columns(self.rows[number], self.context, self.where)
-        _require_columns(columns, self.names, self.where)
-        _require_ids(columns, self.largest, self.where)
-        return columns[self.name]
+        with register.of_user(f"row {number} of {self.row.where}"):
+            return self.row.columns(self.rows[number])[self.name]
+
+
+def _rows(given: Any, row: Row) -> Rows:
+    if len(given) == 0:
+        raise Fault(f"--code: {row.where} has no rows.")
+    names = list(row.columns(given[0]))
+    if row.context < 2:
+        raise Fault(f"--code: rows of {row.where} hold {row.context} token; at least 2 are needed.")
+    # A row with labels is asked for twice, once for each column.
+    return Rows([{name: Column(given, name, row) for name in names}])
+
+
+def _largest(rows: Rows) -> int:
+    """The largest token id. Reads every row."""
+    largest = 0
+    # A batch of rows at a time, because all of them may not fit into memory.
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        for values in rows[first : first + ROWS_AT_ONCE].values():
+            # IGNORED is negative, and no token.
+            largest = max(largest, int(values.max(initial=0)))
+    return largest
 
 
 class Stream:
@@ -179,15 +178,13 @@ class Stream:
     So its rows are a function of the position, and states only save time. `head`: its first rows.
     """
 
-    def __init__(self, begin: Callable[[Any], Iterator[Any]], context: int, name: str) -> None:
+    def __init__(self, begin: Callable[[Any], Iterator[Any]], row: Row) -> None:
         # The thread that reads ahead and the one that saves use the same iterator.
-        self.begin, self.context, self.name, self.lock = begin, context, name, RLock()
-        self.largest = math.inf  # token id, once it is known
+        self.begin, self.row, self.name, self.lock = begin, row, row.where, RLock()
         # position -> (state there as JSON, hash of the row that comes next)
         self.states: dict[int, tuple[str, Optional[str]]] = {0: ("null", None)}
         # A row that was read for its hash, behind its position.
         self.peeked: tuple[int, Columns] = (-1, {})
-        self.names: list[str] = []  # of the columns of its first row
         self.iterator, self.place = self._begun("null"), 0  # of the row that comes next
         # The stream now stands behind its first rows, and begins again if one of them is asked for.
         self.head = _stacked([self._next() for _ in range(HEAD)])
@@ -208,8 +205,7 @@ class Stream:
         """Raises Fault unless the stream begins anew with the same rows, and goes on from a state
         with those that come next."""
         # One more stream from the beginning, and one that goes on from a state of it.
-        again = Stream(self.begin, self.context, self.name)
-        resumed = Stream(self.begin, self.context, self.name)
+        again, resumed = Stream(self.begin, self.row), Stream(self.begin, self.row)
         later = np.arange(HEAD, 2 * HEAD)
         resumed.restore(HEAD, again.state_at(HEAD))
         for ours, theirs in ((self.head, again.head), (again[later], resumed[later])):
@@ -296,12 +292,7 @@ class Stream:
             )
         # Counted even if the row is refused below, since it was read.
         self.place += 1
-        columns = _columns(row, self.context, self.name)
-        # The first row says which columns all rows have.
-        self.names = self.names or list(columns)
-        _require_columns(columns, self.names, self.name)
-        _require_ids(columns, self.largest, self.name)
-        return columns
+        return self.row.columns(row)
 
 
 def _stacked(rows: list[Columns]) -> Columns:

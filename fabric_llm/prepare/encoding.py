@@ -115,11 +115,7 @@ class PieceFiles:
     """The files of a piece, while documents are added to them."""
 
     def __init__(self, job: Job, tokens: BinaryIO, documents: BinaryIO) -> None:
-        self.tokens, self.documents = tokens, documents
-        self.mark, self.unknown = Mark(), job.unknown
-        self.dtype = np.dtype(job.dtype)
-        self.before = np.array(job.before, self.dtype)
-        self.after = np.array(job.after, self.dtype)
+        self.job, self.mark, self.tokens, self.documents = job, Mark(), tokens, documents
         self.token_bytes = np.load(Path(job.folder, TOKEN_BYTES))
         self.evaluation = contamination.load(job.folder, job.evaluation)
 
@@ -131,14 +127,16 @@ class PieceFiles:
             return
         content = text.encode()
         # The ids are uint32 here, and the dtype of the job holds all of the vocabulary.
-        tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
+        tokens = np.concatenate(
+            [self.job.before, ids, self.job.after], dtype=self.job.dtype, casting="unsafe"
+        )
         self.tokens.write(tokens.data)
         # Of the text and not of its tokens: a split must not depend on the tokenizer.
         digest = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), "<u8")
         self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
         self.mark.documents += 1
         self.mark.tokens += len(tokens)
-        self.mark.unknown += int((ids == self.unknown).sum())
+        self.mark.unknown += int((ids == self.job.unknown).sum())
         self.mark.bytes += len(content)
         self.mark.bytes_of_tokens += int(self.token_bytes[ids].sum())
 

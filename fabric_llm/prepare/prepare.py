@@ -70,7 +70,7 @@ KEPT_FLAGS = (
     "min_document_tokens",
 )
 SHARE = f"{contamination.GRAM} words in a row with an evaluation set"
-PIECE_FORMAT = 5  # of the files there
+PIECE_FORMAT = 6  # of the files in a work folder
 
 
 def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
@@ -176,20 +176,19 @@ def _put_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Put the tokenizer, or else a trained one, into the work folder. One that was trained on the
     same texts before stays there."""
-    # What a former start has left is used only with the same tokenizer and format.
-    key: dict[str, Any] = {"format": PIECE_FORMAT, "tokenizer": _tokenizer_name(flags)}
+    saved, filling, key = folder / "tokenizer", folder / "tokenizer-incomplete", None
     if tokenizer is None:
         by_name = input_files.by_name()
         # A trained tokenizer is a function of the texts, so it is trained anew for others.
-        key["texts"] = [piece.name(by_name, flags.text_field) for piece in pieces]
-    else:
-        key["tokenizer_sha256"] = _sha256(tokenizer.backend_tokenizer)
-    _clear_of_others(folder, key)
-    saved, filling = folder / "tokenizer", folder / "tokenizer-incomplete"
-    # `_clear_of_others` has removed a tokenizer that was trained on other texts.
-    if tokenizer is None and saved.is_dir():
+        texts_of = [piece.name(by_name, flags.text_field) for piece in pieces]
+        key = [PIECE_FORMAT, flags.train_tokenizer, texts_of]
+    former = None
+    with suppress(OSError, ValueError):
+        former = json.loads((folder / work_folder.KEY).read_bytes())
+    if tokenizer is None and former == key:
         tokenizer = packing_tokenizer(str(saved))
     else:
+        work_folder.remove_key(folder)
         if tokenizer is None:
             parts = [part for piece in pieces for part in piece.parts]
             documents = tqdm(
@@ -204,6 +203,7 @@ def _put_tokenizer(
         # A kill leaves no tokenizer under this name, or a whole one.
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
+        files.write_atomically(folder / work_folder.KEY, json.dumps(key), durable=True)
     # The tokens of a corpus are pairs that come more than once in it.
     if flags.tokenizer is None and len(tokenizer) < flags.train_tokenizer:
         input_files.notes.append(
@@ -225,31 +225,6 @@ def _tokenizer_name(flags: Flags) -> str:
 
 def _sha256(backend: Tokenizer) -> str:
     return hashlib.sha256(backend.to_str().encode()).hexdigest()
-
-
-def _clear_of_others(folder: Path, key: dict[str, Any]) -> None:
-    """Remove the tokenizer and the leftovers of a former start, unless it had the same `key`.
-
-    Pieces say in their names what they were made of. They stay, unless they are of another format
-    or the folder was being removed, when it has no key.
-    """
-    former = {}
-    with suppress(OSError, ValueError):
-        former = json.loads((folder / work_folder.KEY).read_bytes())
-    if former == key:
-        return
-    (folder / work_folder.KEY).unlink(missing_ok=True)  # first, see `work_folder.remove`
-    files.fsync(folder)
-    has_pieces = former.get("format") == PIECE_FORMAT
-    for path in folder.iterdir():
-        # This process holds a lock on the file; a new one would be free to be locked again.
-        if path.name == "lock" or has_pieces and path.name.startswith("piece-"):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    files.write_atomically(folder / work_folder.KEY, json.dumps(key), durable=True)
 
 
 class Work(NamedTuple):
