@@ -24,13 +24,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
-            made = prepare_tasks(
-                arguments.tasks,
-                arguments.tokenizer,
-                arguments.context_length,
-                arguments.output,
-                arguments.overwrite,
-            )
+            made = prepare_tasks(arguments)
             following = command("python", "train.py", "...", eval_data=f"tasks={arguments.output}")
             print(f"{made}\nNext: {following}", flush=True)
             return

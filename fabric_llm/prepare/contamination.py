@@ -127,7 +127,7 @@ def read(name: str) -> EvaluationSet:
         raise ValueError(f"--decontaminate {name}: this has no split 'validation'")
     documents = _documents(splits["validation"].with_format("numpy"), packing, end)
     about |= {"documents": 0, "texts": 0, "short": 0}
-    hashes, waiting = np.array([2**64 - 1], np.uint64), []
+    hashes = [np.array([2**64 - 1], np.uint64)]
     # Some at a time: tasks have the same context again and again.
     while some := list(islice(documents, TEXTS_AT_ONCE)):
         found = [np.empty(0, np.uint64)]
@@ -139,11 +139,8 @@ def read(name: str) -> EvaluationSet:
             if parts:
                 about["texts"] += 1
                 about["short"] += len(parts[0][0]) < GRAM
-        waiting.append(np.unique(np.concatenate(found)))
-        # Sorting all of them each time would take the square of their number.
-        if sum(map(len, waiting)) > len(hashes):
-            hashes, waiting = np.unique(np.concatenate([hashes, *waiting])), []
-    return EvaluationSet(np.unique(np.concatenate([hashes, *waiting])), about)
+        hashes.append(np.unique(np.concatenate(found)))
+    return EvaluationSet(np.unique(np.concatenate(hashes)), about)
 
 
 def _documents(rows: Any, packing: Optional[str], end: Optional[int]) -> Iterator[np.ndarray]:

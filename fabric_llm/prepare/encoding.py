@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -194,21 +194,20 @@ def encode_piece(piece: Piece, name: str, job: Job) -> None:
     record is bad; Fault (73) where another process has the piece.
     """
     path = Path(job.folder, name)
-    with ExitStack() as stack:
-        # Nothing is truncated before it is locked: another process may be writing it.
-        opened = [
-            stack.enter_context(open(path.with_suffix(name), "ab"))
-            for name in (".tokens", ".documents")
-        ]
-        lock(opened[0].fileno(), f"piece {name} in {job.folder!r}")
+    # Nothing is truncated before it is locked: another process may be writing it.
+    with (
+        open(path.with_suffix(".tokens"), "ab") as tokens,
+        open(path.with_suffix(".documents"), "ab") as documents,
+    ):
+        lock(tokens.fileno(), f"piece {name} in {job.folder!r}")
         if read_mark(path) is not None:
             return
-        for file in opened:
+        for file in (tokens, documents):
             file.truncate(0)
-        out = PieceFiles(job, *opened)
+        out = PieceFiles(job, tokens, documents)
         _encode_documents(piece, job, out)
         # The mark says that both files are on the disk, so they are flushed before it.
-        for file in opened:
+        for file in (tokens, documents):
             file.flush()
             os.fsync(file.fileno())
         failpoint("prepare.mark")

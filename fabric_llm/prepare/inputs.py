@@ -262,7 +262,7 @@ def _sources_of(
     paths = _files_of(given, pattern, exclude, output, input_files)
     sources = [_file_source(path) for path in paths]
     if not sources:
-        _refuse_folder(given, pattern, input_files)
+        _refuse_folder(given, pattern)
     return sources
 
 
@@ -284,15 +284,13 @@ def _require_hub_name(given: str) -> None:
     raise ValueError(message)
 
 
-def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles) -> NoReturn:
+def _refuse_folder(folder: str, pattern: Sequence[str]) -> NoReturn:
     """Raises ValueError for a folder without a matching file."""
     words = " ".join(pattern)
     if list(pattern) == DEFAULT_PATTERNS:
         kinds = " ".join(f"*{kind}" for kind in KINDS)
         words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
-    if web := sum(input_files.not_read[kind] for kind in WEB):
-        advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
     if suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
         advice = f"did you mean --pattern '*{suffixes[0]}'?"
     raise ValueError(f"no file in {folder} matches {words}: {advice}")
@@ -353,18 +351,18 @@ def _files_of(
             path = os.path.join(root, name)
             if is_excluded(name):
                 continue
+            is_match = matches(name.lower())
             # isfile is also False for a pipe, which blocks whoever opens it.
-            if matches(name.lower()) and os.path.isfile(path):
+            if is_match and os.path.isfile(path):
                 yield path
+                continue
             # Everything that isn't read is counted by its reason, for the summary.
-            elif name.startswith("."):
-                input_files.not_read[HIDDEN] += 1
-            elif matches(name.lower()):
-                input_files.not_read[NO_FILE] += 1
-            elif suffix(name) in WEB:
-                input_files.not_read[suffix(name)] += 1  # also where it is compressed
-            else:
-                input_files.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
+            reason = suffix(name) or "without a suffix"
+            if name.startswith("."):
+                reason = HIDDEN
+            elif is_match:
+                reason = NO_FILE
+            input_files.not_read[reason] += 1
 
 
 def is_dataset(folder: str) -> bool:

@@ -115,7 +115,7 @@ def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
             # The manifest is the last file: it has the hashes of all others.
             content = files.encode(manifest)
             files.write_atomically(folder / "dataset" / "manifest.json", content, durable=True)
-            publish(folder, target, flags.output, flags.overwrite)
+            publish(folder, target, flags)
         except ValueError as error:
             # All pieces are done. The next start goes on with them after a full disk, which is a
             # Fault of another code, but not after a mistake in the flags or the text.
@@ -130,13 +130,13 @@ def _has_own_validation(pieces: Sequence[Piece]) -> bool:
     return any(part.goes != DRAWN for piece in pieces for part in piece.parts)
 
 
-def publish(folder: Path, target: Path, output: str | Path, overwrite: bool) -> None:
-    """Rename the complete dataset of the work folder, or send it to the address `output`, and
+def publish(folder: Path, target: Path, flags: Flags) -> None:
+    """Rename the complete dataset of the work folder, or send it to the address --output, and
     remove the folder."""
-    if is_address(output):
+    if is_address(flags.output):
         from fabric_llm.prepare import storage
 
-        storage.send(folder / "dataset", str(output), overwrite)
+        storage.send(folder / "dataset", flags.output, flags.overwrite)
         work_folder.remove(folder)
         return
     work_folder.publish(folder / "dataset", target)
@@ -582,7 +582,4 @@ def _of_evaluation(
 def _of_suffixes(suffixes: dict[str, int]) -> str:
     """Which files of folders weren't read, and what to do about it."""
     named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
-    advice = "choose with --pattern, or name what is meant with --input"
-    if web := [name for name in suffixes if name in inputs.WEB]:
-        advice += f"; the text of {' and '.join(web)} has to be extracted first"
-    return f"{named}; {advice}"
+    return f"{named}; choose with --pattern, or name what is meant with --input"

@@ -21,6 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files, work_folder
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import comma_separated, nearest, reach_hub
@@ -35,27 +36,24 @@ MULTIPLE = 64  # of which row lengths are, so that ranks can share rows
 SEED = 1234  # as in lm_eval.simple_evaluate
 
 
-def prepare_tasks(
-    tasks: str, tokenizer: str, context_length: int, output: str, overwrite: bool = False
-) -> str:
-    """Write the requests of tasks into the folder `output`. Returns what it made, in words. The
-    arguments are flags of prepare_data.py.
+def prepare_tasks(flags: Flags) -> str:
+    """Write the requests of --tasks into the folder --output. Returns what it made, in words.
 
-    Rows are as long as the longest request, but have at most `context_length` tokens: of longer
+    Rows are as long as the longest request, but have at most --context_length tokens: of longer
     requests the last ones. Documents of all tasks are mixed evenly, so that a fraction of the rows
     is that fraction of each task. Raises ValueError for what a user can correct.
     """
-    target, encoder = place_of(output), packing_tokenizer(tokenizer)
+    target, encoder = place_of(flags.output), packing_tokenizer(flags.tokenizer)
     # Sorted by their place in their task, so that any first rows hold the same fraction of each.
-    documents = sorted(_documents(_loaded(tasks), encoder), key=itemgetter(0))
+    documents = sorted(_documents(_loaded(flags.tasks), encoder), key=itemgetter(0))
     rows = []
     for number, (_, document) in enumerate(documents):
         # Rows of one document stay side by side, as data/tasks.py judges them together.
         rows += [{**row, "document": number} for row in document]
     longest = max(len(row["input_ids"]) for row in rows)
-    length = min(-(-longest // MULTIPLE) * MULTIPLE, context_length)
+    length = min(-(-longest // MULTIPLE) * MULTIPLE, flags.context_length)
     for row in rows:
-        _pad(row, length, context_length, encoder.eos_token_id)
+        _pad(row, length, flags.context_length, encoder.eos_token_id)
     counts = Counter(document[0]["task"] for _, document in documents)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -64,7 +62,7 @@ def prepare_tasks(
     ):
         try:
             # Once more: another process may have made it since, and given the lock back.
-            prepared_output(target, overwrite)
+            prepared_output(target, flags.overwrite)
             made = folder / "dataset"
             shutil.rmtree(made, ignore_errors=True)  # of a preparation that was killed
             split = datasets.Dataset.from_list(rows)
@@ -72,17 +70,18 @@ def prepare_tasks(
             # train.py compares it with the model's own.
             encoder.save_pretrained(made / "tokenizer")
             (made / TASKS).write_text(json.dumps(counts))
-            manifest = {"tasks": counts, "tokenizer": tokenizer}
+            manifest = {"tasks": counts, "tokenizer": flags.tokenizer}
             manifest["lm_eval"] = metadata.version("lm_eval")
             manifest["written"] = files.describe(made, files.files_in(made))
             content = files.encode(manifest)
             files.write_atomically(made / "manifest.json", content, durable=True)
-            publish(folder, target, output, overwrite)
+            publish(folder, target, flags)
         finally:
             work_folder.remove(folder)
     words = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     return (
-        f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"
+        f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: "
+        f"{flags.output}"
     )
 
 
