@@ -132,7 +132,7 @@ def split_of(output):
 @pytest.fixture(scope="module")
 def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE_BYTES", 12000)
+        patch.setattr(corpus, "SMALL_PIECE_BYTES", 12000)
         yield
 
 

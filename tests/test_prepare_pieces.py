@@ -37,7 +37,7 @@ import json, os, sys, warnings
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.prepare import checks, corpus, encoding, prepare
 from prepare_arguments import PrepareArguments
-corpus.PIECE_BYTES = 4000
+corpus.SMALL_PIECE_BYTES = 4000
 encoding.BATCH_CHARACTERS = 400
 warnings.simplefilter("ignore")
 for line in sys.stdin:

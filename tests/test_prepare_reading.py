@@ -257,7 +257,7 @@ def test_a_document_of_a_text_that_is_too_long_to_be_held(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
 def test_ranges_of_a_file_give_the_documents_of_the_whole(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "SMALL_PIECE_BYTES", 100)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 16)
     content = "".join(f"{'w' * (number % 40)}.\n{number}\n\n\n" for number in range(100)).encode()
     texts = [f"{'w' * (number % 40)}.\n{number}" for number in range(100)]
@@ -269,7 +269,7 @@ def test_ranges_of_a_file_give_the_documents_of_the_whole(tmp_path, monkeypatch,
 
 
 def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "SMALL_PIECE_BYTES", 100)
     lines = [json.dumps({"text": f"text {number}"}) for number in range(60)]
     lines[41] = '{"text": '
     path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
@@ -288,7 +288,7 @@ def test_many_small_files_are_one_piece(tmp_path):
 
 
 def test_row_groups_of_a_large_table_are_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(corpus, "SMALL_PIECE_BYTES", 2000)
     texts = random_texts(100, 90)
     path = write(tmp_path / "a.parquet", as_parquet(texts))
     parts = parts_of(path, tmp_path / "out")
@@ -642,7 +642,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, make, name, content, changes, 
 def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(
     tmp_path, make, monkeypatch
 ):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "SMALL_PIECE_BYTES", 100)
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     lines = as_lines(TEXTS).replace(b'"text"', b'"body"')
     mixed = write(tmp_path / "mixed.jsonl", lines + as_lines(TEXTS[:1]))
@@ -663,7 +663,7 @@ def test_web_pages_of_a_folder_are_counted_also_compressed(tmp_path, make):
 
 
 def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 500)
+    monkeypatch.setattr(corpus, "SMALL_PIECE_BYTES", 500)
     monkeypatch.setattr(documents, "RECORD_BYTES", 1000)
     long = b'{"text": "' + b"long " * 300 + b'"}\n'
     path = write(tmp_path / "a.jsonl", as_lines(TEXTS) + 5 * long + as_lines(TEXTS))

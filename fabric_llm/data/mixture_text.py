@@ -16,7 +16,7 @@ from typing import Any, Optional
 import yaml
 
 from fabric_llm.base import command_line
-from fabric_llm.base.names import NAME, at_home, comma_separated, command, nearest, shown
+from fabric_llm.base.names import NAME, at_home, comma_separated, nearest, shown
 from fabric_llm.data.periods import ONE_SET, Stage
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
@@ -367,12 +367,9 @@ def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
         words = [f"{length} in source {source.name!r}" for length, source in lengths.items()]
         # The advice is to make rows of the first length from the text of the second source.
         length, other = list(lengths)[0], list(lengths.values())[1].path
-        again = command(
-            "prepare_data.py", input="...", context_length=length, output=f"{other}-{length}"
-        )
         raise ValueError(
             f"{mix.flag}: rows that are read together, from {float(stage.begins):g} of the run on, "
             f"must hold equally many tokens, which are {' and '.join(words)}: make rows of the "
-            f"same length from the text of {other!r} by {again}, or use a stage of --data_mix for "
-            "each length."
+            f"same length from the text of {other!r} by --context_length {length} of "
+            "prepare_data.py, or use a stage of --data_mix for each length."
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from fabric_llm.base import files, work_folder
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.names import hub_name
-from fabric_llm.mirror.address import is_address, require
+from fabric_llm.mirror.address import is_address
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
 from fabric_llm.prepare.inputs import (
     InputFiles,
@@ -54,8 +54,6 @@ def check(flags: Flags) -> InputFiles:
             raise ValueError(
                 f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}."
             )
-    for given in filter(is_address, flags.input or ()):
-        require(given, "--input")
     # A run of hours must not find only at its end that its result has no place.
     if is_address(flags.output):
         from fabric_llm.prepare import storage

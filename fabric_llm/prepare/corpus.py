@@ -64,7 +64,6 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
     piece_bytes = SMALL_PIECE_BYTES
     while 2 * piece_bytes <= min(PIECE_BYTES, total // PIECES):
         piece_bytes *= 2
-    piece_bytes = min(PIECE_BYTES, piece_bytes)
     pieces: list[Piece] = []
     parts: list[Part] = []
     size = 0

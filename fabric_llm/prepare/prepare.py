@@ -85,7 +85,8 @@ def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
     target = inputs.place_of(flags.output)
     pieces = plan(input_files, inputs.separator(flags.document_separator))
     # Every dataset has both splits: train.py evaluates on the second.
-    if not flags.validation_fraction and not _has_own_validation(pieces):
+    keeps_own = any(part.goes != DRAWN for piece in pieces for part in piece.parts)
+    if not flags.validation_fraction and not keeps_own:
         raise ValueError(
             "validation_fraction is 0, and no input has a validation split of its own: take more "
             "than 0"
@@ -124,10 +125,6 @@ def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
             raise
     # What a reader of the file gets, whose own hash is among the fields.
     return json.loads(content)
-
-
-def _has_own_validation(pieces: Sequence[Piece]) -> bool:
-    return any(part.goes != DRAWN for piece in pieces for part in piece.parts)
 
 
 def publish(folder: Path, target: Path, flags: Flags) -> None:
