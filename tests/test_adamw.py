@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fabric_llm.checkpoint import reading, writing
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.model import language_model, loading, strategy, weights
+from fabric_llm.model import language_model, loading, sharded, strategy, weights
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import UPDATES, AdamW
@@ -346,7 +346,7 @@ def build(name, updates, source):
     decayed = adamw.decayed_names(model)
 
     def fill(model):
-        return weights.fill(model, empty, stored)
+        return sharded.fill(model, empty, stored)
 
     wrapped = strategy.wrap(fabric, name, model, fill, "bf16-true", Sharding())
     training = SimpleNamespace(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, seed=7)

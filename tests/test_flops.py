@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fabric_llm.data.batches import Batches, Prefetch, document_ends, token_places
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model import flops
-from fabric_llm.model.sharded import repeated_layers
+from fabric_llm.model.weights import repeated_layers
 from fabric_llm.run import speed as speeds
 
 

@@ -407,11 +407,11 @@ def train_and_count(argv, faults):
     import gc
     import weakref
 
-    from fabric_llm.model import weights
+    from fabric_llm.model import sharded
     from fabric_llm.run import build
     from fabric_llm.run.log import Log
 
-    fill, make_optimizer, rewound = weights.fill, build.make_optimizer, Log.rewound
+    fill, make_optimizer, rewound = sharded.fill, build.make_optimizer, Log.rewound
     made, seen = [], []
 
     def counting(model, *given):
@@ -442,7 +442,7 @@ def train_and_count(argv, faults):
         count()
         return rewound(*given)
 
-    weights.fill, build.make_optimizer, Log.rewound = counting, remembering, counting_afterwards
+    sharded.fill, build.make_optimizer, Log.rewound = counting, remembering, counting_afterwards
     assert train_with_faults(argv, faults, 100.0) == 0
     assert len({parameters for *_, parameters in made}) == 1, "those that were there"
     return seen
@@ -471,9 +471,9 @@ def resume_and_count(argv, changes):
     import gc
     import weakref
 
-    from fabric_llm.model import weights
+    from fabric_llm.model import sharded
 
-    fill, older, seen = weights.fill, [], []
+    fill, older, seen = sharded.fill, [], []
 
     def counting(model, *given):
         gc.collect()
@@ -482,7 +482,7 @@ def resume_and_count(argv, changes):
         fill(model, *given)
         older.extend(map(weakref.ref, model.parameters()))
 
-    weights.fill = counting
+    sharded.fill = counting
     assert [train_with_faults(words, {}, 1.0) for words in (argv, [*argv, *changes])] == [0, 0]
     return seen
 

@@ -9,9 +9,9 @@ from test_law_13_fast_paths import train_with
 def train_with_damage(argv, tensor, damage):
     """train.py, with one tensor damaged on its way to the devices. Returns (exit code, what was
     printed)."""
-    from fabric_llm.model import weights
+    from fabric_llm.model import sharded, weights
 
-    fill, read = weights.fill, weights.Stored.read
+    fill, read = sharded.fill, weights.Stored.read
 
     def damaged(self, unit):
         found = read(self, unit)
@@ -25,7 +25,7 @@ def train_with_damage(argv, tensor, damage):
                 buffer.data = damage(buffer)
 
     def patch():
-        weights.fill = fill_damaged
+        sharded.fill = fill_damaged
 
     return train_with(patch, argv)
 

@@ -76,7 +76,7 @@ def gradients_of_a_node_each(name):
     weights.compute_buffers(model)
 
     def fill(model):
-        weights.fill(model, skeleton, weights.Drawn(drawn, 1))
+        sharded.fill(model, skeleton, weights.Drawn(drawn, 1))
 
     model = strategy.wrap(fabric, name, LanguageModel(model), fill, "32-true", how)
     ids = torch.arange(16)[None] + torch.distributed.get_rank()

@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base.ranks import alone
 from fabric_llm.model.sharded import (
-    PREFIX,
     local_part,
     original_name,
     shard_group,
     shard_ranks,
     shards,
 )
-from fabric_llm.model.weights import saved
+from fabric_llm.model.weights import PREFIX, saved
 
 EMA = "ema"  # the state of a parameter that is its moving average
 

@@ -24,10 +24,10 @@ from fabric_llm.base.files import OF_WEIGHTS, WEIGHT_INDEX
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.state_dicts import saved_shapes
 from fabric_llm.model import loading, positions, sharded
-from fabric_llm.model.sharded import PREFIX, original_name
+from fabric_llm.model.sharded import original_name
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.tokenizer import save_tokenizer
-from fabric_llm.model.weights import saved, units
+from fabric_llm.model.weights import PREFIX, saved, units
 
 # Of one file. Larger models are split into several, with an index.
 LARGEST_FILE = "5GB"

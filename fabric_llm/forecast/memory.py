@@ -44,6 +44,7 @@ from fabric_llm.model import (
     sharded,
     strategy,
     tiles,
+    weights,
 )
 from fabric_llm.model.flops import windows
 from fabric_llm.model.strategy_rules import Placement, wrap_size
@@ -145,7 +146,7 @@ def _moments(work: Work) -> Moments:
     if wrap_size(work.placement.sharding.auto_wrap_policy) is not None:
         return _traced_step(work)
     kinds = []
-    for name, layer in sharded.repeated_layers(_skeleton(work)).items():
+    for name, layer in weights.repeated_layers(_skeleton(work)).items():
         # Only what is in a list can be removed, which its name says.
         is_listed = name.rpartition(".")[2].isdigit()
         kinds.append(trace.kind(layer) if is_listed else name)
@@ -309,7 +310,7 @@ def tiled_modules(skeleton: Any, without: Collection[int] = ()) -> list[str]:
     probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
     trace.remove_layers(probe, without)
     for module in probe.modules():
-        sharded.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
+        weights.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
     _fill_buffers(probe)
     return list(tiles.found_in(probe, measures=False))
 

@@ -30,7 +30,6 @@ from fabric_llm.model import (
     language_model,
     loading,
     positions,
-    sharded,
     strategy_rules,
     weights,
 )
@@ -264,7 +263,7 @@ def _sent(flags: Flags, work: Work, skeleton: Any) -> tuple[float, float, float]
     if strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32):
         syncs = micro_batches
     # Each layer is a message of its own, and what is outside of layers is one more.
-    units = len(sharded.repeated_layers(skeleton)) + 1
+    units = len(weights.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, gathered, reduced, syncs, micro_batches)
     return *sent, accelerators.latency(placement, units, syncs, micro_batches)
 

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fabric_llm.model.sharded import local_part, repeated_layers
+from fabric_llm.model.sharded import local_part
+from fabric_llm.model.weights import repeated_layers
 
 # What a storage is of.
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"

@@ -8,8 +8,8 @@ tokenizer       `load_tokenizer`, `save_tokenizer`: as transformers 4 and 5 read
 loading         `load_config`, `build_skeleton`, `open_weights`: what a model's files say of it
 tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, read and written one
                 tensor at a time
-weights         `Stored`, `Drawn`, `fill`: weights from files or random numbers, unit by unit, to
-                every rank's part
+weights         `Stored`, `Drawn`, `repeated_layers`: weights from files or random numbers, unit by
+                unit
 reference       `load_reference`: the model as transformers has it, on one CPU, in the memory that
                 there is
 language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary
@@ -31,7 +31,7 @@ strategy_rules  `Placement`, `strategy`: the devices of a run, and which strateg
                 flags, without torch
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about
                 sharding
-sharded         `repeated_layers`, `shards`, `local_part`: what a rank holds of a wrapped model
+sharded         `shards`, `fill`, `local_part`: what a rank holds of a wrapped model
 gate            `outputs_of`, `gradients_of_wrapped`: is it the model that transformers loads?
 capabilities    `takes_packed_attention`, `find_leak`: which fast paths can it take, and does it
                 keep documents apart?

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fabric_llm.model import flops
-from fabric_llm.model.strategy import repeated_layers
+from fabric_llm.model.weights import repeated_layers
 
 
 def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> None:

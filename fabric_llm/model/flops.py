@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from fabric_llm.model.sharded import repeated_layers
+from fabric_llm.model.weights import repeated_layers
 
 OF_TRAINING = 3  # forward once, backward twice
 WITHOUT_GRADIENT = 2 / 3  # of these: a frozen matrix passes gradients on and has none itself

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import part_of
-from fabric_llm.model.sharded import PREFIX, local_part, original_name, reshard, shard_ranks, shards
+from fabric_llm.model.sharded import local_part, original_name, reshard, shard_ranks, shards
+from fabric_llm.model.weights import PREFIX
 
 PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.sharded import repeated_layers
+from fabric_llm.model.weights import repeated_layers
 
 # Parameters of a layer. A smaller one spends less time than its compilation takes.
 WORTH_COMPILING = 10**6

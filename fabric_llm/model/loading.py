@@ -36,7 +36,6 @@ from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.base.names import reach_hub
 from fabric_llm.model import folders, weights
-from fabric_llm.model.sharded import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.model.tokenizer import load_tokenizer
 
@@ -418,7 +417,9 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
         return {name: Slice(stored, name) for name in stored}
     stored = Tensors(Path(model_name, "weights").glob("*.safetensors"), code, of)
     # A sharded checkpoint has the names of the run that wrote it, and must hold this model whole.
-    wanted = {PREFIX + name: tuple(one.shape) for name, one in weights.saved(skeleton).items()}
+    wanted = {
+        weights.PREFIX + name: tuple(one.shape) for name, one in weights.saved(skeleton).items()
+    }
     held: dict[str, Any] = dict(stored.shapes)
     for name, shape in stored.shapes.items():
         # The shape is that of the whole tensor, and would look right.
@@ -428,7 +429,7 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
         here, there = held.get(name, "nothing"), wanted.get(name, "nothing")
         if here != there:
             raise ValueError(f"weights hold {here} as {name}, the model {there}")
-    return {name.removeprefix(PREFIX): Slice(stored, name) for name in stored}
+    return {name.removeprefix(weights.PREFIX): Slice(stored, name) for name in stored}
 
 
 def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:

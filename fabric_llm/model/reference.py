@@ -13,8 +13,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from fabric_llm.model.sharded import repeated_layers, replacing
-from fabric_llm.model.weights import Source, compute_buffers, first_names, units
+from fabric_llm.model.weights import (
+    Source,
+    compute_buffers,
+    first_names,
+    repeated_layers,
+    replacing,
+    units,
+)
 
 # Types of models whose layers write into their own weights before they compute.
 WRITE_INTO_WEIGHTS = ("rwkv",)

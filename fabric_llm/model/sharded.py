@@ -1,12 +1,10 @@
-"""What a rank holds of a model, wrapped or not: repeated layers, and its part of each parameter.
+"""What a rank holds of a wrapped model: its part of each parameter, and how that is filled.
 
 Everything that reads, writes or sums over a sharded model asks here. strategy.py makes one, and is
 needed only where a model trains.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Optional
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,51 +12,11 @@ from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from fabric_llm.base.ranks import alone, waits_for_others
-
-PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transformers knows
-
-
-def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model by name, none of them inside another: of the classes that it
-    names itself, else of its longest list."""
-    # `_no_split_modules` are the classes that transformers keeps on one device: decoder layers.
-    kinds = set()
-    for module in model.modules():
-        kinds.update(getattr(module, "_no_split_modules", None) or ())
-    # The names may be missing, or be those of classes that this model doesn't use.
-    if not any(type(module).__name__ in kinds for module in model.modules()):
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        # `named_modules` yields outer modules before those in them.
-        is_inside = any(name.startswith(f"{outer}.") for outer in layers)
-        if type(module).__name__ in kinds and not is_inside:
-            layers[name] = module
-    return layers
-
-
-def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """A function that replaces the parameters on the meta device that a module itself holds, by
-    parameters with the tensors that `make` makes of them."""
-    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
-    # strategy has sharded isn't kept whole.
-    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-
-    def replace_parameters(module: nn.Module) -> None:
-        for key, meta in module._parameters.items():
-            if meta is not None and meta.is_meta:
-                # A tied parameter that was replaced before, in another module, is taken again.
-                parameter = there.get(id(meta))
-                if parameter is None:
-                    there[id(meta)] = parameter = nn.Parameter(
-                        make(meta), requires_grad=meta.requires_grad
-                    )
-                module._parameters[key] = parameter
-
-    return replace_parameters
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
+from fabric_llm.model.weights import PREFIX, Source, units
 
 
 def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
@@ -118,6 +76,42 @@ def shards(model: nn.Module) -> dict[str, Shard]:
         name: Shard(parameter, sum(held[:rank]), held)
         for (name, parameter), held in zip(named.items(), counts.tolist())
     }
+
+
+@torch.no_grad()
+def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] = None) -> None:
+    """Give every rank its part of the weights of `source`, which rank 0 has; it is None on the
+    others. All ranks call it.
+
+    model: a LanguageModel on the devices, wrapped or not. skeleton: the unwrapped model on the meta
+    device. A rank holds one whole parameter beside its parts, rank 0 one unit. Raises what reading
+    raises, on all ranks.
+    """
+    # What this rank holds, and where that begins in the flattened whole.
+    held = {
+        name: (local_part(shard.parameter), shard.first) for name, shard in shards(model).items()
+    }
+    held |= {original_name(name): (buffer, 0) for name, buffer in model.named_buffers()}
+    expected, device = skeleton.state_dict(), communication_device()
+    for unit, names in units(skeleton).items():
+        failpoint("fill")
+        # Rank 0 reads a unit and sends it whole, and each rank keeps its part.
+        tensors: dict[str, Tensor] = {}  # on rank 0
+        # An error of rank 0 is raised on all ranks, which would otherwise wait for its message.
+        from_rank_zero(lambda: tensors.update(source.read(unit)))
+        for name in names:
+            own, first = held[PREFIX + name]
+            if tensors:
+                # Taken out, so that the unit's memory gets smaller as it is sent.
+                whole = tensors.pop(name).contiguous()
+            else:
+                whole = torch.empty_like(expected[name], device=device)
+            if not alone():
+                whole = whole.to(device)
+                waits_for_others()
+                torch.distributed.broadcast(whole, src=0)
+            # FSDP splits the flattened parameter, so a rank's part is a range of its elements.
+            own.view(-1).copy_(whole.view(-1)[first : first + own.numel()])
 
 
 def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:

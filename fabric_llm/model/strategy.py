@@ -27,8 +27,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fabric_llm.base import fabric as lightning
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.model.sharded import repeated_layers, replacing
 from fabric_llm.model.strategy_rules import Placement, Sharding, wrap_size
+from fabric_llm.model.weights import repeated_layers, replacing
 
 Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before parents
 Fill = Callable[[nn.Module], None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from fabric_llm.model.sharded import repeated_layers
+from fabric_llm.model.weights import repeated_layers
 
 PROBE_TOKENS = 16
 # How much the outputs of two tiles may differ from those of one, as a fraction of their norm. The

@@ -2,15 +2,16 @@
 `from_pretrained` makes them.
 
 A unit is what is read, drawn and sent at once: a layer, or a module outside of layers. One process,
-rank 0, has a source: files of Hugging Face, a checkpoint, or random numbers. `fill` gives every
-rank its part of it, whatever the strategy.
+rank 0, has a source: files of Hugging Face, a checkpoint, or random numbers. `sharded.fill` gives
+every rank its part of it, whatever the strategy.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +25,10 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.names import listed
-from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
-from fabric_llm.model.sharded import (
-    PREFIX,
-    communication_device,
-    local_part,
-    original_name,
-    repeated_layers,
-    shards,
-)
 
+PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transformers knows
 # The name of a tensor in the model, the dictionary that holds it, and its key in that dictionary.
 Held = tuple[str, dict[str, Any], str]
 # Name in the files -> a tensor that is read when it is indexed, as safetensors' get_slice gives it.
@@ -264,50 +256,13 @@ class Drawn:
         }
 
 
-@torch.no_grad()
-def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] = None) -> None:
-    """Give every rank its part of the weights of `source`, which rank 0 has; it is None on the
-    others. All ranks call it.
-
-    model: a LanguageModel on the devices, wrapped or not. skeleton: the unwrapped model on the meta
-    device. A rank holds one whole parameter beside its parts, rank 0 one unit. Raises what reading
-    raises, on all ranks.
-    """
-    # What this rank holds, and where that begins in the flattened whole.
-    held = {
-        name: (local_part(shard.parameter), shard.first) for name, shard in shards(model).items()
-    }
-    held |= {original_name(name): (buffer, 0) for name, buffer in model.named_buffers()}
-    expected, device = skeleton.state_dict(), communication_device()
-    for unit, names in units(skeleton).items():
-        failpoint("fill")
-        # Rank 0 reads a unit and sends it whole, and each rank keeps its part.
-        tensors: dict[str, Tensor] = {}  # on rank 0
-        # An error of rank 0 is raised on all ranks, which would otherwise wait for its message.
-        from_rank_zero(lambda: tensors.update(source.read(unit)))
-        for name in names:
-            own, first = held[PREFIX + name]
-            if tensors:
-                # Taken out, so that the unit's memory gets smaller as it is sent.
-                whole = tensors.pop(name).contiguous()
-            else:
-                whole = torch.empty_like(expected[name], device=device)
-            if not alone():
-                whole = whole.to(device)
-                waits_for_others()
-                torch.distributed.broadcast(whole, src=0)
-            # FSDP splits the flattened parameter, so a rank's part is a range of its elements.
-            own.view(-1).copy_(whole.view(-1)[first : first + own.numel()])
-
-
 def is_finite(tensor: Tensor) -> bool:
-    """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
-    local = local_part(tensor)
+    """False if a tensor holds NaN or infinity: no checkpoint may. Of a sharded one: a part."""
     # A rank may hold nothing of a small parameter, and aminmax needs an element.
-    if not local.numel():
+    if not tensor.numel():
         return True
     # Minimum and maximum say it without a copy, which torch.isfinite of the tensor would make.
-    return bool(torch.isfinite(torch.stack(local.aminmax())).all())
+    return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
@@ -337,6 +292,47 @@ def first_names(model: nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_of[name] = first.setdefault(id(parameter), name)
     return first_of
+
+
+def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers of a model by name, none of them inside another: of the classes that it
+    names itself, else of its longest list."""
+    # `_no_split_modules` are the classes that transformers keeps on one device: decoder layers.
+    kinds = set()
+    for module in model.modules():
+        kinds.update(getattr(module, "_no_split_modules", None) or ())
+    # The names may be missing, or be those of classes that this model doesn't use.
+    if not any(type(module).__name__ in kinds for module in model.modules()):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # `named_modules` yields outer modules before those in them.
+        is_inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if type(module).__name__ in kinds and not is_inside:
+            layers[name] = module
+    return layers
+
+
+def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """A function that replaces the parameters on the meta device that a module itself holds, by
+    parameters with the tensors that `make` makes of them."""
+    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a
+    # strategy has sharded isn't kept whole.
+    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+    def replace_parameters(module: nn.Module) -> None:
+        for key, meta in module._parameters.items():
+            if meta is not None and meta.is_meta:
+                # A tied parameter that was replaced before, in another module, is taken again.
+                parameter = there.get(id(meta))
+                if parameter is None:
+                    there[id(meta)] = parameter = nn.Parameter(
+                        make(meta), requires_grad=meta.requires_grad
+                    )
+                module._parameters[key] = parameter
+
+    return replace_parameters
 
 
 def tensors_of(model: nn.Module) -> Iterator[Held]:

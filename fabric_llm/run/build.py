@@ -209,7 +209,7 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
 
     # The strategy calls it once the parameters have their place on this rank.
     def fill(model: nn.Module) -> None:
-        weights.fill(model, run.skeleton, loaded.opened)
+        sharded.fill(model, run.skeleton, loaded.opened)
 
     placement = plan.placement
     run.model = strategy.wrap(
@@ -240,7 +240,7 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
     config, dtype = run.plan.model.config, loading.DTYPES[run.plan.model.precision]
     # Rank 0 alone reads the files. `opened` stays empty on the other ranks.
     ranks.from_rank_zero(lambda: opened.append(loading.open_weights(source, config, dtype, seed)))
-    weights.fill(run.model, run.skeleton, *opened)
+    sharded.fill(run.model, run.skeleton, *opened)
     make_optimizer(run, checkpoint)
 
 

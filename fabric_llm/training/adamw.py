@@ -28,6 +28,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.model import sharded
 from fabric_llm.model.sharded import local_part
+from fabric_llm.model.weights import PREFIX
 from fabric_llm.training import adamw_rounded
 from fabric_llm.training.adamw_rounded import (
     ALIGNED_ELEMENTS,
@@ -62,7 +63,7 @@ def make_optimizer(
     origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     # An optimizer of --code gets the same groups, so its weight decay is on matrices as well.
     if "optimizer" in register.ONLY:
-        names = {parameter: name.removeprefix(sharded.PREFIX) for name, parameter in named}
+        names = {parameter: name.removeprefix(PREFIX) for name, parameter in named}
         store = rounding(origins, training.seed)
         with register.of_user("optimizer"):
             made = register.ONLY["optimizer"](groups, names, store, register.LOADED["flags"])

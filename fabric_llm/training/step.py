@@ -18,13 +18,13 @@ from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
 from fabric_llm.model.gate import square
 from fabric_llm.model.sharded import (
-    PREFIX,
     local_part,
     original_name,
     reshard,
     shard_group,
     sum_over_shards,
 )
+from fabric_llm.model.weights import PREFIX
 from fabric_llm.training.adamw import AdamW
 
 
