@@ -25,7 +25,7 @@ from transformers import (
 from fabric_llm.average import main, named
 from fabric_llm.base import register
 from fabric_llm.base.files import step_directories
-from fabric_llm.model.positions import with_older_names
+from fabric_llm.model.saving import with_older_names
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import PREFIX
 from fabric_llm.weights.average import require_same_model

@@ -23,8 +23,9 @@ import train
 from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest
-from fabric_llm.checkpoint import keep, whole, writing
+from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.keep import Kept, prune, sweep, verified
+from fabric_llm.model import saving
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
 from fabric_llm.verify import __main__ as verify
@@ -109,7 +110,7 @@ def test_weights_in_several_files_are_resumed_verified_and_exported(
     toys, runs, tmp_path, monkeypatch, ranks, flags
 ):
     """As those above 5 GB are. The index is a file of the checkpoint like all others."""
-    monkeypatch.setattr(whole.WeightFiles.__init__, "__defaults__", ("20KB",))
+    monkeypatch.setattr(saving.WeightFiles.__init__, "__defaults__", ("20KB",))
     words = [*toy_run(toys, tmp_path, model="llama-tied"), *FLAGS, *flags.split(), *RUN]
     words += ["--micro_batch_size", 4 // ranks]
     train_ranks(ranks, *words, "--max_step", 2)
@@ -217,7 +218,7 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
     runs, toys, tmp_path, monkeypatch
 ):
     events = []
-    start, opened = files.Describing.start, whole.TensorFile.__init__
+    start, opened = files.Describing.start, saving.TensorFile.__init__
 
     def started(self, names):
         names = list(names)
@@ -230,7 +231,7 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
 
     monkeypatch.setattr(writing, "MANY_BYTES", 1)
     monkeypatch.setattr(files.Describing, "start", started)
-    monkeypatch.setattr(whole.TensorFile, "__init__", opening)
+    monkeypatch.setattr(saving.TensorFile, "__init__", opening)
     one_rank(toys, tmp_path, *RUN, "--max_step", 1)
     parts = [name for name in files_of(tmp_path / "run" / "step-00000001") if "/shard-" in name]
     assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts

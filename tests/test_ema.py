@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import export_hf
 from fabric_llm.checkpoint import reading
-from fabric_llm.checkpoint.state_dicts import PREFIX
+from fabric_llm.model.weights import PREFIX
 from fabric_llm.training.adamw import AdamW, checkpoint_bytes
 from fabric_llm.training.ema import Average
 from fabric_llm.verify.__main__ import main as verify

@@ -19,8 +19,9 @@ import export_hf
 import fabric_llm.verify.__main__
 from fabric_llm.base import failpoints, files
 from fabric_llm.base.faults import UNWRITABLE, Fault
-from fabric_llm.checkpoint import keep, reading, whole
+from fabric_llm.checkpoint import keep, trainer_state
 from fabric_llm.checkpoint.keep import checkpoint_at as find
+from fabric_llm.model import saving
 from fabric_llm.model.loading import load_config, open_weights
 from fabric_llm.weights import export as exporting
 from fabric_llm.weights.checks import exported_output
@@ -327,7 +328,7 @@ def test_a_failed_overwrite_leaves_the_former_export(runs, tmp_path, run_export,
     def disk_full(self, name, tensor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole.TensorFile, "write", disk_full)
+    monkeypatch.setattr(saving.TensorFile, "write", disk_full)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
     said = ("No space left", "the weights need", "iB were free")
     assert code == 74 and all(words in error for words in said)
@@ -340,7 +341,7 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
     """Weights and hashes are in order, only what the model said in training isn't what these
     weights say."""
     copy = shutil.copytree(find(runs / run), tmp_path / "copy")
-    probe = reading.read_probe(copy)
+    probe = trainer_state.read_probe(copy)
     probe["logits"] = probe["logits"].flip(0).contiguous()
     save_file(probe, copy / "trainer" / "probe.safetensors")
     document = files.read(copy)
@@ -356,7 +357,7 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
     """By the comparison with the checkpoint; and, where the checkpoint itself has them swapped, by
     the logits."""
     source = find(runs / "full")
-    probe = reading.read_probe(source)
+    probe = trainer_state.read_probe(source)
     trained, weights = weights_in(source), stored(source)
     assert verify(source, trained, probe, "32-true").logits_difference < 1e-5
     firsts = [name for name in weights if "layers.0." in name]

@@ -10,7 +10,7 @@ from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at
-from fabric_llm.checkpoint.reading import read_probe
+from fabric_llm.checkpoint.trainer_state import read_probe
 from fabric_llm.model.float8 import float8_products
 
 pytest.importorskip("torchao")

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at as find
-from fabric_llm.checkpoint.reading import read_probe
-from fabric_llm.checkpoint.state_dicts import PREFIX
+from fabric_llm.checkpoint.trainer_state import read_probe
 from fabric_llm.data.batches import document_ends
 from fabric_llm.model import capabilities, chunked_loss, gate, layers, offload, packed_attention
 from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.weights import PREFIX
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from fabric_llm.checkpoint import keep, whole
+from fabric_llm.model import saving
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
 from fabric_llm.model.tokenizer import load_tokenizer, save_tokenizer
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
@@ -65,7 +66,7 @@ def run(tmp_path_factory):
 def test_the_configuration_that_is_saved_makes_the_same_model(tmp_path, family):
     skeleton = build_skeleton(toy_config(family), torch.float32)
     whole.require_opens(skeleton)
-    whole.write_configuration(tmp_path, skeleton, None)
+    saving.write_configuration(tmp_path, skeleton, None)
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is type(skeleton.config)
     positions = [getattr(one, "rope_parameters", None) for one in (again, skeleton.config)]

@@ -6,7 +6,7 @@ from ranks import toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at as find
-from fabric_llm.checkpoint.reading import read_probe
+from fabric_llm.checkpoint.trainer_state import read_probe
 from fabric_llm.weights.export import export
 
 # mean, as a part of the logits' deviation

@@ -11,8 +11,8 @@ def loaded(argv, world_size):
     pass."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    from fabric_llm.checkpoint.state_dicts import PREFIX
     from fabric_llm.data.batches import Batches
+    from fabric_llm.model.weights import PREFIX
 
     _, plan, model, _ = built(argv)
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.base.faults import Fault
-from fabric_llm.checkpoint import state_dicts, whole
-from fabric_llm.model import gate, loading, reference, weights
+from fabric_llm.checkpoint import state_dicts
+from fabric_llm.model import gate, loading, reference, saving, weights
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
 from fabric_llm.model.tensor_files import Tensors
@@ -122,7 +122,7 @@ def test_whole_weights_are_the_files_of_save_pretrained(tmp_path, family):
         ours, theirs = tmp_path / f"ours-{number}", tmp_path / f"theirs-{number}"
         ours.mkdir()
         skeleton.save_pretrained(theirs, state_dict=dict(state), max_shard_size=largest)
-        files = whole.WeightFiles(ours, skeleton, largest)
+        files = saving.WeightFiles(ours, skeleton, largest)
         complete = [file for one in tensors.values() for file in files.write(one)]
         assert sorted(complete) == sorted(path.name for path in ours.glob("*.safetensors"))
         assert_equal(tensors_of(ours), tensors_of(theirs))
@@ -141,7 +141,7 @@ def test_a_file_is_byte_for_byte_that_of_safetensors(tmp_path):
     tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3, dtype=torch.bfloat16)}
     tensors["c"] = torch.tensor(2)
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    file = whole.TensorFile(tmp_path / "ours", tensors, {"format": "pt"})
+    file = saving.TensorFile(tmp_path / "ours", tensors, {"format": "pt"})
     assert [file.write(name, tensors[name]) for name in ("c", "a", "b")] == [False, False, True]
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 

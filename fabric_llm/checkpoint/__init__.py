@@ -7,8 +7,8 @@ state_dicts  tensors of a wrapped model and its optimizer, by the names that tra
 writing      `begin`, `write`, `commit`: the three acts of a save; `Background` for the second in a
              thread
 apart        `find`, `send`, `receive`: ranks of machines that don't see rank 0's disk
-whole        `Pieces`, `WeightFiles`: whole weights for files that `from_pretrained` opens, unit by
-             unit
-reading      `load_optimizer`, `read_probe`: what the files hold beside the
-             weights, on any number of ranks
+whole        `Pieces`: whole weights for files that `from_pretrained` opens, unit by unit
+trainer_state
+             `optimizer_state`, `read_probe`: what the files hold beside the weights
+reading      `load_optimizer`: the optimizer's state, on any number of ranks
 """

@@ -1,5 +1,4 @@
-"""Read a checkpoint that keep.py has verified: optimizer state, moving average and probe.
-model/loading.py opens its weights."""
+"""Give an optimizer the state that a checkpoint holds. model/loading.py opens its weights."""
 
 import math
 from collections.abc import Callable, Collection
@@ -7,22 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import damaged, read_progress
-from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, class_of, optimizer_held
+from fabric_llm.checkpoint.state_dicts import class_of, optimizer_held
+from fabric_llm.checkpoint.trainer_state import EMA, optimizer_state
 from fabric_llm.model.sharded import local_part, shard_group, shards
-from fabric_llm.model.tensor_files import Tensors, readable
-
-# A model is spoilt if its loss is above so many times that of a uniform guess. One that learns is
-# below once that loss.
-SPOILT = 3
+from fabric_llm.model.tensor_files import Tensors
+from fabric_llm.model.weights import PREFIX
 
 
 def load_optimizer(
@@ -106,50 +101,6 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
         optimizer.state[shard.parameter][item] = begun
 
 
-def optimizer_state(path: Path) -> Tensors:
-    """What a checkpoint holds of its optimizer: `state.causal_lm.NAME.exp_avg` and the like."""
-    return Tensors((path / "trainer" / "optimizer").glob("*.safetensors"))
-
-
 def parameter_of(key: str) -> str:
     """The Hugging Face name in a key of the optimizer's state: `state.causal_lm.NAME.exp_avg`."""
     return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
-
-
-def is_spoilt(path: Path) -> bool:
-    """Whether the model of a checkpoint predicts its probe far worse than a guess, or tells no
-    token from another.
-
-    It does after steps that were much too large: the norms of its layers overflow, to NaN or to
-    zero as the processor rounds.
-    """
-    probe = read_probe(path)
-    tokens, positions = probe["input_ids"][0], probe["positions"]
-    # What comes after the last token isn't known.
-    known = positions + 1 < len(tokens)
-    if not known.any():
-        return False
-    logits = probe["logits"][known]
-    if (logits == logits[:, :1]).all():
-        return True
-    loss = F.cross_entropy(logits, tokens[positions[known] + 1])
-    return not loss <= SPOILT * math.log(logits.shape[1])  # NaN as well
-
-
-def read_probe(path: Path) -> dict[str, Tensor]:
-    """The recorded probe of a checkpoint, see `record_probe`. Raises Fault (66) where it isn't
-    one."""
-    file = path / "trainer" / "probe.safetensors"
-    with readable(repr(str(file))):
-        probe = load_file(file)
-        (_, context), (count, vocabulary) = probe["input_ids"].shape, probe["logits"].shape
-        # Hashes don't tell who made the file, so the numbers that index tensors are checked.
-        for key, shape, limit in (
-            ("input_ids", (1, context), vocabulary),
-            ("positions", (count,), context),
-        ):
-            values = probe[key]
-            of_kind = tuple(values.shape) == shape and values.dtype == torch.int64
-            if not of_kind or not 0 <= values.min() <= values.max() < limit:
-                raise ValueError(f"{key} isn't int64 {list(shape)} of 0 to {limit - 1}")
-    return probe

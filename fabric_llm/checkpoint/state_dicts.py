@@ -19,8 +19,6 @@ from fabric_llm.model.sharded import (
 )
 from fabric_llm.model.weights import PREFIX, saved
 
-EMA = "ema"  # the state of a parameter that is its moving average
-
 
 class Held(NamedTuple):
     """What this rank holds of a tensor."""

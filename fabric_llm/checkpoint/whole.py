@@ -1,36 +1,22 @@
 """Whole weights for a checkpoint of state_dict_type full: they come to rank 0 one unit at a time,
-and are written as they come.
+and model/saving.py writes them as they come."""
 
-The files are those of `save_pretrained`, which would take all weights at once, and safetensors two
-copies of each file.
-"""
-
-import json
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base.faults import one_line
-from fabric_llm.base.files import OF_WEIGHTS, WEIGHT_INDEX
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.state_dicts import saved_shapes
-from fabric_llm.model import loading, positions, sharded
+from fabric_llm.model import loading, saving, sharded
 from fabric_llm.model.sharded import original_name
-from fabric_llm.model.tensor_files import TensorFile
-from fabric_llm.model.tokenizer import save_tokenizer
 from fabric_llm.model.weights import PREFIX, saved, units
-
-# Of one file. Larger models are split into several, with an index.
-LARGEST_FILE = "5GB"
 
 
 class Piece(NamedTuple):
@@ -100,50 +86,11 @@ class Pieces:
         return weight if is_first else None
 
 
-def in_files(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of whole units by the names, and in the layout, that files have."""
-    # transformers may rename or fuse what it reads from files. This undoes it.
-    ignored = skeleton._keys_to_ignore_on_save or ()
-    kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
-    return revert_weight_conversion(skeleton, kept)
-
-
-def layout_of_files(skeleton: PreTrainedModel) -> dict[str, Tensor]:
-    """Name in the files -> a tensor without memory, of all weights of a model on the meta device,
-    each tied one once."""
-    # The parts of a fused tensor are views of it here, and each would count as large as the whole.
-    return {
-        name: torch.empty_like(tensor)
-        for name, tensor in in_files(skeleton, saved(skeleton)).items()
-    }
-
-
-def write_configuration(folder: Path, skeleton: PreTrainedModel, tokenizer: Optional[Any]) -> None:
-    """Write what stands beside the weights: the configuration, and how to generate and to tokenize
-    where that is known."""
-    _write_config(folder, skeleton)
-    if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
-        generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
-
-
-def _write_config(folder: Path, skeleton: PreTrainedModel) -> None:
-    config = deepcopy(skeleton.config)
-    # `save_pretrained` of a model sets these two. That of a configuration doesn't.
-    config.dtype = str(skeleton.dtype).removeprefix("torch.")
-    config.architectures = [type(skeleton).__name__]
-    config.save_pretrained(folder)
-    # Programs that know the older names alone would otherwise compute other positions.
-    document = positions.with_older_names(config, json.loads((folder / "config.json").read_bytes()))
-    (folder / "config.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
-
-
 def require_opens(skeleton: PreTrainedModel) -> None:
     """Raises ValueError unless the configuration that would be saved makes this model again."""
     problem = None
     with TemporaryDirectory() as folder:
-        _write_config(Path(folder), skeleton)
+        saving.write_config(Path(folder), skeleton)
         # Open it as a resumed run or an export would.
         try:
             again = loading.build_skeleton(loading.load_config(folder), skeleton.dtype)
@@ -158,45 +105,3 @@ def require_opens(skeleton: PreTrainedModel) -> None:
             f"of the configuration that is saved with it ({skeleton.config.model_type!r}), "
             f"AutoModelForCausalLM {problem}. Take a model of text alone."
         )
-
-
-class WeightFiles:
-    """The files of whole weights in a folder, as `save_pretrained` makes them."""
-
-    def __init__(
-        self, folder: Path, skeleton: PreTrainedModel, largest: str = LARGEST_FILE
-    ) -> None:
-        """skeleton: the model on the meta device. One that weights were read into would keep the
-        names of their files.
-
-        largest: such as "5GB", of a file that holds more than one tensor.
-        """
-        # Shapes alone decide which file has which weight, so weights can come in any order.
-        layout = layout_of_files(skeleton)
-        pattern = "model{suffix}.safetensors"
-        split = split_torch_state_dict_into_shards(
-            layout, filename_pattern=pattern, max_shard_size=largest
-        )
-        self.skeleton, self.file_of = skeleton, split.tensor_to_filename
-        self.files = {}
-        for file, names in split.filename_to_tensors.items():
-            of_file = {name: layout[name] for name in names}
-            self.files[file] = TensorFile(folder / file, of_file, OF_WEIGHTS)
-        self.index: list[str] = []  # the names of files that no weights are written to
-        # With several files, from_pretrained looks up in the index which one holds a tensor.
-        if split.is_sharded:
-            self.index.append(WEIGHT_INDEX)
-            index = {"metadata": {"total_parameters": skeleton.num_parameters(), **split.metadata}}
-            index["weight_map"] = split.tensor_to_filename
-            content = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (folder / WEIGHT_INDEX).write_text(content)
-
-    def write(self, weights: dict[str, Tensor]) -> list[str]:
-        """Write the weights of a unit. Returns the names of files that are complete now."""
-        complete = []
-        # A unit's weights may end up in several files, and a file may hold those of several units.
-        for name, tensor in in_files(self.skeleton, weights).items():
-            file = self.file_of[name]
-            if self.files[file].write(name, tensor):
-                complete.append(file)
-        return complete

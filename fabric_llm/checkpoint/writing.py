@@ -65,6 +65,7 @@ from fabric_llm.checkpoint.state_dicts import (
     own_parts,
     weights_held,
 )
+from fabric_llm.model import saving
 from fabric_llm.model.sharded import reshard, shard_ranks
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.weights import is_finite
@@ -273,7 +274,7 @@ def _write_rest(pending: Pending, describing: files.Describing) -> None:
     if pending.rank == 0:
         trainer = pending.temporary / "trainer"
         # These files would be the same on all ranks, so rank 0 alone writes them.
-        whole.write_configuration(pending.temporary, pending.skeleton, pending.tokenizer)
+        saving.write_configuration(pending.temporary, pending.skeleton, pending.tokenizer)
         of_probe = TensorFile(trainer / "probe.safetensors", pending.probe, {"format": "pt"})
         for name, tensor in pending.probe.items():
             of_probe.write(name, tensor)
@@ -383,10 +384,10 @@ def _write_whole(
     """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to
     receive, so that none waits."""
     # A list, which the lambda below can fill.
-    opened: list[whole.WeightFiles] = []  # on rank 0
+    opened: list[saving.WeightFiles] = []  # on rank 0
 
     def begin_files() -> None:
-        opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton))
+        opened.append(saving.WeightFiles(pending.temporary, pieces.skeleton))
         describing.start(opened[0].index)
 
     problem = None

@@ -10,6 +10,8 @@ tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, r
                 tensor at a time
 weights         `Stored`, `Drawn`, `repeated_layers`: weights from files or random numbers, unit by
                 unit
+saving          `write_configuration`, `WeightFiles`: a model's folder, as old and new transformers
+                read it
 reference       `load_reference`: the model as transformers has it, on one CPU, in the memory that
                 there is
 language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary
@@ -24,8 +26,7 @@ layers          `checkpoint_activations`, `compile_layers`: what is done to each
 float8          `float8_products`: products of layers in 8 bits
 offload         `offloading`: the inputs of recomputed layers, in the memory of the host
 tiles           `found_in`, `tile`: MLPs and norms that take a row's tokens a part at a time
-positions       `scaled`: a configuration with the rotary positions of --rope; `with_older_names`:
-                as transformers 4 reads them
+positions       `scaled`: a configuration with the rotary positions of --rope
 freezing        `frozen_names`, `freeze`: which parameters --freeze and --train_only mean
 strategy_rules  `Placement`, `strategy`: the devices of a run, and which strategies go with which
                 flags, without torch

@@ -4,15 +4,12 @@ was trained on.
 Nothing here imports torch before a model is built.
 """
 
-import warnings
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any, Optional
 
 THETA = "theta"
 # Name of a scaling in transformers -> the parameters that it needs besides, as Llama 3.1 has them.
 SCALED = {"yarn": {}, "linear": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
-WHOLE_ROWS = "full_attention"  # of families whose layers differ: those that see whole rows
 LARGEST = 1e12  # of the numbers of --rope: larger ones are typing errors
 BY_LONGEST = {"dynamic", "longrope"}  # kinds that depend on the longest row that a rank sees
 
@@ -79,9 +76,9 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
             f"--rope {given}: a model of {name} has no rotary positions that its configuration "
             "sets."
         )
-    # Setting values in `own` changes `changed`. Layers with a window keep their positions, since a
-    # window doesn't grow with the row.
-    own = rope.get(WHOLE_ROWS, rope)
+    # Setting values in `own` changes `changed`. Where layers differ, those with a window keep their
+    # positions, since a window doesn't grow with the row.
+    own = rope.get("full_attention", rope)
     before = _in_words(own)
     if kind == THETA:
         own["rope_theta"], made_for = value, max(trained, context_length)
@@ -130,45 +127,3 @@ def _frequencies(config: Any) -> list[list[float]]:
     return [
         buffer.flatten().tolist() for name, buffer in skeleton.named_buffers() if "inv_freq" in name
     ]
-
-
-def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
-    """`document`, config.json of `config`, with rotary positions also by the names that
-    transformers 4 and other programs read, and the number of experts.
-
-    Without these names, such programs silently compute with a base of 10000 and no scaling. The
-    names are added only where transformers 5 reads the same positions with them.
-    """
-    document = dict(document)
-    # A model of text and images has a configuration for each, with its own positions.
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(document.get(name), dict) and hasattr(part, "sub_configs"):
-            document[name] = with_older_names(part, document[name])
-    # Where the class stores it under another name, programs that know num_experts find none.
-    if (experts := config.attribute_map.get("num_experts")) in document:
-        document["num_experts"] = document[experts]
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Each kind of layer may have positions of its own. The older names are those of whole rows.
-    full = rope.get(WHOLE_ROWS, rope)
-    if "rope_theta" not in full:
-        return document
-    base, part = "rope_theta", "partial_rotary_factor"
-    if config.model_type.startswith("gpt_neox"):
-        base, part = "rotary_emb_base", "rotary_pct"
-    older: dict[str, Any] = {"rope_parameters": rope, base: full["rope_theta"]}
-    # Only positions that are scaled have rope_scaling. Base and rotary fraction are apart from it.
-    names = full.keys() - {"rope_theta", "partial_rotary_factor"}
-    if names != {"rope_type"} or full["rope_type"] != "default":
-        older["rope_scaling"] = {name: full[name] for name in sorted(names)}
-    if "partial_rotary_factor" in full:
-        older[part] = full["partial_rotary_factor"]
-    # Gemma 3 calls the base of its layers with a window so.
-    if "sliding_attention" in rope:
-        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    read = None
-    # A family that no older version has may warn of these names, or raise whatever its class does.
-    with suppress(Exception), warnings.catch_warnings(category=FutureWarning, action="ignore"):
-        read = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters
-    # Otherwise the older names would change what transformers 5 reads.
-    return {**document, **older} if read == rope else document

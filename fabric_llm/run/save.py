@@ -15,7 +15,7 @@ from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.ranks import from_rank_zero, gather
-from fabric_llm.checkpoint import keep, state_dicts, writing
+from fabric_llm.checkpoint import keep, state_dicts, trainer_state, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.batches import MicroBatch
 from fabric_llm.data.columns import StreamEnd, is_stream
@@ -303,9 +303,9 @@ def require_saveable(run: Run) -> None:
         return
     adamw.require_tensors(run.optimizer)
     states = getattr(run.optimizer, "optimizer", run.optimizer).state.values()
-    if any(state_dicts.EMA in state for state in states):
+    if any(trainer_state.EMA in state for state in states):
         raise Fault(
-            f"the optimizer calls its state {state_dicts.EMA!r}, which is the average of "
+            f"the optimizer calls its state {trainer_state.EMA!r}, which is the average of "
             "--ema_decay in checkpoints: take another name."
         )
     try:

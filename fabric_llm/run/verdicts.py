@@ -11,7 +11,7 @@ from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress, step_directory
-from fabric_llm.checkpoint.reading import is_spoilt
+from fabric_llm.checkpoint.trainer_state import is_spoilt
 from fabric_llm.model import loading, sharded
 from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.plan.schedule import FINEST

@@ -24,8 +24,8 @@ from fabric_llm.base import files, register
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault, one_line
 from fabric_llm.base.names import listed
 from fabric_llm.checkpoint import keep
-from fabric_llm.checkpoint.reading import optimizer_state
-from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, saved_shapes
+from fabric_llm.checkpoint.state_dicts import saved_shapes
+from fabric_llm.checkpoint.trainer_state import EMA, optimizer_state
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER, RowsRead, claimed_by
 from fabric_llm.model import freezing
@@ -36,6 +36,7 @@ from fabric_llm.model.loading import (
     load_config,
     open_weights,
 )
+from fabric_llm.model.weights import PREFIX
 from fabric_llm.plan import run_directory
 from fabric_llm.weights.export import VerificationError, export, read_proof
 

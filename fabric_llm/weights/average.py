@@ -21,13 +21,12 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.base.names import listed
 from fabric_llm.checkpoint import keep
-from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.model import capabilities, loading, packed_attention
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.positions import with_older_names
 from fabric_llm.model.reference import load_reference
+from fabric_llm.model.saving import layout_of_files, with_older_names
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source, is_finite

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fabric_llm.base import files, work_folder
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
-from fabric_llm.checkpoint import keep, reading, whole
-from fabric_llm.checkpoint.state_dicts import EMA, PREFIX
-from fabric_llm.model import loading
+from fabric_llm.checkpoint import keep, trainer_state
+from fabric_llm.checkpoint.trainer_state import EMA
+from fabric_llm.model import loading, saving
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.tensor_files import Tensors
-from fabric_llm.model.weights import Source, first_names, units
+from fabric_llm.model.weights import PREFIX, Source, first_names, units
 from fabric_llm.weights.checks import exported_output
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard
@@ -85,7 +85,7 @@ def export(
     # Nothing is read yet, and reading fills a skeleton of its own.
     weights = loading.open_weights(str(source), config, wanted)
     # Tokens, and the logits that the run itself computed for them when it saved.
-    probe = reading.read_probe(source)
+    probe = trainer_state.read_probe(source)
     if ema:
         weights = MovingAverage(source, weights)
         model = load_reference(loading.build_skeleton(config, wanted), weights)
@@ -204,7 +204,7 @@ def write_model(
     source: Path | str,
     skeleton: PreTrainedModel,
     weights: Source,
-    max_shard_size: str = whole.LARGEST_FILE,
+    max_shard_size: str = saving.LARGEST_FILE,
 ) -> None:
     """Write a Hugging Face directory unit by unit, with the generation config and the tokenizer of
     `source`.
@@ -213,9 +213,9 @@ def write_model(
     """
     folder.mkdir()
     loading.set_generation_config(skeleton, str(source))
-    whole.write_configuration(folder, skeleton, loading.tokenizer_beside(str(source)))
+    saving.write_configuration(folder, skeleton, loading.tokenizer_beside(str(source)))
     # The memory holds one unit, however large the files are.
-    files_of_weights = whole.WeightFiles(folder, skeleton, max_shard_size)
+    files_of_weights = saving.WeightFiles(folder, skeleton, max_shard_size)
     for unit in units(skeleton):
         files_of_weights.write(weights.read(unit))
 
@@ -293,7 +293,7 @@ class MovingAverage:
 
     def __init__(self, path: Path, source: Source) -> None:
         """source: the weights. Raises ValueError where the checkpoint holds no average."""
-        self.source, self.stored = source, reading.optimizer_state(path)
+        self.source, self.stored = source, trainer_state.optimizer_state(path)
         # One is enough: every trained parameter has an average, or none.
         if not any(key.endswith(f".{EMA}") for key in self.stored):
             raise ValueError(
