@@ -23,8 +23,9 @@ import train
 from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest
-from fabric_llm.checkpoint import keep, writing
-from fabric_llm.checkpoint.keep import Kept, prune, sweep, verified
+from fabric_llm.checkpoint import keep, retention, writing
+from fabric_llm.checkpoint.keep import verified
+from fabric_llm.checkpoint.retention import Kept, prune, sweep
 from fabric_llm.model import saving
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
@@ -409,7 +410,7 @@ def test_prune_counts_what_was_due_and_the_newest_stays(tmp_path):
 def test_prune_counts_what_was_moved_aside_and_takes_it_first(tmp_path):
     for step in (2, 4, 6, 8):
         found_checkpoint(tmp_path, step)
-    pinned, other = sorted(keep.move_aside(tmp_path, 4))
+    pinned, other = sorted(retention.move_aside(tmp_path, 4))
     (tmp_path / f"{pinned}.pinned").touch()
     aside = [pinned, f"{pinned}.pinned", other]
     prune(tmp_path, Kept(3, interval=2))

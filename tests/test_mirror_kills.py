@@ -22,7 +22,7 @@ from servers import (
 from uploads import RESTORE, ROOT, RUN, Mirror, mirrored, read, save
 
 from fabric_llm.base import failpoints, files
-from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint import retention
 from fabric_llm.mirror import fetch
 from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.fetch import checkpoints, restore
@@ -120,7 +120,7 @@ def test_killed_while_it_fetches(place, run, tmp_path, point):
         else:
             assert done.returncode == -9 and files.checkpoints(new) == []
     assert read(restore(Store(place), RUN, new)) == content
-    keep.sweep(new)
+    retention.sweep(new)
     assert not list(new.glob(".*"))
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: take the tensors, write them, publish the folder, load it again, and decide which
 ones stay.
 
-keep         `Progress`, `verified`, `newest_valid`, `Kept`, `prune`, `sweep`: what a checkpoint
-             says, and the checkpoints of a run
+keep         `Progress`, `verified`, `newest_valid`: what a checkpoint says, and whether it is whole
+retention    `Kept`, `prune`, `move_aside`, `sweep`: which checkpoints of a run stay
 state_dicts  tensors of a wrapped model and its optimizer, by the names that transformers knows
 writing      `begin`, `write`, `commit`: the three acts of a save; `Background` for the second in a
              thread

@@ -1,4 +1,4 @@
-"""Write a checkpoint. reading.py reads it again, and keep.py has the checkpoints of a run.
+"""Write a checkpoint. reading.py reads it again, and retention.py removes it.
 
     checkpoints/RUN/step-00000100/
         MANIFEST.json            bytes and sha256 of every other file, written last

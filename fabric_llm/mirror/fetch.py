@@ -62,7 +62,7 @@ def checkpoints(store: Store, run: str) -> list[str]:
 
 
 def pins(store: Store, run: str) -> set[str]:
-    """Names of the files that pin checkpoints, see `keep.is_pinned`. Raises what the store does."""
+    """Names of files that pin checkpoints (retention.is_pinned). Raises what the store does."""
     return {name for name in store.files(run) if re.fullmatch(rf"{STEP_NAME}\.pinned", name)}
 
 

@@ -8,7 +8,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint import retention
 from fabric_llm.plan import run_directory
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _put_aside_what_was_left(store: "Store", mirror: "Mirror", here: Sequence[Pa
         return False
     left = [path for path in here if path.name not in same]
     left = [path for path in left if path.name > last or path.name in mirror.names]
-    for name in keep.put_aside(left):
+    for name in retention.put_aside(left):
         say(f"Kept as {name}: the run went on without it on another machine.")
     return True
 

@@ -28,7 +28,7 @@ from fabric_llm.base.faults import (
 from fabric_llm.base.files import MANIFEST, no_link, write_atomically
 from fabric_llm.base.names import command, listed
 from fabric_llm.base.program import wait_until
-from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
 
@@ -305,7 +305,7 @@ def record_fault(folder: Path, fault: Fault) -> None:
 def sweep(folder: Path) -> None:
     """Remove what a killed save or prune has left in `folder`, which this process has locked, and
     print what was removed."""
-    for name in keep.sweep(folder):
+    for name in retention.sweep(folder):
         print(f"Removed {name}, left by a save that was cut off.", flush=True)
 
 

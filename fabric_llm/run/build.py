@@ -16,7 +16,7 @@ from fabric_llm.base import ranks, register
 from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
-from fabric_llm.checkpoint import keep, reading, writing
+from fabric_llm.checkpoint import keep, reading, retention, writing
 from fabric_llm.checkpoint.keep import METRICS, SAMPLES
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.columns import is_stream
@@ -374,7 +374,7 @@ def open_log(run: Run) -> Log:
     for line in plan.changes:
         print(line)
     # Otherwise a later resume would take a checkpoint of the steps that are made again.
-    for name in keep.move_aside(folder, plan.start.step):
+    for name in retention.move_aside(folder, plan.start.step):
         print(f"Kept as {name}: this run writes that step anew.")
     if run.mirror is not None:
         run.mirror.go_back(plan.start.step)

@@ -15,7 +15,7 @@ from fabric_llm.base import files, register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.ranks import from_rank_zero, gather
-from fabric_llm.checkpoint import keep, state_dicts, trainer_state, writing
+from fabric_llm.checkpoint import keep, retention, state_dicts, trainer_state, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.batches import MicroBatch
 from fabric_llm.data.columns import StreamEnd, is_stream
@@ -245,11 +245,11 @@ def prune(run: Run) -> None:
     """
     folder, mirror = run.plan.run_directory, run.mirror
     if mirror is None:
-        keep.prune(folder, kept(run))
+        retention.prune(folder, kept(run))
         return
     # Counted together with those that are at the mirror alone, so that both places keep the
     # same ones.
-    leaving = keep.not_kept(folder, kept(run), mirror.documents)
+    leaving = retention.not_kept(folder, kept(run), mirror.documents)
     mirror.remove(path.name for path in leaving)
     newest = files.latest(folder)
     needed = sum(entry["bytes"] for entry in files.read(newest)["files"].values())
@@ -262,7 +262,7 @@ def prune(run: Run) -> None:
             # The mirror keeps its newest one for now, so it is asked again.
             if path.name in mirror.names:
                 mirror.documents[path.name] = keep.progress_or_nothing(path)
-            keep.discard([path])
+            retention.discard([path])
 
 
 def hear_mirror(run: Run) -> None:
@@ -327,7 +327,7 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
         _publish(run, pending)
 
 
-def kept(run: Run) -> keep.Kept:
+def kept(run: Run) -> retention.Kept:
     """The checkpoints that --keep_last leaves."""
     flags, to_go_back_to = run.flags.save, None
 
@@ -337,7 +337,7 @@ def kept(run: Run) -> keep.Kept:
     # Otherwise no rewind depends on losses.
     if goes_back_by_losses(run.flags):
         to_go_back_to = has_room
-    return keep.Kept(
+    return retention.Kept(
         last=flags.keep_last,
         every=flags.keep_every,
         best=flags.keep_best,

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from fabric_llm.base import files, ranks
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.names import command
-from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.trainer_state import is_spoilt
 from fabric_llm.model import loading, sharded
@@ -175,7 +175,7 @@ def _rewind(run: Run) -> None:
         run.log.rewound(there, run.schedule, words, record)
         save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
-        keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
+        retention.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
         if run.mirror is not None:
             run.mirror.go_back(there.step)
         run_directory.write_status(folder, None, "running", there.step, True)
@@ -217,7 +217,7 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     hashes = run.flags.checkpoint.verify_checkpoints == "full"
 
     def was_due(document: dict[str, Any]) -> bool:
-        return is_one(document) and keep.is_due(document["progress"]["step"], interval)
+        return is_one(document) and retention.is_due(document["progress"]["step"], interval)
 
     # A checkpoint that was due is there in every process that comes here, stopped before or not.
     last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)

@@ -110,7 +110,7 @@ def verify_run(run: Path, exports: bool) -> Report:
             report.note(f"{path.name} was pruned meanwhile.")
         elif document is not None:
             documents[files.step_of(path)] = document
-    # What a killed save or a rewind has left, see checkpoint/keep.py.
+    # What a killed save or a rewind has left, see checkpoint/retention.py.
     for left in sorted(path.name for path in run.iterdir()):
         if left.startswith((".tmp-step-", ".trash-step-", "aside-")):
             report.note(f"{left} isn't a checkpoint of the run and wasn't verified.")
