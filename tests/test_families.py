@@ -13,8 +13,9 @@ from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_llm.model.attention import resolve_attention
 from fabric_llm.model.capabilities import find_leak
-from fabric_llm.model.loading import build_skeleton, open_weights, resolve_attention
+from fabric_llm.model.loading import build_skeleton, open_weights
 from fabric_llm.model.reference import load_reference
 
 QUICK = ("gemma2", "gpt_oss", "mamba", "deepseek_v3")  # in each run of the tests

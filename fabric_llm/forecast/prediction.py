@@ -34,6 +34,7 @@ from fabric_llm.model import (
     weights,
 )
 from fabric_llm.model import strategy as strategies
+from fabric_llm.model.attention import resolve_attention
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks, fetched
 from fabric_llm.plan.make_plan import require_data
@@ -484,7 +485,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     # Some classes take only an attention of their own, so a name that is refused isn't the end.
     for name in names:
         try:
-            config._attn_implementation = loading.resolve_attention(config, name, kind)
+            config._attn_implementation = resolve_attention(config, name, kind)
             skeleton = loading.checked_skeleton(asked.model_name, config, dtype)
             break
         except ValueError:
@@ -544,7 +545,7 @@ def _host(flags: Flags, work: Work, skeleton: Any, memory: Memory) -> dict[str, 
         element_bytes = 4 if model.precision == "32-true" else 2
         width = model.config.get_text_config().hidden_size
         tokens = ranks * work.micro_batch_size * work.context_length // placement.context_parallel
-        layers = len(sharded.repeated_layers(skeleton))
+        layers = len(weights.repeated_layers(skeleton))
         host["inputs of layers"] = tokens * width * element_bytes * layers
     return host
 

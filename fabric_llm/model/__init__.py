@@ -17,6 +17,7 @@ reference       `load_reference`: the model as transformers has it, on one CPU, 
 language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary
                 loss of its routers
 chunked_loss    `Head`, `chunked_loss`: the loss without the logits of the whole batch
+attention       `resolve_attention`: what --attention means for a model, on a device
 packed_attention
                 `packed_attention`: attention of packed documents, without a mask
 context_parallel

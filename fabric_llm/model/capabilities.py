@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from fabric_llm.model import chunked_loss, loading, packed_attention, positions
+from fabric_llm.model import chunked_loss, packed_attention, positions
+from fabric_llm.model.attention import takes_documents, takes_positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.gate import LIMITS, Inputs
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.loading import takes_positions
 
 # The mean difference of logits that rounding explains on one device, as a fraction of their
 # standard deviation. It is 25 to 1000 times what was seen over 70 families
@@ -90,7 +90,7 @@ def plain_attention(reference: PreTrainedModel) -> str:
 def takes_packed_attention(reference: PreTrainedModel) -> bool:
     """Whether the model's layers make the same of packed documents with packed attention as with
     SDPA's mask."""
-    if not (loading.takes_documents(type(reference)) and takes_positions(type(reference))):
+    if not (takes_documents(type(reference)) and takes_positions(type(reference))):
         return False
     seen = set()
 

@@ -19,6 +19,7 @@ from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
+from fabric_llm.model.attention import resolve_attention, takes_documents, takes_positions
 from fabric_llm.plan import checks
 from fabric_llm.plan.data_plan import differing_tokens
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
@@ -35,7 +36,7 @@ def plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[Mo
         config, rope = positions.scaled(
             config, asked.rope, max(dataset.context_length for dataset in datasets)
         )
-    config._attn_implementation = loading.resolve_attention(config, asked.attention, kind)
+    config._attn_implementation = resolve_attention(config, asked.attention, kind)
     if is_rank_zero():
         require_rows_for(config.get_text_config(), datasets, source)
     skeleton = loading.checked_skeleton(source, config, loading.DTYPES[asked.precision])
@@ -197,7 +198,7 @@ def require_model_can(plan: Plan, skeleton: Any) -> None:
         float8.float8_products(skeleton, plan.model.float8, is_emulated=True)
     masks = plan.data.document_end is not None and plan.data.document_masking is True
     # Positions that begin anew tell the model where a document begins.
-    if masks and not loading.takes_positions(type(skeleton)):
+    if masks and not takes_positions(type(skeleton)):
         raise ValueError(
             f"{name} takes no positions, so packed documents can't be kept apart: take "
             "--document_masking auto or false."
@@ -240,7 +241,7 @@ def require_shares(
             f"{attention}."
         )
     model_class = loading.causal_lm_class(model.config)
-    if not loading.takes_documents(model_class):
+    if not takes_documents(model_class):
         raise ValueError(
             f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention."
         )

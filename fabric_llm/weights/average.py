@@ -24,6 +24,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.model import capabilities, loading, packed_attention
+from fabric_llm.model.attention import resolve_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.saving import layout_of_files, with_older_names
@@ -366,7 +367,7 @@ def losses_of(
     free again afterwards."""
     fabric, precision = computing
     # As train.py chooses it on this device.
-    config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
+    config._attn_implementation = resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
     # float32 holds float16 exactly, and isn't too narrow for what is computed.
     if dtype == torch.float16:
