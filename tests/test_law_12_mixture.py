@@ -24,6 +24,7 @@ from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
+from fabric_llm.data.mixed_rows import mixed_rows_at, places_at
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse
 from fabric_llm.data.order import RowsRead, claimed_by, rows_at
@@ -75,7 +76,7 @@ def test_after_any_prefix_with_ten_thousand_slots():
 @same
 @given(mixtures())
 def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
-    sources, numbers = mixture.places_at(np.arange(300))
+    sources, numbers = places_at(mixture, np.arange(300))
     counts, index = [0] * len(mixture.names), 0
     for position in range(300):
         assert read_before(mixture.stages, position) == tuple(counts)
@@ -91,10 +92,10 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
 @settings(same, max_examples=25)
 @given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
-    rows = mixture.rows_at(np.arange(end))
-    backwards = mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0]
+    rows = mixed_rows_at(mixture, np.arange(end))
+    backwards = mixed_rows_at(mixture, np.arange(end).reshape(1, -1)[:, ::-1])[0]
     assert (backwards == rows[::-1]).all(), "whatever else is asked for"
-    for base, count in zip(mixture.bases, mixture.rows):
+    for base, count in zip(np.cumsum([0, *mixture.rows]), mixture.rows):
         mine = rows[(base <= rows) & (rows < base + count)] - base
         for epoch in range(0, len(mine), count):
             part = mine[epoch : epoch + count]
@@ -117,7 +118,7 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
         mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, laid_out, 1)
         if before is not None:
             behind = np.arange(here.position)
-            assert (mixture.rows_at(behind) == before.rows_at(behind)).all()
+            assert (mixed_rows_at(mixture, behind) == mixed_rows_at(before, behind)).all()
         taken = data.draw(st.integers(1, 9))
         step, before = step + taken, mixture
         here = Cursor(step, here.position + taken * batch, laid_out)
@@ -238,7 +239,7 @@ ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
 def test_the_order_is_fixed_for_ever():
     """No release of any library may change the data of a run that is under way."""
     assert [period_of(w) for w in ((3, 1), (15, 4, 1))] == PATTERNS
-    assert MIXTURE.rows_at(np.arange(16)).tolist() == ROWS_OF_MIXTURE
+    assert mixed_rows_at(MIXTURE, np.arange(16)).tolist() == ROWS_OF_MIXTURE
 
 
 def test_what_progress_json_holds_is_the_mixture():
@@ -257,7 +258,7 @@ def test_one_dataset_is_a_mixture_that_reads_it_in_the_order_of_its_seed():
     """Also of checkpoints that name no mixture. Logs name no source then."""
     mixture = mixture_of({"fixed": {"train_rows": 44, "context_length": 8, "seed": 1234}})
     positions = np.arange(150).reshape(3, 50)
-    assert (mixture.rows_at(positions) == rows_at(positions, 44, 1234)).all()
+    assert (mixed_rows_at(mixture, positions) == rows_at(positions, 44, 1234)).all()
     assert mixture.read_before(150) == {} and mixture.shares_at(149) == {"validation": 1.0}
     assert mixture.context_at(149) == 8
 
@@ -363,11 +364,11 @@ def test_any_ranks_and_workers_read_the_same_rows(ranks, micro_batch_size, worke
             for batch in reader.at(position)
             for row in batch["input_ids"]
         ]
-        assert sorted(seen) == sorted(mixture.rows_at(np.arange(position, position + 8)))
+        assert sorted(seen) == sorted(mixed_rows_at(mixture, np.arange(position, position + 8)))
     for reader in readers:
         reader.close()
     read = sum((reader.rows_read for reader in readers), RowsRead())
-    assert read == claimed_by(mixture.rows_at, 0, 96)
+    assert read == claimed_by(lambda positions: mixed_rows_at(mixture, positions), 0, 96)
 
 
 # ------------------------------------------------------------------------------- runs
@@ -552,8 +553,8 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     assert after["mixture"]["segments"][1]["weights"] == {"new": 2, "old": 1, "more": 0}
     ours, theirs = mixture_of(after), mixture_of(before)
     behind, rest = np.arange(4 * BATCH), np.arange(STEPS * BATCH)
-    assert (ours.rows_at(behind) == theirs.rows_at(behind)).all()
-    counts = np.bincount(ours.rows_at(rest), minlength=101)
+    assert (mixed_rows_at(ours, behind) == mixed_rows_at(theirs, behind)).all()
+    counts = np.bincount(mixed_rows_at(ours, rest), minlength=101)
     # of new: 24 rows of 32, then 43 of 64
     assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}
     assert counts[31:].sum() == 8 + 21 and set(counts[31:]) == {0, 1}

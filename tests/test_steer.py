@@ -12,6 +12,7 @@ from ranks import Job, lines, metrics, train_ranks
 from test_forgetting import base, evaluated, language, replayed  # noqa: F401
 
 from fabric_llm.checkpoint.keep import Progress, read_progress
+from fabric_llm.data.mixed_rows import places_at
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse
 from fabric_llm.data.periods import Stage
@@ -88,7 +89,7 @@ def test_a_steered_mixture_is_exact_in_each_of_its_stages(seed):
     read: dict[int, list[int]] = {source: [] for source in range(len(names))}
     import numpy as np
 
-    sources, numbers = now.mixture.places_at(np.arange(total))
+    sources, numbers = places_at(now.mixture, np.arange(total))
     for stage, first, after in zip(now.mixture.stages, begins, begins[1:]):
         share = [Fraction(weight, sum(stage.weights)) for weight in stage.weights]
         for position in range(first, after):

@@ -13,6 +13,7 @@ from typing import Any, Optional
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import checkpoints, fsync, step_directories, step_of
 from fabric_llm.checkpoint.keep import progress_or_nothing, remove
+from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.periods import ONE_SET
 
 
@@ -135,9 +136,6 @@ def is_pinned(path: Path) -> bool:
 
 def _newest_shares(documents: Sequence[dict[str, Any]]) -> dict[str, float]:
     """{source: its share} of the newest that was evaluated on several, {} without one."""
-    # It imports numpy, for which --help and mistakes don't wait.
-    from fabric_llm.data.mixture import mixture_of
-
     for document in reversed(documents):
         if document.get("mixture") and document.get("eval_losses"):
             with suppress(ValueError):

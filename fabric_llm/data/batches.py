@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.columns import IGNORED, is_stream, is_target, masked_labels, padded_rows
+from fabric_llm.data.mixed_rows import mixed_rows_at
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
@@ -65,7 +66,7 @@ class Batches:
         if is_stream(self.rows):
             return positions
         if self.mixture is not None:
-            return self.mixture.rows_at(positions)
+            return mixed_rows_at(self.mixture, positions)
         # Positions behind the last row read rows again, which have no targets then, see `end`.
         if self.picked is not None:
             return self.picked[positions % len(self.picked)]

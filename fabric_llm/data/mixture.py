@@ -1,21 +1,14 @@
-"""(mixture, seed, position) -> rows: a function without hidden state. periods.py says which
-source stands at which position.
+"""What a run reads of which sources, from numbers alone. periods.py says which source stands at
+which position, and mixed_rows.py which row.
 
-The n-th row that is read of a source, over all stages of a run, is at place n of that source's own
-order, one epoch after the other. So nothing of a source is read twice before all of it was read
-once, whatever its weights were meanwhile.
+Nothing here imports numpy or torch.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from fabric_llm.data import periods
-from fabric_llm.data.order import random_key, rows_at
 from fabric_llm.data.periods import ONE_SET, Stage
 
 
@@ -30,41 +23,6 @@ class Mixture:
     seed: int
     # False for the one dataset of a run without --data_mix. Logs and checkpoints name no source.
     is_named: bool = True
-
-    @property
-    def bases(self) -> np.ndarray:
-        """The number of each source's first row, int64."""
-        return np.cumsum([0, *self.rows[:-1]])
-
-    def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, how many rows of it were read before) at each position, int64, same shape."""
-        # Stages are few, so each of them computes all of its positions at once.
-        sources, numbers = np.empty_like(positions), np.empty_like(positions)
-        # The stage of a position is the last one that begins at or before it.
-        stage_of = (
-            np.searchsorted([stage.begins for stage in self.stages], positions, side="right") - 1
-        )
-        for index in np.unique(stage_of):
-            there, stage = stage_of == index, self.stages[index]
-            source_of, occurrence, weights = _tables(stage.weights)
-            # How many rows of each source the stages before this one have read.
-            before = np.array(periods.read_before(self.stages, stage.begins))
-            # Whole periods since the stage began, and the slot in the period that is running.
-            repeats, slots = np.divmod(positions[there] - stage.begins, len(source_of))
-            sources[there] = source = source_of[slots]
-            # Rows of the source in earlier stages, in whole periods, and in the running period.
-            numbers[there] = before[source] + repeats * weights[source] + occurrence[slots]
-        return sources, numbers
-
-    def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """The rows that are read at `positions`, int64, same shape."""
-        (sources, numbers), rows = self.places_at(positions), np.empty_like(positions)
-        for source in np.unique(sources):
-            there = sources == source
-            # By its name, so that a source's order stays when other sources come or go.
-            seed = seed_of(self.seed, self.names[source]) if self.is_named else self.seed
-            rows[there] = self.bases[source] + rows_at(numbers[there], self.rows[source], seed)
-        return rows
 
     def context_at(self, position: int) -> int:
         """Tokens of the row at `position`, and of all rows of its stage."""
@@ -127,22 +85,3 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its mixture can't be read") from error
-
-
-@lru_cache(maxsize=256)
-def seed_of(seed: int, name: str) -> int:
-    """Of a source's own order: another for each name."""
-    # sha256, because Python's hash() of a text differs from process to process.
-    return int(random_key(seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")))
-
-
-@lru_cache(maxsize=periods.KEPT)
-def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(source of each slot, how many slots of that source come before it, weights), int64."""
-    # Cached, because each batch asks for it and a period may have thousands of slots.
-    sources = np.array(periods.period_of(weights))
-    occurrence = np.empty_like(sources)
-    for slots in periods.places(weights):
-        # The n-th slot of a source has n slots of it before, counted from 0.
-        occurrence[list(slots)] = np.arange(len(slots))
-    return sources, occurrence, np.array(weights)

@@ -26,6 +26,7 @@ from fabric_llm.base.names import listed
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.state_dicts import saved_shapes
 from fabric_llm.checkpoint.trainer_state import EMA, optimizer_state
+from fabric_llm.data.mixed_rows import mixed_rows_at
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER, RowsRead, claimed_by
 from fabric_llm.model import freezing
@@ -284,7 +285,7 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
     mixture, order = mixture_of(progress), fixed.get("row_order")
     # the rows of a stream are their positions
-    rows_at = np.asarray if order == STREAM_ORDER else mixture.rows_at
+    rows_at = np.asarray if order == STREAM_ORDER else partial(mixed_rows_at, mixture)
     # The checks that need no hashing come first.
     if read.count != end - first:
         report.find(
