@@ -297,7 +297,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      after_setting("first", None)),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
      ROWS, "killed_rank_of_a_plain"),
-    ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS,
+    ("a rank fails", "no rank outlives rank 0", "base.machine:PR_SET_PDEATHSIG", ROWS,
      "frozen_rank_of_a_plain", is_now(0)),
     ("a rank fails", "a command ends as its first rank", "run.supervision:_end", ROWS,
      "ends_as_the_first", lost_with_the_others),

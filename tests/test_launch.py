@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import metrics, refuse_imports, toy_run
 
-from fabric_llm.base import program
+from fabric_llm.base import machine
 from fabric_llm.processes import launch
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -144,9 +144,9 @@ def test_control_groups_limit_cores_and_memory(tmp_path):
         for name, text in files.items():
             (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / root / name).write_text(text)
-        assert program.cores(tmp_path / root) == cores
-        assert program.free_memory_bytes(tmp_path / root) == free
-    assert program.free_memory_bytes(tmp_path / "elsewhere") is None
+        assert machine.cores(tmp_path / root) == cores
+        assert machine.free_memory_bytes(tmp_path / root) == free
+    assert machine.free_memory_bytes(tmp_path / "elsewhere") is None
 
 
 @pytest.mark.parametrize(

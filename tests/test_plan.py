@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 import plan
 from benchmarks import published
 from fabric_llm.base import register
-from fabric_llm.base.program import cores
+from fabric_llm.base.machine import cores
 from fabric_llm.forecast import changes, prediction, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
 from fabric_llm.forecast.prediction import ROW

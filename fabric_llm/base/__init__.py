@@ -4,8 +4,8 @@ faults        exit codes, `Fault`, `as_fault`, `one_line`
 files         `fsync`, `write_atomically`, `sha256`, the manifest of a folder, `latest` and other
               names of checkpoints
 ranks         `gather`, `from_first`, `first_fault`, `from_rank_zero`
-program       `plain_output`, `outlast_readers`, `wait_until`, `cores`: how programs print, and what
-              the machine has
+program       `plain_output`, `outlast_readers`, `wait_until`: how programs print and wait
+machine       `cores`, `free_memory_bytes`, `die_with`: what the machine has
 work_folder   `locked`, `publish`: the folder beside an --output, in which it is made
 ending        `in_one_sentence`, `on_disk`: how a program that works on folders ends
 names         `nearest`, `unknown`, `hub_name`, `reach_hub`, `shown`: what a mistyped flag, model or

@@ -54,7 +54,7 @@ from fabric_llm.base.faults import (
     one_line,
 )
 from fabric_llm.base.files import MANIFEST, fsync
-from fabric_llm.base.program import free_memory_bytes
+from fabric_llm.base.machine import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import apart, whole
 from fabric_llm.checkpoint.keep import Progress, versions

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, Optional
 
+from fabric_llm.base.machine import cores
 from fabric_llm.base.names import listed, nearest
-from fabric_llm.base.program import cores
 from fabric_llm.model.flops import peak_tflops
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
-from fabric_llm.base.program import cores, return_freed_memory
+from fabric_llm.base.machine import cores, return_freed_memory
 from fabric_llm.mirror.address import require_obstore
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flag, Flags
-from fabric_llm.base.program import cores
+from fabric_llm.base.machine import cores
 from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import MANY_STEPS, profiled_steps

@@ -33,8 +33,8 @@ from fabric_llm.base import files
 from fabric_llm.base.ending import blocked
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, Fault, one_line
+from fabric_llm.base.machine import die_with
 from fabric_llm.base.names import shown
-from fabric_llm.base.program import die_with
 from fabric_llm.base.work_folder import lock
 from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece

@@ -37,8 +37,8 @@ from fabric_llm.base import files, work_folder
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import BAD_INPUT, printable
+from fabric_llm.base.machine import cores
 from fabric_llm.base.names import comma_separated, command, shown
-from fabric_llm.base.program import cores
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.mirror.address import is_address
 from fabric_llm.prepare import contamination, encoding, inputs

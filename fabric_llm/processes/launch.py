@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
-from fabric_llm.base.program import cores, die_with
+from fabric_llm.base.machine import cores, die_with
 from fabric_llm.processes.stop import SIGNALS, STARTED
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent holds the store
