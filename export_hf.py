@@ -12,7 +12,6 @@ from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, one_line
 from fabric_llm.base.names import reach_hub
 from fabric_llm.base.program import plain_output
-from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.mirror.fetch import local
 
 PROGRAM = "export_hf.py"
@@ -57,8 +56,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.weights import checks
 
         arguments.checkpoint = local(arguments.checkpoint)
-        checks.check(arguments)
-        source = checkpoint_at(arguments.checkpoint)
+        source = checks.check(arguments)
         # transformers must know a model class of the run's own code before it opens the checkpoint.
         register.load_of_run(source)
         # These import torch, which --help and mistakes don't wait for.
@@ -95,11 +93,16 @@ def main(argv: Optional[list[str]] = None) -> None:
 def push(output: Path, arguments: ExportArguments) -> None:
     """Upload the folder, and print its address. Exits with code 2 and one sentence where that
     fails, or with 74 where the hub can't be reached."""
-    # Only here, as in `main`: this module itself must not import torch.
-    from fabric_llm.weights import export
+    import huggingface_hub  # for which --help and mistakes don't wait
 
+    # The token is that of `hf auth login` or of the environment.
+    api, name = huggingface_hub.HfApi(), arguments.push_to_hub
     try:
-        address = export.push(output, arguments.push_to_hub, arguments.private)
+        # A repository that is there keeps its visibility: `private` is only for a new one.
+        api.create_repo(name, private=arguments.private, exist_ok=True)
+        address = api.upload_folder(
+            folder_path=output, repo_id=name, commit_message="Upload by fabric_llm"
+        )
     # huggingface_hub raises its own exceptions, and those of its HTTP library.
     except Exception as error:
         causes = [one_line(error), one_line(error.__cause__ or "")]

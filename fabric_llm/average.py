@@ -180,7 +180,6 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
         # A place that can't be written to is told before any weight is read.
         exported_output(output, given.overwrite)
-        files.writable(output)
         # transformers must know a model class of a run's own code before it opens the parts. They
         # are of one model, so one code is enough: that of older parts may have changed since.
         for folder in reversed(folders):

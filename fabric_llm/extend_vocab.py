@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm.base import files
 from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.names import command
@@ -73,7 +72,6 @@ def main(argv: Optional[list[str]] = None) -> None:
         separator = inputs.separator(given.document_separator)
         # A place that can't be written to is told before the corpus is read.
         exported_output(output, given.overwrite)
-        files.writable(output)
         # The files are listed, but none is read yet.
         corpus_files = inputs.find_sources(
             given.input,

@@ -419,7 +419,7 @@ def test_a_former_export_outlives_a_stop_between_the_renames(
 
 
 def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, monkeypatch):
-    monkeypatch.setattr(exporting, "push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: os.kill(os.getpid(), signal.SIGINT))
     code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")
     assert code == 75 and "is complete, but it isn't pushed (repeat the command)" in error
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fabric_llm.base.faults import Fault
 from fabric_llm.model import loading
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.model.loading import build_skeleton, load_config, unread_weights
+from fabric_llm.model.loading import build_skeleton, load_config
 from fabric_llm.model.weights import units
+from fabric_llm.run.reference import unread_weights
 
 QUICK = ("llama", "gpt2", "mixtral", "qwen3", "gemma3_text", "qwen3_next")
 LONGER = pytest.mark.longer

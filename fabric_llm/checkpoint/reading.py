@@ -1,4 +1,5 @@
-"""Give an optimizer the state that a checkpoint holds. model/loading.py opens its weights."""
+"""What a run takes from a checkpoint beside its weights, which model/loading.py opens: the state of
+its optimizer, and whether it is any good."""
 
 import math
 from collections.abc import Callable, Collection
@@ -6,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,10 +16,14 @@ from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import damaged, read_progress
 from fabric_llm.checkpoint.state_dicts import class_of, optimizer_held
-from fabric_llm.checkpoint.trainer_state import EMA, optimizer_state
+from fabric_llm.checkpoint.trainer_state import EMA, optimizer_state, read_probe
 from fabric_llm.model.sharded import local_part, shard_group, shards
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import PREFIX
+
+# A model is spoilt if its loss is above so many times that of a uniform guess. One that learns is
+# below once that loss.
+SPOILT = 3
 
 
 def load_optimizer(
@@ -104,3 +110,23 @@ def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optim
 def parameter_of(key: str) -> str:
     """The Hugging Face name in a key of the optimizer's state: `state.causal_lm.NAME.exp_avg`."""
     return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
+
+
+def is_spoilt(path: Path) -> bool:
+    """Whether the model of a checkpoint predicts its probe far worse than a guess, or tells no
+    token from another.
+
+    It does after steps that were much too large: the norms of its layers overflow, to NaN or to
+    zero as the processor rounds.
+    """
+    probe = read_probe(path)
+    tokens, positions = probe["input_ids"][0], probe["positions"]
+    # What comes after the last token isn't known.
+    known = positions + 1 < len(tokens)
+    if not known.any():
+        return False
+    logits = probe["logits"][known]
+    if (logits == logits[:, :1]).all():
+        return True
+    loss = F.cross_entropy(logits, tokens[positions[known] + 1])
+    return not loss <= SPOILT * math.log(logits.shape[1])  # NaN as well

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
 from transformers import (
@@ -35,7 +34,7 @@ from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.base.names import reach_hub
 from fabric_llm.model import folders, weights
-from fabric_llm.model.tensor_files import Slice, Tensors
+from fabric_llm.model.tensor_files import Slice, Tensors, readable
 from fabric_llm.model.tokenizer import load_tokenizer
 
 MAX_PARAMETERS = 10**14  # a configuration with more is no model, and takes forever to build
@@ -219,15 +218,6 @@ def _is_sharded(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder / "weights").is_dir()
 
 
-def folder_of(model_name: str) -> Path:
-    """The folder of a model: itself, or of a name on the hub what the cache has, if it does."""
-    if not Path(model_name).is_dir():
-        # Looking for the folder mustn't download anything.
-        with suppress(OSError, ValueError):
-            return Path(cached_file(model_name, CONFIG_NAME, local_files_only=True)).parent
-    return Path(model_name)
-
-
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes, dtypes and ties, no memory."""
     # There is nothing to fill with random numbers, which would take half of the time.
@@ -305,52 +295,23 @@ def open_weights(
     # A checkpoint always has weights: where they are missing it is damaged.
     if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:
         return weights.Drawn(skeleton, seed)
-    try:
+    with readable(f"The weights of {model_name!r}", _code_of(model_name)):
         if (how := quantized(config)) is not None:
             raise ValueError(f"they are {how}")
         return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, model_name)
-    except Fault:
-        raise
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        TypeError,
-        ImportError,
-        SafetensorError,
-    ) as error:
-        raise _unreadable("The weights", model_name, error) from error
 
 
 def stored_dtype(model_name: str, config: PretrainedConfig) -> torch.dtype:
-    """The widest dtype in the files of a model that has some, whatever its config.json says, but
-    for what its class keeps in float32. Raises Fault as `open_weights`."""
+    """The widest dtype in the files of a model, whatever its config.json says, but for what its
+    class keeps in float32. Raises ValueError where it has none, Fault as `open_weights`."""
     source = open_weights(model_name, config, torch.float32)
-    assert isinstance(source, weights.Stored)
+    if not isinstance(source, weights.Stored):
+        raise ValueError(f"{model_name!r} has no weights: model.safetensors is missing.")
     dtypes = set()
     for name, tensor in build_skeleton(config, torch.float16).state_dict().items():
         if tensor.dtype == torch.float16:
             dtypes |= {source.slices[key].get_dtype() for key in source.named.get(name, ())}
     return reduce(torch.promote_types, (DTYPE_MAP[dtype] for dtype in dtypes))
-
-
-def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
-    """Names of the files in a model's folder that hold weights, and which `open_weights` doesn't
-    read."""
-    folder = Path(model_name)
-    is_checkpoint = (folder / MANIFEST).is_file()
-    if not folder.is_dir() or is_checkpoint or not has_weights(model_name):
-        return []
-    # A second copy in the folder may hold other values, so the user hears which one counts.
-    read = [path.name for path in _weight_files(model_name, config)]
-    files = (*folder.glob("*.safetensors"), folder / folders.WEIGHT_FILES[1])
-    unread = {path.name for path in files if path.is_file()} - set(read)
-    # An index that leads to what was read isn't among `read` itself, and is no second copy.
-    single, index = folders.WEIGHT_FILES
-    if getattr(config, "transformers_weights", None) in (None, index) and single not in read:
-        unread.discard(index)
-    return sorted(unread)
 
 
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
@@ -359,7 +320,7 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
     # A folder for transformers: one file, or several with an index.
     of, code = f"The weights of {model_name!r}", _code_of(model_name)
     if not _is_sharded(Path(model_name)):
-        stored = Tensors(_weight_files(model_name, config), code, of)
+        stored = Tensors(weight_files(model_name, config), code, of)
         return {name: Slice(stored, name) for name in stored}
     stored = Tensors(Path(model_name, "weights").glob("*.safetensors"), code, of)
     # A sharded checkpoint has the names of the run that wrote it, and must hold this model whole.
@@ -378,7 +339,8 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
     return {name.removeprefix(weights.PREFIX): Slice(stored, name) for name in stored}
 
 
-def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
+def weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
+    """What `open_weights` reads of a folder for transformers. Raises FileNotFoundError."""
     named = getattr(config, "transformers_weights", None)
     names = folders.WEIGHT_FILES if named is None else (named,)
     # The first that is there counts, as in transformers: a single file before an index.

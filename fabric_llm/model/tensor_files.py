@@ -139,11 +139,13 @@ def readable(of: str, code: int = NO_CHECKPOINT) -> Iterator[None]:
     hashes and still be wrong, because they were made so."""
     try:
         yield
+    except Fault:
+        raise
     except Exception as error:
         # A lack of memory, or a request to stop, isn't the file's fault.
         if as_fault(error).code in (OUT_OF_MEMORY, STOPPED):
             raise as_fault(error) from error
-        why = one_line(error)[:400].rstrip(".")
+        why = one_line(error)[:2000].rstrip(".")
         # A checkpoint is damaged, but a model has mostly been copied in part.
         if isinstance(error, SafetensorError) and code == BAD_INPUT:
             why += ": a file isn't whole, or isn't of safetensors; copy or download it again"

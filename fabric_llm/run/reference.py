@@ -6,20 +6,23 @@ import re
 import time
 from collections import Counter
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
+from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.machine import free_memory_bytes
 from fabric_llm.model import (
     capabilities,
+    folders,
     freezing,
     gate,
     language_model,
@@ -86,7 +89,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
         # Both messages name what won't be in the model, before anything is measured.
         if left_out := first_weights(opened)["left_out"]:
             _say_left_out(plan, left_out)
-        if unread := loading.unread_weights(source, config):
+        if unread := unread_weights(source, config):
             print(
                 f"Not read, since others in {source!r} are its weights: {', '.join(unread)}.",
                 flush=True,
@@ -394,3 +397,21 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
             f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, "
             f"{outputs.loss:.4f} in plain transformers{words} ({time.monotonic() - began:.1f} s)."
         )
+
+
+def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
+    """Names of the files in a model's folder that hold weights, and which `open_weights` doesn't
+    read."""
+    folder = Path(model_name)
+    is_checkpoint = (folder / MANIFEST).is_file()
+    if not folder.is_dir() or is_checkpoint or not loading.has_weights(model_name):
+        return []
+    # A second copy in the folder may hold other values, so the user hears which one counts.
+    read = [path.name for path in loading.weight_files(model_name, config)]
+    files = (*folder.glob("*.safetensors"), folder / folders.WEIGHT_FILES[1])
+    unread = {path.name for path in files if path.is_file()} - set(read)
+    # An index that leads to what was read isn't among `read` itself, and is no second copy.
+    single, index = folders.WEIGHT_FILES
+    if getattr(config, "transformers_weights", None) in (None, index) and single not in read:
+        unread.discard(index)
+    return sorted(unread)

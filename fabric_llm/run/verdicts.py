@@ -11,8 +11,8 @@ from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import Progress, step_directory
-from fabric_llm.checkpoint.trainer_state import is_spoilt
-from fabric_llm.model import loading, sharded
+from fabric_llm.checkpoint.reading import is_spoilt
+from fabric_llm.model import sharded
 from fabric_llm.plan import mirrored, run_directory
 from fabric_llm.plan.schedule import FINEST
 from fabric_llm.run import copies, lines, save
@@ -304,8 +304,7 @@ def _fault(run: Run, reason: str, forgot: bool) -> Fault:
     has_learned = latest is not None and latest != step_directory(folder, 0)
     # With changed rotary positions the base is another model, which can't be merged with this one.
     if forgot and has_learned and run.flags.model.rope is None:
-        base = Path(loading.folder_of(run.flags.model.model_name))
-        budget = run.flags.evaluation.forgetting_budget
+        base, budget = run.flags.model.model_name, run.flags.evaluation.forgetting_budget
         merging = command(
             "python", "-m", "fabric_llm.average", base, folder, forgetting_budget=budget
         )

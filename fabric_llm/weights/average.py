@@ -130,10 +130,6 @@ def open_part(folder: Path) -> Part:
     is_of_run = any((folder / name).is_file() for name in (files.MANIFEST, "trainer/progress.json"))
     progress = keep.verified(folder, hashes=True) if is_of_run else None
     config = loading.load_config(str(folder))
-    if not loading.has_weights(str(folder)):
-        raise ValueError(
-            f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing."
-        )
     # Refuses a config.json that makes no possible model, before any weight is read.
     loading.checked_skeleton(str(folder), config, torch.float32)
     dtype = loading.stored_dtype(str(folder), config)
@@ -202,8 +198,6 @@ class Average:
         sums: dict[str, Tensor] = {}
         for part, weight in zip(self.parts, self.weights):
             for name, tensor in part.weights.read(unit).items():
-                if not is_finite(tensor):
-                    raise Fault(f"{str(part.path)!r} holds NaN or infinity in {name}.", NON_FINITE)
                 if tensor.is_floating_point():
                     if name not in sums:  # with 0.0, a -0.0 would lose its sign
                         sums[name] = torch.full(tensor.shape, -0.0, dtype=torch.float64)

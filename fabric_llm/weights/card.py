@@ -180,19 +180,17 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
             lines.append(line)
 
     # It is the checkpoint's log if the last evaluation has the checkpoint's losses.
-    losses = {0: progress["guard"]["before"], step: progress["eval_losses"] or {}}
+    own = progress["eval_losses"] or {}
     logged_losses: dict[str, Any] = {}
     for line in lines:
         if line["step"] == step and "eval" in line:
             logged_losses = {name: one["loss"] for name, one in line["eval"].items()}
-    is_same = logged_losses.keys() == losses[step].keys()
-    # Equal to the last bit: both were written from the same number.
-    for name in logged_losses.keys() & losses[step].keys():
-        # What isn't finite is null in the log.
-        is_same = is_same and logged_losses[name] in (losses[step][name], None)
-    if lines and is_same:
+    is_same = logged_losses.keys() == own.keys()
+    # Equal to the last bit, from the same number; what isn't finite is null in the log.
+    if lines and is_same and all(logged_losses[name] in (own[name], None) for name in own):
         return lines
 
+    losses = {0: progress["guard"]["before"], step: own}
     # See DataPlan.measured_on.
     rows = {0: progress.get("measured_on", {}), step: progress.get("evaluated_on", {})}
     own_lines: list[dict[str, Any]] = []

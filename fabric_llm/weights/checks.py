@@ -10,8 +10,9 @@ from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep
 
 
-def check(flags: Flags) -> None:
-    """The flags of export_hf.py, and what they name. Raises ValueError."""
+def check(flags: Flags) -> Path:
+    """The checkpoint that the flags of export_hf.py name, once all are right. Raises ValueError,
+    Fault (73)."""
     if flags.push_to_hub is not None:
         # A wrong name must not be found only after the export, which may take many minutes.
         from huggingface_hub.utils import validate_repo_id
@@ -21,15 +22,15 @@ def check(flags: Flags) -> None:
             raise ValueError(
                 f"--push_to_hub takes org/name, such as NAME_OF_YOURS/{flags.push_to_hub}."
             )
-    keep.checkpoint_at(flags.checkpoint)
+    checkpoint = keep.checkpoint_at(flags.checkpoint)
     # One that is there may be pushed again.
     exported_output(Path(flags.output), flags.overwrite or flags.push_to_hub is not None)
-    files.writable(Path(flags.output))
+    return checkpoint
 
 
 def exported_output(output: Path, overwrite: bool) -> None:
     """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies
-    in a checkpoint."""
+    in a checkpoint, Fault (73) if it can't be written."""
     # A checkpoint with a file that its manifest doesn't list counts as damaged.
     if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
         raise ValueError(
@@ -48,6 +49,7 @@ def exported_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{str(output)!r} isn't an exported model, so it isn't replaced; take another --output."
         )
+    files.writable(output)
 
 
 def _is_exported(folder: Path) -> bool:

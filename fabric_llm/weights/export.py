@@ -9,10 +9,9 @@ are written here as well. One process, no GPU.
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -54,7 +53,7 @@ class Proof:
     logits_difference: float
     tolerance: float
     same_next_token: float  # fraction of the probe's positions with the same most likely next token
-    of_ema: bool = False  # the logits are compared with those of the average before it was written
+    of_ema: bool  # the logits are compared with those of the average before it was written
 
 
 def export(
@@ -96,13 +95,13 @@ def export(
     if is_there:
         try:
             # It is pushed as it is, so it must be this export to the bit.
-            return replace(verify(output, weights, probe, precision), of_ema=ema)
+            return verify(output, weights, probe, precision)
         except VerificationError as error:
             advice = f"take another --output, or --overwrite true ({error})"
             raise ValueError(f"{str(output)!r} exists and isn't this export: {advice}") from error
     with replacing(output, skeleton, "The export") as temporary:
         write_model(temporary, source, skeleton, weights, max_shard_size)
-        proof = replace(verify(temporary, weights, probe, precision), of_ema=ema)
+        proof = verify(temporary, weights, probe, precision)
         describe(temporary, proof)
     return proof
 
@@ -141,6 +140,7 @@ def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: s
         logits_difference=difference,
         tolerance=tolerance,
         same_next_token=(logits.argmax(-1) == recorded.argmax(-1)).float().mean().item(),
+        of_ema=isinstance(trained, MovingAverage),
     )
 
 
@@ -151,20 +151,6 @@ def read_proof(proof: Proof) -> str:
         f"parameters, {proof.tied} tied; logits differ from those {compared} by "
         f"{proof.logits_difference:.1e} of their standard deviation (limit {proof.tolerance:g}), "
         f"{proof.same_next_token:.0%} of next tokens the same."
-    )
-
-
-def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload a verified directory to the Hugging Face hub, and return its address. Can be
-    repeated."""
-    # The token is that of `hf auth login` or of the environment.
-    api = huggingface_hub.HfApi()
-    # A repository that is there keeps its visibility: `private` is only for a new one.
-    api.create_repo(repository, private=private, exist_ok=True)
-    return str(
-        api.upload_folder(
-            folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"
-        )
     )
 
 

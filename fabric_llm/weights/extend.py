@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fabric_llm.base import files
 from fabric_llm.checkpoint import keep
@@ -55,7 +55,9 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     # A checkpoint says what its files should be, and a plain model doesn't.
     if (Path(model_name) / files.MANIFEST).is_file():
         keep.verified(Path(model_name), hashes=True)
-    tokenizer = extendable_tokenizer(model_name)
+    config = loading.load_config(model_name)
+    dtype = loading.stored_dtype(model_name, config)
+    tokenizer = extendable_tokenizer(model_name, config)
     old = tokenizer.backend_tokenizer
     learned = learn(old, corpus.learned, tokens)
     if not learned:
@@ -76,8 +78,6 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
         [old.encode(corpus.held_out[0], add_special_tokens=False).ids[:PROBE_TOKENS]]
     )
 
-    config = loading.load_config(model_name)
-    dtype = loading.stored_dtype(model_name, config)
     weights = loading.open_weights(model_name, config, dtype)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
     tables, rows = tables_of(model), model.get_input_embeddings().num_embeddings
@@ -109,7 +109,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
         ]
 
 
-def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
+def extendable_tokenizer(model_name: str, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model. Raises ValueError where it, or the model, can't be extended."""
     tokenizer = loading.tokenizer_beside(model_name)
     if tokenizer is None or not tokenizer.is_fast:
@@ -117,11 +117,9 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
             f"{model_name!r} has no tokenizer with a tokenizer.json, which is what is extended."
         )
     require_extendable(tokenizer.backend_tokenizer)
-    if not loading.has_weights(model_name):
-        raise ValueError(f"{model_name!r} has no weights.")
-    model = loading.checked_skeleton(model_name, loading.load_config(model_name), torch.float32)
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    sizes = (config.vocab_size, getattr(config, "vocab_size_per_layer_input", None))
+    model = loading.checked_skeleton(model_name, config, torch.float32)
+    text_config, head = model.config.get_text_config(), model.get_output_embeddings()
+    sizes = (text_config.vocab_size, getattr(text_config, "vocab_size_per_layer_input", None))
     # Some models, such as Gemma 3n, have tables for each layer, which would need rows as well.
     tables = [
         m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings in sizes
@@ -131,16 +129,15 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
         or not isinstance(head, nn.Linear)
         or len(head.weight) != sizes[0]
     ):
-        name, rows = type(model).__name__, f"of {config.vocab_size} rows"
         raise ValueError(
-            f"{name} has not one plain embedding and one output head {rows}: it can't be extended "
-            "here."
+            f"{type(model).__name__} has not one plain embedding and one output head of "
+            f"{sizes[0]} rows: it can't be extended here."
         )
     # The ids behind the last row would have no embedding.
-    if (tokens := size(tokenizer.backend_tokenizer)) > config.vocab_size:
-        rows = config.vocab_size
+    if (tokens := size(tokenizer.backend_tokenizer)) > sizes[0]:
         raise ValueError(
-            f"The tokenizer of {model_name!r} has {tokens} tokens, but its model {rows} embeddings."
+            f"The tokenizer of {model_name!r} has {tokens} tokens, but its model {sizes[0]} "
+            "embeddings."
         )
     return tokenizer
 
