@@ -464,7 +464,7 @@ def test_push(runs, tmp_path, run_export, hub):
     (create, repository, options, _), (upload, what) = hub.calls
     assert (create, repository, upload) == ("create_repo", "org/name", "upload_folder")
     assert options == {"private": True, "exist_ok": True}
-    assert (what["repo_id"], what["folder_path"]) == ("org/name", str(tmp_path / "hf"))
+    assert (what["repo_id"], what["folder_path"]) == ("org/name", tmp_path / "hf")
     run_export(runs / "full", *push, "--overwrite", "true", "--private", "false")
     assert hub.calls[2][2]["private"] is False
 
