@@ -385,6 +385,8 @@ def test_a_bad_address_is_refused(toys, tmp_path):
     address = "s3://user:pw@bucket/prefix"
     said = refused(BAD_INPUT, *flags(toys, tmp_path / "out", "--mirror", address))
     assert "holds no password" in said and "--mirror" in said and "pw" not in said
+    said = refused(BAD_INPUT, *flags(toys, tmp_path, "--mirror", f"file://{tmp_path}"))
+    assert "is --output_dir" in said
     assert not (tmp_path / "out" / RUN / "arguments.yaml").exists()
 
 

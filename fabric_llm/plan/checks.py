@@ -250,6 +250,9 @@ def _check_addresses(flags: Flags, datasets: Mapping[str, Collection[str]]) -> N
     """Raises ValueError for one that can't be read. datasets: {flag: what it names}."""
     if flags.save.mirror is not None:
         address.require(flags.save.mirror, "--mirror")
+        place = address.local_folder(flags.save.mirror)
+        if place and place.resolve() == Path(flags.checkpoint.output_dir).resolve():
+            raise ValueError(f"--mirror {flags.save.mirror} is --output_dir: name another disk.")
     model_name = flags.model.model_name
     if address.is_address(model_name):
         raise ValueError(f"--model_name {model_name} is read from a disk: copy it there first.")
