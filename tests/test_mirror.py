@@ -412,6 +412,10 @@ def test_a_damaged_object_is_named_and_the_one_before_is_taken(place, run, tmp_p
     store.remove([f"{RUN}/step-00000001/config.json"])
     if how != "gone":
         assert restore(store, RUN, tmp_path / "newer" / RUN, say=said.append) is None
+        # As "damaged" counts what a run that goes on has pruned: the newest is taken.
+        third = save(run, 3, random.Random(3))
+        goes_on = lambda _: mirrored(place, run, "step-00000003")
+        assert read(restore(store, RUN, tmp_path / "newer" / RUN, say=goes_on)) == third
 
 
 def with_manifest(place, entries, **more):
@@ -744,6 +748,16 @@ def test_credentials_that_expire_are_read_again(on_moto, run, proxy, monkeypatch
         mirror.wait("mirrored")
         assert mirror.end() == []
     assert checkpoints(Store(on_moto), RUN) == ["step-00000001"]
+    # So they are by who fetches.
+    path.write_text(text)
+
+    def answer(method, *_):
+        if method == "GET" and "/step-" in proxy.requests[-1][1] and "OLD" in proxy.authorization:
+            path.write_text(text.replace("OLD", "NEW"))
+            return EXPIRED
+
+    proxy.answer = answer
+    assert restore(Store(on_moto), RUN, tmp_path / "new")
 
 
 def test_a_run_on_a_server(url, run, tmp_path):

@@ -98,7 +98,10 @@ def restore(
     if only_logs:
         _logs(store, run, directory)
         return None
-    for name in reversed(checkpoints(store, run)):
+    tried: set[str] = set()
+    # Listed each time: a run that goes on meanwhile removes its oldest.
+    while there := [name for name in checkpoints(store, run) if name not in tried]:
+        tried.add(name := there[-1])
         target = directory / name
         if (target / MANIFEST).is_file():
             _logs(store, run, directory, replaces_logs)
@@ -389,7 +392,7 @@ def patiently(
     PATIENCE_SECONDS) after the first error, not after the first call, since an action may take long
     itself. Raises Fault (74, 2) then, and OSError of the local disk. trouble: called with what went
     wrong each time."""
-    end = None
+    end, is_refused = None, False
     for pause in pauses():
         try:
             return action()
@@ -399,10 +402,13 @@ def patiently(
             fault, now = as_fault(error, store.address, store.in_run), time.monotonic()
             if end is None:
                 end = now + (PATIENCE_SECONDS if seconds is None else seconds)
-            # Keys that are wrong aren't right a minute later.
-            if not fault.retryable or now + pause > end:
+            # Keys that are wrong aren't right a minute later, unless a file has new ones.
+            if is_refused and not fault.retryable or now + pause > end:
                 raise fault from error
-            trouble(reason(error))
-        sleep(pause)
+            is_refused = not fault.retryable
+            if not is_refused:
+                trouble(reason(error))
+        if not is_refused:
+            sleep(pause)
         store.reopen()
     raise AssertionError
