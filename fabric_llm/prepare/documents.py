@@ -442,12 +442,9 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
         # A quotation mark that nothing ends takes all lines before a damage. In .tsv, where it is
         # text, they are read again.
         lines = Lines(text, waits=has_tabs)
-        dialect, read_rows = "excel", _rows_of_csv
-        if has_tabs:
-            dialect, read_rows = "excel-tab", _rows_of_tsv
-        rows = csv.reader(lines, dialect, strict=True)
+        reader = csv.reader(lines, "excel-tab" if has_tabs else "excel", strict=True)
         try:
-            names = next(rows, [])
+            names = next(reader, [])
         except csv.Error as error:
             raise ValueError(
                 f"{part.path} has no first line that names the columns: {error}"
@@ -461,7 +458,10 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
         # The other columns are read as well: a quotation mark in one may begin several lines.
         column = names.index(text_field)
-        for number, row in read_rows(part, rows, lines, len(names)):
+        rows = _rows_of_csv(part, reader, lines)
+        if has_tabs:
+            rows = _rows_of_tsv(part, reader, lines, len(names))
+        for number, row in rows:
             # A str is what is wrong with the row.
             if isinstance(row, str):
                 yield BadRecord(number, row)
@@ -472,7 +472,7 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
 
 
 def _rows_of_csv(
-    part: Part, rows: Iterator[list[str]], lines: Lines, columns: int
+    part: Part, rows: Iterator[list[str]], lines: Lines
 ) -> Iterator[tuple[int, Union[list[str], str]]]:
     """(number of its first line, a row, or what is wrong with it). An invalid one takes its first
     line alone: those behind a quotation mark that nothing ends are read again.

@@ -70,7 +70,7 @@ KEPT_FLAGS = (
     "min_document_tokens",
 )
 SHARE = f"{contamination.GRAM} words in a row with an evaluation set"
-PIECE_FORMAT = 6  # of the files in a work folder
+PIECE_FORMAT = 5  # of the files in a work folder
 
 
 def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
