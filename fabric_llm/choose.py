@@ -219,12 +219,12 @@ class Branches:
         self.whole, self.folder, self.steps = whole, folder, steps
         self.made: list[dict[str, Any]] = []
         self.before: Losses = {}  # of the base model
-        files.writable(folder / "flags.json")
-        folder.mkdir(parents=True, exist_ok=True)
         flags = {name: value for name, value in whole.values.items() if name not in PLAN}
         flags["steps of a branch"] = steps
         mine = json.dumps(flags, indent=2, sort_keys=True, default=str)
         of_run = folder / "flags.json"
+        files.writable(of_run)
+        folder.mkdir(parents=True, exist_ok=True)
         if not of_run.is_file():
             files.write_atomically(of_run, mine)
         # Branches of other lengths or flags don't obey one law, and those that are done are kept.

@@ -17,7 +17,6 @@ from test_forgetting import language, replayed
 
 import fabric_llm.report
 from fabric_llm.average import main
-from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.weights import average
@@ -102,11 +101,10 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     assert found == pytest.approx(note["eval_loss"], abs=1e-5)
     assert found["replay"] - before["replay"] <= 0.15 and found["new"] < before["new"] - 0.1
     both = average.open_parts(folders)
-    _, flags, sets = average.as_in_run(both)
+    run, config = average.as_in_run(both), both[0].config
     for tenth in range(11):
         there = average.average_of(both, [1 - tenth / 10, tenth / 10], "float32")
-        computing, config = average.computing_as("32-true"), loading.load_config(str(work / "base"))
-        losses = average.losses_of(computing, config, there, torch.float32, sets)
+        losses = average.losses_of(run, config, there, torch.float32)
         if losses["replay"] - before["replay"] <= 0.15:
             assert losses["new"] >= found["new"] - 0.02 * (before["new"] - found["new"]), tenth
     page = (output / FILE).read_text()
@@ -174,7 +172,7 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
         ("BASE RUN BUDGET replay:1 --evaluate false", 2, "which --evaluate false turns off"),
         ("BASE BUDGET replay:1", 2, "--forgetting_budget takes two parts, a base model and a run"),
         ("BASE BASE RUN --weights knee", 2, "--weights knee takes two parts, a base model and"),
-        ("RUN BARE --weights knee", 2, "llama' isn't a checkpoint of a run, whose flags say how"),
+        ("RUN BARE --weights knee", 2, "evaluated as the run was: none of the parts is a checkpoint"),
         ("TIED RUN BUDGET replay:1", 2, "are different models"),
         ("BASE LOST BUDGET replay:1", 2, "has no arguments.yaml, which would say on which data"),
         ("BASE OLDER BUDGET replay:1", 2, "evaluated as the run was: "),

@@ -474,7 +474,7 @@ def test_other_bits_are_a_difference(runs, tmp_path):
     assert f"{file} of step-00000006 isn't the same" in said and "metrics.jsonl differs" in said
     edit_lines(same / "metrics.jsonl", lambda lines: lines.pop())
     _, differences = drill.compare(runs / "sharded", same)
-    assert differences == ["metrics.jsonl has 8 and 7 lines to compare."]
+    assert len(differences) == 1 and differences[0].endswith(" and null.")
     # one bit of one tensor: the sign of a zero
     file = weights_of(same / "step-00000006", NORM)
     for zero in (0.0, -0.0):

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -243,32 +244,31 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
     """
     # The average is complete without an evaluation, so what it lacks is only printed.
     try:
-        plan, flags, sets = as_in_run(parts)
+        run = as_in_run(parts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"Not evaluated: {one_line(error)}", flush=True)
         return None
-    run, computing = plan.run_directory, computing_as(flags["precision"])
     note = {
         **json.loads((output / NOTE).read_text()),
-        "evaluated_as_in": str(run),
-        "rows": rows_in_words(sets),
+        "evaluated_as_in": str(run.directory),
+        "rows": rows_in_words(run.sets),
     }
     models = []  # name, folder, dtype, and where its losses are noted
     for part, entry in zip(parts, note["parts"]):
         models.append((part.name, part.path, part.dtype, entry))
     # The average is read from its folder: the loss is that of what was written.
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
-    print(f"Validation loss, as in {run}, of {note['rows']}:", flush=True)
+    print(f"Validation loss, as in {run.directory}, of {note['rows']}:", flush=True)
     for name, folder, dtype, entry in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
         # Nats, by the names of the sets.
-        entry["eval_loss"] = losses_of(computing, config, weights, dtype, sets)
+        entry["eval_loss"] = losses_of(run, config, weights, dtype)
         words = [f"{of} {loss:.4f}" for of, loss in entry["eval_loss"].items()]
         print(f"  {name}", *words, sep="  ", flush=True)
     # The losses were put into `note` and its parts above.
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
-    of_training = list(plan.data.sources)
+    of_training = list(run.data.sources)
     # Losses of --eval_data don't count: they may be of text that nobody trains on.
     means = []
     for *_, entry in models:
@@ -288,17 +288,17 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
 
 
 class InRun(NamedTuple):
-    """A run, as whose checkpoints other models are evaluated."""
+    """A run, as whose checkpoints other models are evaluated on this machine."""
 
-    run_directory: Path
+    directory: Path
     data: DataPlan
+    sets: Mapping[str, Batches]
+    fabric: Fabric
+    precision: str
 
 
-def as_in_run(
-    parts: Sequence[Part], budgets: Mapping[str, float] = {}
-) -> tuple[InRun, dict[str, Any], dict[str, Batches]]:
-    """(the run of the newest checkpoint, its flags, the sets that it evaluates). Raises ValueError,
-    OSError.
+def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> InRun:
+    """The run of the newest checkpoint. Raises ValueError, OSError, KeyError, TypeError.
 
     budgets: {set: nats}; probes that have one are sets as well.
     """
@@ -338,28 +338,17 @@ def as_in_run(
     sets = data.validation_splits()
     if changed := [name for name in sets if then.get(name, now[name]) != now[name]]:
         raise ValueError(f"{listed(changed)} in {str(run)!r} was evaluated on other rows.")
-    return InRun(run, data), flat, evaluated_sets(data, newest.tokenizer, flags)
-
-
-def computing_as(precision: str) -> tuple[Fabric, str]:
-    """(what evaluates a model on this machine as a run of a --precision did, the precision that it
-    has)."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, precision = "cuda" if torch.cuda.is_available() else "cpu", flat["precision"]
     if precision == "16-mixed" and kind == "cpu":
         precision = "32-true"  # float16 is for GPUs
-    return make_fabric(Placement("single", Sharding(), 1, 1, kind), precision), precision
+    fabric = make_fabric(Placement("single", Sharding(), 1, 1, kind), precision)
+    evaluated = evaluated_sets(data, newest.tokenizer, flags)
+    return InRun(run, data, evaluated, fabric, precision)
 
 
-def losses_of(
-    computing: tuple[Fabric, str],
-    config: Any,
-    weights: Source,
-    dtype: torch.dtype,
-    sets: Mapping[str, Batches],
-) -> dict[str, float]:
-    """Mean loss of a model over each set. config: the model's, of its own. The model's memory is
-    free again afterwards."""
-    fabric, precision = computing
+def losses_of(run: InRun, config: Any, weights: Source, dtype: torch.dtype) -> dict[str, float]:
+    """Mean loss of a model over each set. The model's memory is free again afterwards."""
+    fabric, config = run.fabric, deepcopy(config)
     # As train.py chooses it on this device.
     config._attn_implementation = resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
@@ -367,17 +356,16 @@ def losses_of(
     if dtype == torch.float16:
         model = model.float()
     # Where the run kept documents apart, they are kept apart here.
-    masks = any(batches.document_end is not None for batches in sets.values())
+    masks = any(batches.document_end is not None for batches in run.sets.values())
     packs = masks and capabilities.takes_packed_attention(model)
     attention = capabilities.attention(model, packed_attention.PACKED) if packs else nullcontext()
     with attention:
         # As runs have it, with the loss in chunks where it can.
-        wrapped = LanguageModel(model, chunked=capabilities.chunks_its_loss(model, precision)).to(
-            fabric.device
-        )
+        chunked = capabilities.chunks_its_loss(model, run.precision)
+        wrapped = LanguageModel(model, chunked=chunked).to(fabric.device)
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
         # Without requests to stop: this process ends at the first signal.
-        losses = Evaluation(fabric, sets, lambda: False, lambda: None).of(wrapped, None).losses
+        losses = Evaluation(fabric, run.sets, lambda: False, lambda: None).of(wrapped, None).losses
     # Modules refer to each other in circles, which only the collector frees.
     del model, wrapped
     gc.collect()

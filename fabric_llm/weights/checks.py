@@ -59,6 +59,4 @@ def _is_exported(folder: Path) -> bool:
             # The metadata comes first in such a file.
             if json.dumps(files.OF_WEIGHTS, separators=(",", ":")).encode() in content.read(1024):
                 return True
-    # What an earlier version wrote is known by its card's tag alone.
-    card = folder / "README.md"
-    return card.is_file() and b"- continued-pretraining" in card.read_bytes()
+    return False

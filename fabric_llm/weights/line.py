@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.data.periods import PROBES
-from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
 from fabric_llm.training.evaluation import rows_in_words
 from fabric_llm.training.forgetting import Forgetting
@@ -125,33 +124,26 @@ def choose(
     better than the base model.
     """
     base, run = parts
-    if run.progress is None:
-        raise ValueError(
-            f"{str(run.path)!r} isn't a checkpoint of a run, whose flags say how points are "
-            "evaluated."
-        )
     try:
-        plan, flags, sets = average.as_in_run([run], budgets)
+        as_run = average.as_in_run([run], budgets)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"Points of a line are evaluated as the run was: {one_line(error)}"
         ) from error
     # A mistyped set would silently have no budget.
     for name in budgets:
-        known = [*plan.data.validation_splits(), *PROBES]
+        known = [*as_run.data.validation_splits(), *PROBES]
         require_set("--forgetting_budget", name, known, may_add=False)
-    computing, guard = average.computing_as(flags["precision"]), Forgetting(budgets=budgets)
+    guard = Forgetting(budgets=budgets)
     print(
-        f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on "
-        f"{rows_in_words(sets)}:",
+        f"From {base.name} (0) to {run.name} (1), evaluated as in {as_run.directory}, on "
+        f"{rows_in_words(as_run.sets)}:",
         flush=True,
     )
 
     def evaluate(share: float) -> Losses:
         weights = average.average_of(parts, weights_at(share), dtype)
-        # `losses_of` changes the configuration, so that each point needs its own.
-        config = loading.load_config(str(run.path))
-        losses = average.losses_of(computing, config, weights, weights.skeleton.dtype, sets)
+        losses = average.losses_of(as_run, run.config, weights, weights.skeleton.dtype)
         guard.accept_evaluation(math.ceil(share), losses)  # those of step 0 are the base's
         words = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         if guard.over:
@@ -164,7 +156,7 @@ def choose(
                 )
         return losses
 
-    points = search(evaluate, guard, list(plan.data.sources))
+    points = search(evaluate, guard, list(as_run.data.sources))
     share, losses = next(iter(points.items()))
     # The base model alone is no average, and it is there already.
     if share == 0:
@@ -181,7 +173,7 @@ def choose(
     # For the drawing of the line, from the base to the run.
     line = [{"weight_of_run": share, "eval_loss": points[share]} for share in sorted(points)]
     note = {"eval_loss": losses, "forgetting_budget": dict(budgets), "line": line}
-    note |= {"evaluated_as_in": str(plan.run_directory), "rows": rows_in_words(sets)}
+    note |= {"evaluated_as_in": str(as_run.directory), "rows": rows_in_words(as_run.sets)}
     return weights_at(share), note
 
 
