@@ -188,6 +188,7 @@ def test_progress_json_says_where_the_run_is(runs):
         "end_step": 3,
         "logged": {"every": 1, "after": 0},
         "guard": {"skipped": 0, "rewinds": 0, "before": {}},
+        "first_weights": {"random": False, "left_out": []},
         "scaler": {},
         **dict.fromkeys(("eval_loss", "eval_losses", "rolled_back_to", "branch_of", "code")),
     }
