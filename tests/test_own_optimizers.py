@@ -20,6 +20,12 @@ from fabric_llm.training import adamw
 from fabric_llm.training.ema import Average
 from fabric_llm.verify import __main__ as verify
 
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered():
+    yield
+    register.load(None)
+
 PAGE = (Path(__file__).parent.parent / "docs" / "make_it_yours.md").read_text()
 FLAGS = SimpleNamespace(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, seed=0, lion_beta=0.99)
 
