@@ -765,3 +765,24 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
         assert code == 2 and len(err.split("\n")) == 2
     else:
         assert (tmp_path / "out" / "manifest.json").stat().st_size < 20_000
+
+
+@pytest.mark.parametrize(
+    ("names", "noted"),
+    [
+        ("data/train-00-of-01.jsonl data/test-00-of-01.jsonl data/validation-00-of-01.jsonl", 2),
+        ("train/a.jsonl test/a.jsonl", 1),
+        ("training.jsonl test.jsonl", 0),
+        ("train.md test.md", 0),  # text, of which a name says nothing
+        ("test.jsonl more.jsonl", 0),
+    ],
+)
+def test_files_that_are_named_as_splits_are_noted(tmp_path, names, noted):
+    folder = tmp_path / "downloaded"
+    for name in names.split():
+        write(folder / name, as_lines([name]))
+    patterns = inputs.DEFAULT_PATTERNS
+    found = inputs.find_sources([folder], pattern=patterns, output=tmp_path / "out")
+    corpus.plan(found, None)
+    notes = [note for note in found.notes if "named as a split to measure with" in note]
+    assert len(notes) == bool(noted) and (noted < 2 or " and 1 more is named" in notes[0])

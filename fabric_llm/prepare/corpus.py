@@ -59,6 +59,7 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
     Raises ValueError for a dataset or table that can't be opened.
     """
     # The pieces depend on the inputs alone: a resumed preparation must find the same ones.
+    _note_files_named_as_splits(input_files)
     total = sum(source.bytes or 0 for source in input_files.sources)
     # The size grows in steps, so that pieces stay as they are when a file is added or taken away.
     piece_bytes = SMALL_PIECE_BYTES
@@ -80,6 +81,29 @@ def plan(input_files: inputs.InputFiles, separator: Optional[str]) -> list[Piece
     if parts:
         pieces.append(Piece(size, parts))
     return pieces
+
+
+def _note_files_named_as_splits(input_files: inputs.InputFiles) -> None:
+    """As of a dataset that was downloaded as files. They are read as any other: a name alone
+    doesn't say what a file is for."""
+    trains, apart = False, []
+    for source in input_files.sources:
+        # A text may be named test.txt for any reason.
+        if inputs.KINDS.get(inputs.suffix(source.name), "text") == "text":
+            continue
+        # The file is named so, such as train-00000-of-00001, or else its folder.
+        *_, folder, file = (os.sep + source.name.lower()).split(os.sep)
+        names = {re.sub(r"-\d+(-of-\d+)?$", "", name) for name in (file.split(".")[0], folder)}
+        trains = trains or "train" in names
+        if names & NOT_TRAINING:
+            apart.append(source.name)
+    # Only beside a file named `train` is such a name likely to be that of a split.
+    if apart and trains:
+        more = f" and {len(apart) - 1} more" if apart[1:] else ""
+        input_files.notes.append(
+            f"{shown(apart[0])}{more} is named as a split to measure with, and read as the others "
+            "are: leave it out by --exclude"
+        )
 
 
 def _parts_of(
