@@ -1,5 +1,5 @@
-"""The command lines of train.py and plan.py: words to `Arguments`, with the file of --config, the
-flags of --code, and one sentence for a mistake. Nothing here imports torch."""
+"""The command line of a run: words to `Arguments`, with the file of --config, the flags of --code,
+and one sentence for a mistake. Nothing here imports torch."""
 
 import argparse
 import os
@@ -32,15 +32,6 @@ from fabric_llm.run import metrics
 from fabric_llm.training.schedule import SCHEDULES
 from prepare_arguments import PrepareArguments
 
-# In GiB, of --device_memory.
-UNITS = {
-    "mib": 2**-10,
-    "gib": 1.0,
-    "tib": 2.0**10,
-    "mb": 1e6 / 2**30,
-    "gb": 1e9 / 2**30,
-    "tb": 1e12 / 2**30,
-}
 # What people paste from other trainers and train.py has no flag for: names -> what is said of them.
 NOT_A_FLAG = {
     "optim optimizer optimizer_name optim_type": (
@@ -97,8 +88,6 @@ def not_here() -> dict[str, str]:
 
 TRAIN = """usage: python train.py --devices 4 --model_name MODEL --train_data_dir FOLDER
 Train a Hugging Face causal language model. Without flags: a demo."""
-PLAN = """usage: python plan.py --devices 4 --model_name MODEL --train_data_dir FOLDER
-What train.py would need with these flags: memory, time, disk and money."""
 
 
 def parse_train(argv: Optional[list[str]] = None) -> Arguments:
@@ -108,43 +97,10 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     arguments.yaml, and otherwise configs/demo.yaml applies. Exits with code 2 and one sentence on
     anything unknown.
     """
-    return _parse_run("train.py", TRAIN, [], argv)[0]
+    return parse_run("train.py", TRAIN, [], argv)[0]
 
 
-def parse_plan(argv: list[str]) -> tuple[PlanArguments, Arguments]:
-    """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as
-    that does."""
-    # jsonargparse takes neither a flag without its value nor a number with a unit.
-    argv = _in_gib(_with_true(argv))
-    arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
-    return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
-
-
-def _with_true(argv: list[str]) -> list[str]:
-    """With `true` behind a flag of plan.py that is true or false and given alone, such as
-    --json."""
-    alone = {f"--{name}" for name, one in declared(PlanArguments).items() if one.kinds == [bool]}
-    found = []
-    # Only before another flag or at the end: a word behind it is its value.
-    for word, after in zip(argv, [*argv[1:], "--"]):
-        found += [word, "true"] if word in alone and after.startswith("--") else [word]
-    return found
-
-
-def _in_gib(argv: list[str]) -> list[str]:
-    """With the number of GiB for a --device_memory that has a unit."""
-    # One text, so that both `--device_memory=80GiB` and the two words match one pattern.
-    text, pattern = "\n".join(argv), r"^(--device_memory[=\n])(\d+\.?\d*|\.\d+) ?([GMT]i?B)$"
-
-    def number(given: re.Match[str]) -> str:
-        return f"{given[1]}{float(given[2]) * UNITS[given[3].lower()]:.6g}"
-
-    if not argv:
-        return []
-    return re.sub(pattern, number, text, flags=re.M | re.I).split("\n")
-
-
-def _parse_run(
+def parse_run(
     program: str, about: str, more: list[type], argv: Optional[list[str]]
 ) -> tuple[Arguments, dict[str, Any]]:
     """(arguments of a run, all flags by name). more: groups of flags that the program has besides
@@ -231,7 +187,7 @@ def _given(argv: list[str], *names: str) -> SimpleNamespace:
 def _load_code(argv: list[str], more: list[type]) -> None:
     """Load the module of --code, whose flags are parsed next. Raises ValueError.
 
-    more: as of `_parse_run`.
+    more: as of `parse_run`.
     """
     # what comes behind --help are names of flags
     before_help = takewhile(lambda word: word.partition("=")[0] not in ("--help", "-h"), argv)

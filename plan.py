@@ -15,7 +15,7 @@ from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
-from parse_arguments import parse_plan
+from plan_arguments import parse_plan
 
 # Flags that train.py doesn't have.
 OWN = [field.name for field in fields(PlanArguments)]

@@ -11,7 +11,8 @@ import pytest
 
 from export_hf import parse_export
 from fabric_llm.training.forgetting import parse_budgets
-from parse_arguments import parse_plan, parse_train
+from parse_arguments import parse_train
+from plan_arguments import parse_plan
 from prepare_arguments import parse_prepare
 
 ROOT = Path(__file__).parent.parent

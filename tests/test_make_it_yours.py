@@ -25,7 +25,8 @@ from fabric_llm.plan import same_run
 from fabric_llm.run.metrics import of_code
 from fabric_llm.training.adamw import make_optimizer
 from fabric_llm.training.schedule import arguments_of, lr_at
-from parse_arguments import parse_plan, parse_train
+from parse_arguments import parse_train
+from plan_arguments import parse_plan
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text()

@@ -24,7 +24,8 @@ from fabric_llm.forecast import changes, prediction, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
 from fabric_llm.forecast.prediction import ROW
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from parse_arguments import parse_plan, parse_train
+from parse_arguments import parse_train
+from plan_arguments import parse_plan
 from prepare_arguments import PrepareArguments
 
 ROOT = Path(__file__).parent.parent

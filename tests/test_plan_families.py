@@ -42,7 +42,7 @@ def looked(folder, *words, whole=False):
     are traced."""
     from fabric_llm.forecast import trace
     from fabric_llm.forecast.prediction import predict
-    from parse_arguments import parse_plan
+    from plan_arguments import parse_plan
 
     given = ["--model_name", str(folder), "--context_length", "24", *map(str, words)]
     with patch.object(trace, "longest_cut", lambda kinds: None) if whole else nullcontext():

@@ -12,7 +12,7 @@ from test_law_12_mixture import save
 from test_report import Page, browser, opened
 
 import plan
-from parse_arguments import parse_plan
+from plan_arguments import parse_plan
 
 pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,8 @@ from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.extend_vocab import ExtendArguments
 from fabric_llm.generate import GenerateArguments
 from fabric_llm.verify.__main__ import parse as parse_verify
-from parse_arguments import parse_plan, parse_train
+from parse_arguments import parse_train
+from plan_arguments import parse_plan
 from prepare_arguments import PrepareArguments, parse_prepare
 
 SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
