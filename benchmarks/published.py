@@ -27,7 +27,7 @@ from fabric_llm.forecast import sweep
 from fabric_llm.forecast.memory import Memory
 from fabric_llm.forecast.prediction import predict
 from fabric_llm.model import gate, layers
-from parse_arguments import parse_plan
+from plan_arguments import parse_plan
 
 CONTEXT, SLACK = "CUDA context (assumed)", "allocator's slack (assumed)"
 # of the plan's parts

@@ -187,7 +187,7 @@ def longer_rows(folder: Path, options: argparse.Namespace) -> int:
 def planned(flags: list[str], context: int) -> int:
     """By plan.py's prediction, without what is assumed of a GPU."""
     from fabric_llm.forecast.prediction import predict
-    from parse_arguments import parse_plan
+    from plan_arguments import parse_plan
 
     parts = predict(*parse_plan([*flags, "--context_length", str(context)])).memory.parts
     return sum(size for name, size in parts.items() if not name.endswith("(assumed)"))

@@ -37,10 +37,10 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.model.attention import resolve_attention
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import checks, fetched
-from fabric_llm.plan.make_plan import require_data
-from fabric_llm.plan.model_plan import model_plan, require_shares
+from fabric_llm.plan.data_plan import plan_data
+from fabric_llm.plan.model_plan import model_plan, require_rows_for, require_shares, tokenizer_of
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.schedule import last_step, lay_out
+from fabric_llm.plan.schedule import last_step, lay_out, plan_schedule
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.report import reading
 from fabric_llm.training import adamw
@@ -217,9 +217,9 @@ def _hours(
 def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: str) -> None:
     """Raises ValueError and Fault as train.py would for a new run, where the flags name its data
     and that is here. steps: those of --tokens. source: how sentences name the model."""
-    data = flags.data.train_data_dir or flags.data.data_mix
+    has_data = flags.data.train_data_dir or flags.data.data_mix
     # The demo makes its data, and a resumed run is compared with its checkpoint.
-    if not data or flags.demo or flags.checkpoint.resume:
+    if not has_data or flags.demo or flags.checkpoint.resume:
         return
     if own.tokens is not None:
         flags = replace(flags, training=replace(flags.training, max_step=steps))
@@ -231,7 +231,12 @@ def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: st
         batches = batch_sizes(flags, devices_of_node(flags), flags.devices.num_nodes)
         # stdout may be read as JSON, and a warning isn't part of it.
         with redirect_stdout(sys.stderr):
-            require_data(flags, batches, source)
+            data, mix = plan_data(flags, {})
+            plan_schedule(flags, batches, data.sources, mix, {})
+            config = loading.load_config(flags.model.model_name)
+            require_rows_for(config.get_text_config(), data.opened, source)
+            tokenizer = loading.tokenizer_beside(flags.model.model_name)
+            tokenizer_of(data.opened, tokenizer, config, source)
 
 
 def _launch(own: Flags, work: Work, memory: Memory, parameters: list[Any]) -> float:

@@ -7,17 +7,10 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.checkpoint import keep
-from fabric_llm.model import loading
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
 from fabric_llm.plan.data_plan import plan_data
-from fabric_llm.plan.model_plan import (
-    plan_model,
-    require_model_can,
-    require_rows_for,
-    require_shares,
-    tokenizer_of,
-)
+from fabric_llm.plan.model_plan import plan_model, require_model_can, require_shares
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import plan_schedule
 from fabric_llm.plan.start import batch_sizes
@@ -63,19 +56,6 @@ def make_plan(
             with same_run.written_by_a_run(resume_from):
                 plan = replace(plan, changes=same_run.require_same_run(plan, flags))
     return plan
-
-
-def require_data(flags: Flags, batches: tuple[int, int, int], source: str) -> None:
-    """Raises ValueError where a new run couldn't read its datasets, or its model not their tokens.
-
-    batches: see `batch_sizes`. source: how sentences name the model.
-    """
-    data, mix = plan_data(flags, {})
-    plan_schedule(flags, batches, data.sources, mix, {})
-    model_name = flags.model.model_name
-    config = loading.load_config(model_name)
-    require_rows_for(config.get_text_config(), data.opened, source)
-    tokenizer_of(data.opened, loading.tokenizer_beside(model_name), config, source)
 
 
 def _require_rows_to_share(plan: Plan, attention: str) -> None:
