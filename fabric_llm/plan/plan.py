@@ -74,9 +74,14 @@ class DataPlan:
         return concatenate([first, *others]) if others else first
 
     @property
+    def datasets(self) -> dict[str, TokenDataset]:
+        """All datasets that are read, by name, those of --eval_data last."""
+        return {**self.sources, **self.eval_data}
+
+    @property
     def opened(self) -> list[TokenDataset]:
         """All datasets that are read, those of --eval_data last."""
-        return [*self.sources.values(), *self.eval_data.values()]
+        return list(self.datasets.values())
 
     def pads_before_text(self) -> bool:
         """Whether some rows have padding before their text, which packed attention would take for
@@ -116,14 +121,12 @@ class DataPlan:
 
     def validation_splits(self) -> dict[str, Any]:
         """What is evaluated, by name."""
-        datasets = {**self.sources, **self.eval_data}
-        return {name: dataset.validation for name, dataset in datasets.items()}
+        return {name: dataset.validation for name, dataset in self.datasets.items()}
 
     def in_bytes(self) -> frozenset[str]:
         """The sets with a loss in bits per byte: their tokens stand for all of their text."""
-        datasets = {**self.sources, **self.eval_data}
         return frozenset(
-            name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest)
+            name for name, one in self.datasets.items() if not bytes_are_lost(one.manifest)
         )
 
     def probe_rows(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
@@ -173,12 +176,11 @@ class DataPlan:
         """
         facts: dict[str, list[Any]] = {}
         splits, ends = self.validation_splits(), self.ends_of_eval_data()
-        datasets = {**self.sources, **self.eval_data}
         # The number of evaluated rows and the fingerprint tell which rows these are.
         for name, split in splits.items():
             evaluated = len(sample(split, self.evaluated_rows))
             facts[name] = [fingerprint(split), evaluated]
-            if datasets[name].document_end is not None and not self.document_masking:
+            if self.datasets[name].document_end is not None and not self.document_masking:
                 facts[name][0] += ", documents as one text"
             if evaluated < len(split):
                 facts[name].append(len(split))
