@@ -220,8 +220,6 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     place = copies.readable(
         flags.save.mirror, this.mirror, this.ranks_apart, this.watch, resume_from
     )
-    if resume_from is None:
-        ranks.together(lambda: _require_whole_start(this, flags), mark)
     # A plan may fail on one rank alone, such as for a file that only its machine lacks.
     problem = None
     try:
@@ -244,21 +242,18 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
     this.plan = plan
 
 
-def _require_whole_start(this: ThisRank, flags: Flags) -> None:
-    """Raises Fault on rank 0 where a new run would start from a damaged checkpoint."""
-    if this.rank == 0:
-        is_full = flags.checkpoint.verify_checkpoints == "full"
-        require_whole(Path(flags.model.model_name), is_full)
-
-
 def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path], dict[str, Any]]:
-    """(the checkpoint to resume from or None, its progress.json) on rank 0; nothing on others."""
-    if this.rank != 0:
-        return None, {}
-    path = run_directory.choose(flags, this.directory)
-    if path is None:
-        return None, {}
-    return path, keep.verified(path)
+    """(the checkpoint to resume from or None, its progress.json) on rank 0; nothing on others.
+    Raises Fault, also where a new run would start from a damaged checkpoint."""
+    path, document = None, {}
+    if this.rank == 0:
+        path = run_directory.choose(flags, this.directory)
+        if path is not None:
+            document = keep.verified(path)
+        else:
+            is_full = flags.checkpoint.verify_checkpoints == "full"
+            require_whole(Path(flags.model.model_name), is_full)
+    return path, document
 
 
 def _end(
