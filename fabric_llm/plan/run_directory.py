@@ -284,7 +284,7 @@ def record_fault(folder: Path, fault: Fault) -> None:
     """Write into STATUS.json why a run didn't begin. How a run ended stays there if a later command
     is a mistake."""
     if fault.retryable or read_status(folder).get("code") not in ENDED:
-        write_status(folder, fault.code, str(fault), None, fault.retryable)
+        write_fault(folder, fault, None)
 
 
 def sweep(folder: Path) -> None:
@@ -331,6 +331,11 @@ def write_status(
             record_event(folder, "ended", step, code=code, reason=reason)
     except OSError as error:  # a disk that is full or gone must not hide why the run ended
         print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
+
+
+def write_fault(folder: Path, fault: Fault, step: Optional[int]) -> None:
+    """`write_status` of a run that ends with `fault`."""
+    write_status(folder, fault.code, str(fault), step, fault.retryable)
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -313,7 +313,7 @@ def _start_again(this: ThisRank, flags: Flags, first: Fault, signals: StopSignal
         if this.rank == 0:
             stopped = at_start()
             _print_end(this.rank, stopped, stopped)
-            run_directory.write_status(this.directory, stopped.code, str(stopped), step, True)
+            run_directory.write_fault(this.directory, stopped, step)
         return faults.STOPPED
     more = list(first.again)
     # The next attempt writes into the same directory.
@@ -359,9 +359,7 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
     elif this.plan is None and _writes_status(this):
         run_directory.record_fault(this.directory, first)
     elif _writes_status(this):
-        run_directory.write_status(
-            this.directory, first.code, str(first), watch.step, first.retryable
-        )
+        run_directory.write_fault(this.directory, first, watch.step)
     if this.rank == 0:
         # The store ends with rank 0, so it waits until the ranks that it has heard have read why.
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
@@ -387,7 +385,7 @@ def _write_elsewhere(this: ThisRank, flags: Flags, first: Fault) -> None:
         # Where it is there, rank 0 has it. Another name may not be the one that rank 0 takes.
         if flags.checkpoint.run_name is not None and not directory.is_dir():
             directory.mkdir(parents=True)
-            run_directory.write_status(directory, first.code, str(first), None, True)
+            run_directory.write_fault(directory, first, None)
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
@@ -403,9 +401,7 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
         # A status of another process is about an earlier start in this directory.
         is_written = status.get("code") is not None and status.get("pid") == of_rank_0.get("pid")
         if directory.is_dir() and not is_written:
-            run_directory.write_status(
-                directory, first.code, str(first), this.watch.step, first.retryable
-            )
+            run_directory.write_fault(directory, first, this.watch.step)
 
 
 def _out_of_memory(this: ThisRank, fault: Fault) -> Fault:
