@@ -270,7 +270,7 @@ def started(argv: Any) -> Any:
     fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     plan, loaded = measure(plan, arguments)
-    run = Run(fabric, arguments, plan, None, plan.start, plan.schedule)
+    run = Run(fabric, arguments, plan, None)
     build_model(run, loaded)
     return run
 

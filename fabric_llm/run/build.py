@@ -63,7 +63,7 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     # From here on the plan says which attention and which loss the model takes.
     plan, loaded = measure(this.plan, flags)
     this.plan = plan
-    run = Run(fabric, flags, plan, watch, plan.start, plan.schedule)
+    run = Run(fabric, flags, plan, watch)
     run.mirror, run.ranks_apart = this.mirror, this.ranks_apart
     # Registered first, so it is called last: the loss and the checkpoint are final then.
     run.closing.callback(say_what_comes_next, run)

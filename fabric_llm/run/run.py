@@ -16,11 +16,10 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.names import command
-from fabric_llm.checkpoint.keep import Progress, step_directory
+from fabric_llm.checkpoint.keep import step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.schedule import Schedule
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import Log
@@ -71,19 +70,10 @@ class Run:
     # of the validation sets where the run is, nats; None: they aren't evaluated there
     losses: Optional[Mapping[str, float]] = None
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        flags: Flags,
-        plan: Plan,
-        watch: Watch,
-        progress: Progress,
-        schedule: Schedule,
-    ) -> None:
-        """progress: where the run is. schedule: the steps that it makes from there. A rewind
-        changes both."""
+    def __init__(self, fabric: Fabric, flags: Flags, plan: Plan, watch: Watch) -> None:
         self.fabric, self.flags, self.plan, self.watch = fabric, flags, plan, watch
-        self.progress, self.schedule = progress, schedule
+        # Where the run is, and the steps that it makes from there. A rewind changes both.
+        self.progress, self.schedule = plan.start, plan.schedule
         self.closing = ExitStack()  # a run that fails doesn't close it
 
     @property
