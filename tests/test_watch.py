@@ -10,6 +10,7 @@ from ranks import run_ranks
 
 from fabric_llm.base.faults import PEER_LOST, SAVE_FAILED, Fault
 from fabric_llm.base.ranks import from_first, gather, waiting
+from fabric_llm.processes.launch import Children
 from fabric_llm.processes.watch import Watch, hanging
 
 
@@ -20,7 +21,7 @@ def test_a_job_that_was_suspended_for_longer_than_the_time_out_goes_on(monkeypat
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away[0], sleep=time.sleep)
     monkeypatch.setattr("fabric_llm.processes.watch.time", clock)
     ended = []
-    watch = Watch(0, 1, on_fault=ended.append)
+    watch = Watch(0, 1, ended.append, Children({}), bool)
     watch.begin(20.0)
     try:
         for _ in range(2):
@@ -61,7 +62,7 @@ def test_ranks_that_have_met_have_entered_as_many_collectives():
 
 def test_a_fault_that_was_heard_is_known_once_the_store_has_gone():
     """Rank 0 holds the store, and ends with it."""
-    store, watch = torch.distributed.HashStore(), Watch(0, 1, on_fault=print)
+    store, watch = torch.distributed.HashStore(), Watch(0, 1, print, Children({}), bool)
     told = {"rank": 3, "sentence": "no space left.", "code": SAVE_FAILED, "retryable": True}
     store.set("first", json.dumps(told))
     watch._exchange(store)

@@ -13,7 +13,7 @@ from typing import Optional, Union
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, is_rank_zero
-from fabric_llm.base.names import flag_meant, nearest
+from fabric_llm.base.names import comma_separated, flag_meant, nearest
 from fabric_llm.data import mixture_text
 from fabric_llm.data.periods import ONE_SET, PROBES
 from fabric_llm.data.sources import (
@@ -236,9 +236,9 @@ def overrides(flags: Flags) -> tuple[str, ...]:
     """The flags that --resume_override names. Raises ValueError for one that it can't change."""
     # All other flags may change freely, or never.
     known = {name: one for name, one in flags.declared().items() if one.belongs_to_run}
-    given = (flags.checkpoint.resume_override or "").split(",")
+    given = comma_separated(flags.checkpoint.resume_override)
     # The names may be given with dashes, as on the command line.
-    names = tuple(name.strip().removeprefix("--") for name in given if name.strip())
+    names = tuple(name.removeprefix("--") for name in given)
     for name in names:
         if name not in known:
             words = flag_meant(name, known, {}) or f"what can change is {', '.join(known)}."

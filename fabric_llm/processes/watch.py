@@ -60,11 +60,11 @@ class Watch:
         rank: int,
         world_size: int,
         on_fault: Callable[[Fault], None],
-        children: Optional[Children] = None,
-        is_asked: Callable[[], bool] = lambda: False,
+        children: Children,
+        is_asked: Callable[[], bool],
     ) -> None:
         self.rank, self.world_size, self.on_fault = rank, world_size, on_fault
-        self.children, self.is_asked = children or Children({}), is_asked
+        self.children, self.is_asked = children, is_asked
         self.is_joining = True  # until all ranks have joined
         self.step, self.doing, self.marked = 0, "joining", time.monotonic()
         self.collectives = 0  # that this rank had entered when the watch last looked

@@ -298,12 +298,11 @@ def _csv(folder: Path, *more: Any) -> Tracker:
 def _tensorboard(folder: Path, *more: Any) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
+    opened = partial(SummaryWriter, str(folder / "tensorboard"))
     # What an earlier process has written beyond the log is hidden: all of it, where a run that was
     # killed before its first checkpoint begins anew.
-    first = 0
-    for _, record in json_lines(folder / METRICS):
-        first = max(first, record["step"] + 1)
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+    steps = [record["step"] for _, record in json_lines(folder / METRICS)]
+    writer = opened(purge_step=max(steps, default=-1) + 1)
 
     def log(step: int, record: Record) -> None:
         for key, value in record.items():
@@ -313,7 +312,7 @@ def _tensorboard(folder: Path, *more: Any) -> Tracker:
         nonlocal writer
         writer.close()
         # Nothing can be removed from an event file, but a new writer hides later steps.
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=there.step + 1)
+        writer = opened(purge_step=there.step + 1)
 
     return log, lambda: writer.close(), cut
 

@@ -121,9 +121,7 @@ def save(run: Run, *, stops: bool) -> None:
         mark = partial(run.watch.mark, step, "saving")
         mark()
         # Rank 0 alone writes the manifest, and hashing takes time.
-        made_from = {}
-        if run.fabric.global_rank == 0:
-            made_from = origin(plan)
+        made_from = origin(plan) if run.fabric.global_rank == 0 else {}
         pending = writing.begin(
             step_directory(plan.run_directory, step),
             run.fabric,
@@ -162,10 +160,8 @@ def facts(run: Run) -> dict[str, Any]:
     plan, losses = run.plan, run.losses
     # The best checkpoints are kept by the loss of one set, or of the training data.
     loss, followed = math.nan, run.flags.save.keep_best_of
-    if losses is not None and followed is None:
-        loss = run.log.overall(losses)
-    elif losses is not None:
-        loss = losses.get(followed, math.nan)
+    if losses is not None:
+        loss = run.log.overall(losses) if followed is None else losses.get(followed, math.nan)
     # `fabric_llm.verify` compares the rows that all ranks have read with the data.
     before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
     # A resumed run adds to the record of the processes before it.

@@ -149,10 +149,9 @@ def evaluate(
             losses[0] += sums[0]
             of_rows = sums[1:].view(-1, width).double()
             losses[1:].view(-1, width).index_add_(0, here["questions"], of_rows)
-        elif sums.numel() == 1:  # all targets are at the first place
-            losses[:2] += sums
         else:
-            losses[: sums.numel()] += sums
+            # With one sum, all targets are at the first place.
+            losses[: max(2, sums.numel())] += sums
     model.train()
     # Otherwise the next step would find the outermost unit gathered, and not reduce its gradients.
     reshard(model)
