@@ -132,15 +132,9 @@ def require_alike(
     # One token id marks ends for the whole run, so it must be the same in all sources.
     ends = [one.document_end for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
-        packed = []
-        for end in ends:
-            words = f"packed, token {end} ends a document"
-            if end is None:
-                words = "not packed by prepare_data.py"
-            packed.append(words)
         raise ValueError(
-            f"{both} have different documents: {', and '.join(packed)}; take --document_masking "
-            "false."
+            f"{both} end documents with different tokens, {ends[0]} and {ends[1]} (None: not "
+            "packed by prepare_data.py); take --document_masking false."
         )
 
 
