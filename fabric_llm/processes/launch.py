@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
-from fabric_llm.base.machine import cores, die_with
+from fabric_llm.base.machine import die_with
 from fabric_llm.processes.stop import SIGNALS, STARTED
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent holds the store
@@ -229,8 +229,7 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
     os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
     command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
     processes = {}
-    if devices > cores():
-        print(f"{devices} processes begin on {cores()} CPU cores, which takes a while.", flush=True)
+
     # Local rank 0 is this process.
     for local_rank in range(1, devices):
         rank = node * devices + local_rank
