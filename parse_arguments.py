@@ -17,14 +17,12 @@ from arguments import DEMO_CONFIG, ROOT, Arguments, PlanArguments, groups_of_run
 from fabric_llm.base import register
 from fabric_llm.base.command_line import (
     declared,
-    fail,
     groups,
     load_yaml,
     parse,
     read_yaml,
     yaml_text,
 )
-from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.data.sources import SOURCES
@@ -95,7 +93,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
 
     With neither --config nor --model_name nor --train_data_dir, a resumed run goes on with its own
     arguments.yaml, and otherwise configs/demo.yaml applies. Exits with code 2 and one sentence on
-    anything unknown.
+    anything unknown; raises ValueError for what --code, --logger or a mixture can't be.
     """
     return parse_run("train.py", TRAIN, [], argv)[0]
 
@@ -122,10 +120,7 @@ def parse_run(
         # In front of the user's words: of a flag that is there twice the later value wins.
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     # First, because the flags and schedules that it registers are parsed with all others.
-    try:
-        _load_code(argv, more)
-    except ValueError as error:
-        fail(program, str(error), getattr(error, "code", BAD_INPUT))
+    _load_code(argv, more)
     flag_groups = [*more, *groups_of_run().values()]
     # A resumed run's file may hold flags that no longer exist. They are read and dropped.
     removed = {*REMOVED, *_flags_of_other_code(resumed, argv, flag_groups)}
@@ -138,24 +133,16 @@ def parse_run(
         elsewhere=not_here(),
         removed=removed,
     )
-    try:
-        # It raises ValueError for a tracker that doesn't exist.
-        metrics.named(flat["logger"])
-        # arguments.yaml keeps the mixture itself, since its file may change.
-        if flat["replay"] is not None or flat["replay_fraction"] is not None:
-            mix = with_replay(
-                flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"]
-            )
-            flat |= {
-                "data_mix": mix,
-                "train_data_dir": None,
-                "replay": None,
-                "replay_fraction": None,
-            }
-        elif flat["data_mix"]:
-            flat["data_mix"] = text_of(flat["data_mix"])
-    except ValueError as error:
-        fail(program, str(error), getattr(error, "code", BAD_INPUT))
+    # It raises ValueError for a tracker that doesn't exist.
+    metrics.named(flat["logger"])
+    # arguments.yaml keeps the mixture itself, since its file may change.
+    if flat["replay"] is not None or flat["replay_fraction"] is not None:
+        mix = with_replay(
+            flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"]
+        )
+        flat |= dict.fromkeys(("train_data_dir", "replay", "replay_fraction")) | {"data_mix": mix}
+    elif flat["data_mix"]:
+        flat["data_mix"] = text_of(flat["data_mix"])
     if demo:  # the preset's paths are relative to this repository, not to the current directory
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
