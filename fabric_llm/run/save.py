@@ -323,16 +323,17 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
         _publish(run, pending)
 
 
+def has_room(run: Run, document: dict[str, Any]) -> bool:
+    """Whether at most half of each budget was used at the checkpoint of a progress.json."""
+    return run.forgetting.has_room(keep.comparable_losses(document))
+
+
 def kept(run: Run) -> retention.Kept:
     """The checkpoints that --keep_last leaves."""
     flags, to_go_back_to = run.flags.save, None
-
-    def has_room(document: dict[str, Any]) -> bool:
-        return run.forgetting.has_room(keep.comparable_losses(document))
-
     # Otherwise no rewind depends on losses.
     if goes_back_by_losses(run.flags):
-        to_go_back_to = has_room
+        to_go_back_to = partial(has_room, run)
     return retention.Kept(
         last=flags.keep_last,
         every=flags.keep_every,

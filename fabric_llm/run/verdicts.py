@@ -1,6 +1,5 @@
 """What follows if the guard didn't take a step, or warns of it: a line, the end, or a rewind."""
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -212,12 +211,13 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     A run that forgot may also go back to its beginning: (None, what its progress.json would be).
     For one that didn't, any checkpoint is better than none.
     """
-    plan, step, is_one = run.plan, run.progress.step, suits(run, forgot)
+    plan, step = run.plan, run.progress.step
     interval = run.flags.save.save_step_interval
     hashes = run.flags.checkpoint.verify_checkpoints == "full"
 
     def was_due(document: dict[str, Any]) -> bool:
-        return is_one(document) and retention.is_due(document["progress"]["step"], interval)
+        is_due = retention.is_due(document["progress"]["step"], interval)
+        return suits(run, forgot, document) and is_due
 
     # A checkpoint that was due is there in every process that comes here, stopped before or not.
     last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)
@@ -234,7 +234,7 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
         except Fault as problem:
             run.log.line(f"Warning: {problem}")
         else:
-            last = began if is_one(document) else None
+            last = began if suits(run, forgot, document) else None
     # Spikes can be met with one that a user asked for, rather than with none.
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
@@ -256,12 +256,9 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
     return None, {**begin, "eval_losses": run.forgetting.before}
 
 
-def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
-    """Whether a run may go back to the checkpoint of a progress.json.
-
-    If it forgot, at most half of each budget may be used there.
-    """
-    return lambda document: not forgot or run.forgetting.has_room(keep.comparable_losses(document))
+def suits(run: Run, forgot: bool, document: dict[str, Any]) -> bool:
+    """Whether a run may go back to the checkpoint of a progress.json."""
+    return not forgot or save.has_room(run, document)
 
 
 def _too_many(run: Run, many: str, reason: str, forgot: bool = False) -> Fault:
@@ -286,11 +283,10 @@ def _fault(run: Run, reason: str, forgot: bool) -> Fault:
     # model is trained with was mistyped, such as 2e5 for 2e-5: half of it would be no better.
     folder, rate = run.plan.run_directory, run.flags.training.lr
     half = {"lr": f"{rate / 2 if rate <= MAX_LR else run.flags.declared()['lr'].default:g}"}
-    is_one = suits(run, forgot)
 
     def is_good(document: dict[str, Any]) -> bool:
         path = step_directory(folder, document["progress"]["step"])
-        return is_one(document) and not is_spoilt(path)
+        return suits(run, forgot, document) and not is_spoilt(path)
 
     # Without hashes, which would take long, and the next command compares them.
     last, _ = keep.newest_valid(folder, False, is_good)
