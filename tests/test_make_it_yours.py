@@ -22,6 +22,7 @@ from fabric_llm.data import own
 from fabric_llm.data.own import HEAD, Stream
 from fabric_llm.model.language_model import losses_to_log
 from fabric_llm.plan import same_run
+from fabric_llm.plan.start import report_errors
 from fabric_llm.run.metrics import of_code
 from fabric_llm.training.adamw import make_optimizer
 from fabric_llm.training.schedule import arguments_of, lr_at
@@ -259,7 +260,7 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, text, sentence):
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as stop, report_errors():
         parse_train(["--code", str(path), "--lr_schedule", "sqrt"])
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1, said
