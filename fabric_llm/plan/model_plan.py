@@ -33,9 +33,7 @@ def plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[Mo
     datasets, rope = data.opened, ""
     # The configuration of a resumed run's checkpoint has them already.
     if asked.rope is not None and source == asked.model_name:
-        config, rope = positions.scaled(
-            config, asked.rope, max(dataset.context_length for dataset in datasets)
-        )
+        config, rope = positions.scaled(config, asked.rope, data.row_lengths()[-1])
     config._attn_implementation = resolve_attention(config, asked.attention, kind)
     if is_rank_zero():
         require_rows_for(config.get_text_config(), datasets, source)

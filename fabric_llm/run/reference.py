@@ -78,7 +78,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
     opened, config = None, plan.model.config  # the former and `expected` stay on rank 0
 
     # Run on rank 0 alone: whatever it raises ends the run on all ranks.
-    def load() -> Chosen:
+    def measure() -> Chosen:
         nonlocal opened, expected
         flash = config._attn_implementation == "flash_attention_2"  # has no CPU kernel
         # A copy, since the devices get `config` with the attention that was asked for.
@@ -133,7 +133,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> Reference:
             ) from error
 
     # The other ranks need what was chosen, since all ranks build the same model.
-    chosen = ranks.from_rank_zero(load)
+    chosen = ranks.from_rank_zero(measure)
     loading.disable_progress_bar()  # from here on there is our own
     return Reference(opened, expected, chosen)
 
@@ -179,11 +179,8 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they
     ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
-    loss, sharing, lengths = (
-        plan.model.loss,
-        plan.placement.context_parallel,
-        plan.data.row_lengths(),
-    )
+    loss, sharing = plan.model.loss, plan.placement.context_parallel
+    lengths = plan.data.row_lengths()
     # Whether the data has documents to keep apart. Below it becomes whether the model can.
     masks = plan.data.keeps_documents_apart()
     of_documents = (
@@ -270,9 +267,8 @@ def _keeps_documents_apart(
     """
     name, sharing = type(reference).__name__, plan.placement.context_parallel
     # Flash attention has no CPU kernel, so SDPA is measured in its place.
-    with capabilities.attention(
-        reference, "sdpa" if attention == "flash_attention_2" else attention
-    ):
+    measured = "sdpa" if attention == "flash_attention_2" else attention
+    with capabilities.attention(reference, measured):
         leak = capabilities.find_leak(reference)
     # What flows outside of the attention would end where a rank's part of the row ends.
     if leak is not None and sharing > 1:
