@@ -21,8 +21,8 @@ import export_hf
 import prepare_data
 from export_hf import parse_export
 from fabric_llm.checkpoint import keep
-from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.mixture import mixture_of
+from fabric_llm.data.periods import ENDLESS
 from fabric_llm.weights.card import rename, sources
 from parse_arguments import parse_train
 from prepare_arguments import parse_prepare

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 # Weights whose periods are kept. Each step asks for those of all stages, and a steered run has a
 # stage for each evaluation.
 KEPT = 1024
+ENDLESS = 2**62  # rows of a stream, see own.py
 ONE_SET = "validation"  # the name of the only source, and of its validation set
 # The probes of what a model does with its context, see probes.py.
 COPY, RETRIEVAL = PROBES = ("copy", "retrieval")

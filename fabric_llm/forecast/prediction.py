@@ -18,8 +18,7 @@ from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.data import mixture_text
-from fabric_llm.data.columns import ENDLESS
-from fabric_llm.data.periods import Stage
+from fabric_llm.data.periods import ENDLESS, Stage
 from fabric_llm.data.sources import open_source, source_of
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict_memory

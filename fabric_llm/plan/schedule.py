@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.data.columns import ENDLESS
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least, described, require_one_length
-from fabric_llm.data.periods import Stage, position_of, read_before
+from fabric_llm.data.periods import ENDLESS, Stage, position_of, read_before
 from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 
 if TYPE_CHECKING:
