@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import gpu, inputs, page, turns
 
-# A shape, vocabulary, context and micro-batch. Of a Llama of one billion parameters, with four
+# A shape, context and micro-batch. Of a Llama of one billion parameters, with four
 # rows, all logits of one contender don't fit beside the others' weights.
 SIZES = {
-    "cpu": (inputs.llama(512, 1376, 8, 8), 8192, 512, 4),
-    "cuda": (gpu.SHAPES["1B"], gpu.VOCABULARY, 4096, 2),
-    "smoke": (inputs.llama(32, 64, 2, 2), 128, 32, 2),
+    "cpu": (inputs.llama(512, 1376, 8, 8, vocab_size=8192), 512, 4),
+    "cuda": (gpu.SHAPES["1B"], 4096, 2),
+    "smoke": (inputs.llama(32, 64, 2, 2, vocab_size=128), 32, 2),
 }
 ROWS, DOCUMENT_TOKENS = 256, 300  # on average
 SEED = 1234  # of the order, as train.py has it
@@ -50,17 +50,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     options = turns.resolve(parser)
     sizes = SIZES["smoke" if options.smoke else options.kind]
-    shape, vocabulary, context, options.micro_batch = sizes
+    shape, context, options.micro_batch = sizes
     document_tokens = (12 if options.smoke else DOCUMENT_TOKENS) * options.packed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shape = {**shape, "vocab_size": vocabulary}
         inputs.write_llama(folder / "llama", True, options.dtype, **shape)
-        inputs.write_rows(folder / "data", vocabulary, context, ROWS, document_tokens)
-        contenders = []
-        for way in options.only:
-            given = options, {"name": way}, CONTENDERS[way]
-            contenders.append(turns.Contender(*given, folder, options))
+        inputs.write_rows(folder / "data", shape["vocab_size"], context, ROWS, document_tokens)
+        contenders = [
+            turns.Contender(options, {"name": way}, CONTENDERS[way], folder, options)
+            for way in options.only
+        ]
         rows = turns.in_turns(contenders, options)
     for row in rows:
         if (seconds := page.median(row)) is not None:
@@ -84,9 +83,7 @@ def main() -> int:
 def template(turn: turns.Turns, folder: Path, options: argparse.Namespace, how: str = "") -> None:
     from benchmarks import one_step
 
-    words = f"{how} --micro_batch_size {options.micro_batch}"
-    if options.compile:
-        words += " --compile true"
+    words = f"{how} --micro_batch_size {options.micro_batch} {'--compile true' * options.compile}"
     usual = folder, "llama", "data", options.kind, turns.DTYPES[options.dtype]
     one_step.train(turn, one_step.set_up(inputs.training(*usual, words)))
 
