@@ -1,4 +1,4 @@
-"""What plan.py predicts for runs whose peak memory or speed others, and this project, have published.
+"""What plan.py predicts for runs whose peak memory or speed others or this project have published.
 
     python benchmarks/published.py memory
     python benchmarks/published.py speed
