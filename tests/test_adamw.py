@@ -138,11 +138,6 @@ def test_a_step_prepared_before_its_gradients_are_scaled_is_the_same(updates, dt
     assert early.state[ours[0]]["step"] == late.state[theirs[0]]["step"] == 3
 
 
-def test_a_wrong_name_is_refused():
-    with pytest.raises(ValueError, match="'kahan' is none of stochastic, nearest, master"):
-        AdamW(parameters(torch.bfloat16, (1,)), lr=1e-3, updates="kahan")
-
-
 # ------------------------------------------------------------------------------- small updates
 
 

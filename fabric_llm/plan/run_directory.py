@@ -118,6 +118,9 @@ def _name(flags: Flags) -> str:
         return name
     default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
     parent = Path(flags.checkpoint.output_dir)
+    # The demo has a default name, but the user may mean a run that has another one.
+    if flags.demo and flags.checkpoint.resume is True:
+        _require_demo_alone(parent, default)
     # The folder is read once, instead of asking for each of up to 10,000 names.
     last, there = None, set()
     if parent.is_dir():
@@ -129,6 +132,18 @@ def _name(flags: Flags) -> str:
         elif not flags.checkpoint.resume:
             return numbered
     return last or default
+
+
+def _require_demo_alone(parent: Path, default: str) -> None:
+    """Raises ValueError if --resume true, without a name, may mean another run than the demo's."""
+    runs = sorted(path.name for path in parent.glob("*") if files.latest(path) is not None)
+    for other in runs:
+        if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", other):
+            raise ValueError(
+                f"--resume true doesn't say which run of {str(parent)!r} goes on, "
+                f"{listed(map(repr, runs))}: name it, such as "
+                f"{command(run_name=other)}."
+            )
 
 
 def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] = None) -> str:

@@ -220,8 +220,6 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         origins: Optional[Mapping[Tensor, Origin]] = None,
     ) -> None:
-        if updates not in UPDATES:
-            raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
