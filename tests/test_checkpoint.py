@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from fabric_llm.base import files
+from fabric_llm.base.describing import Describing, describe
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest
 from fabric_llm.checkpoint import keep, retention, writing
@@ -208,7 +209,7 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
     (temporary / "trainer").mkdir(parents=True)
     (temporary / "weights").write_text("weights")
     (temporary / "trainer" / "progress.json").write_text("{}")
-    entries = files.describe(temporary, files.files_in(temporary))
+    entries = describe(temporary, files.files_in(temporary))
     writing.publish(temporary, tmp_path / "step-00000001", {"step": 1, "files": entries})
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     expected = ["", "weights", "trainer", "trainer/progress.json", "MANIFEST.json"]
@@ -220,7 +221,7 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
     runs, toys, tmp_path, monkeypatch
 ):
     events = []
-    start, opened = files.Describing.start, saving.TensorFile.__init__
+    start, opened = Describing.start, saving.TensorFile.__init__
 
     def started(self, names):
         names = list(names)
@@ -232,7 +233,7 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
         opened(self, path, *more)
 
     monkeypatch.setattr(writing, "MANY_BYTES", 1)
-    monkeypatch.setattr(files.Describing, "start", started)
+    monkeypatch.setattr(Describing, "start", started)
     monkeypatch.setattr(saving.TensorFile, "__init__", opening)
     one_rank(toys, tmp_path, *RUN, "--max_step", 1)
     parts = [name for name in files_of(tmp_path / "run" / "step-00000001") if "/shard-" in name]

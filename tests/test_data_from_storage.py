@@ -25,6 +25,7 @@ from test_tasks import write_task
 
 import train
 from fabric_llm.base import files
+from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 from fabric_llm.mirror import fetch
 from fabric_llm.mirror.lease import Lease
@@ -63,7 +64,7 @@ def sealed(folder, target):
     """A copy of a dataset with a manifest, as prepare_data.py writes it."""
     shutil.copytree(folder, target)
     manifest = {"files": [{"path": "a.txt", "bytes": 1}]}  # what it was made of
-    manifest["written"] = files.describe(target, files.files_in(target))
+    manifest["written"] = describe(target, files.files_in(target))
     (target / "manifest.json").write_bytes(files.encode(manifest))
     return target
 

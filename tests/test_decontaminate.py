@@ -20,6 +20,7 @@ from test_prepare_pieces import assert_same
 
 import prepare_data
 from fabric_llm.base import files
+from fabric_llm.base.describing import describe
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.prepare import contamination, corpus
 from fabric_llm.prepare.encoding import DOCUMENT
@@ -382,7 +383,7 @@ def task_folder(folder, requests):
     split = datasets.Dataset.from_list(rows)
     datasets.DatasetDict({"validation": split}).save_to_disk(folder)
     tokenizer.save_pretrained(folder / "tokenizer")
-    written = files.describe(folder, files.files_in(folder))
+    written = describe(folder, files.files_in(folder))
     (folder / "manifest.json").write_bytes(files.encode({"tasks": {}, "written": written}))
     return folder
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import export_hf
 import fabric_llm.verify.__main__
 from fabric_llm.base import failpoints, files
+from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, trainer_state
 from fabric_llm.checkpoint.keep import checkpoint_at as find
@@ -345,7 +346,7 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
     probe["logits"] = probe["logits"].flip(0).contiguous()
     save_file(probe, copy / "trainer" / "probe.safetensors")
     document = files.read(copy)
-    document["files"] = files.describe(copy, document["files"])
+    document["files"] = describe(copy, document["files"])
     (copy / files.MANIFEST).write_bytes(files.encode(document))
     code, _, error = run_export(copy)
     assert code == 1 and "logits differ from those in training" in error

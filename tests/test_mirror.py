@@ -31,6 +31,7 @@ from servers import (
 from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, save
 
 from fabric_llm.base import files
+from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import Fault
 from fabric_llm.mirror import address, fetch, leftovers, store
 from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
@@ -982,7 +983,7 @@ def test_memory_is_bounded(on_moto, run, tmp_path):
         block = random.Random(0).randbytes(2**20)
         for count in range(512):
             file.write(count.to_bytes(8, "big") + block[8:])
-    entries = files.describe(run / "step-00000001", ["model.safetensors"])
+    entries = describe(run / "step-00000001", ["model.safetensors"])
     (run / "step-00000001" / files.MANIFEST).write_bytes(files.encode({"files": entries}))
     with at_work(on_moto, run, program=MEASURED, upload=1) as mirror:
         report = mirror.wait("mirrored", seconds=300)

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.base import files
+from fabric_llm.base.describing import describe
 from fabric_llm.model import folders
 
 MEMORY_BYTES = 4 * 2**30  # that an attack may take
@@ -104,7 +105,7 @@ def seal(folder, **changes):
     document = json.loads((folder / "MANIFEST.json").read_text())
     document.pop("sha256")
     names = [name for name in files.files_in(folder) if name != "MANIFEST.json"]
-    document = {**document, "files": files.describe(folder, names), **changes}
+    document = {**document, "files": describe(folder, names), **changes}
     (folder / "MANIFEST.json").write_bytes(files.encode(document))
 
 
@@ -112,7 +113,7 @@ def seal_data(folder, **changes):
     """The same for a dataset, as one of prepare_data.py."""
     (folder / "manifest.json").unlink(missing_ok=True)
     document = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1}
-    written = files.describe(folder, files.files_in(folder))
+    written = describe(folder, files.files_in(folder))
     document = {**document, "eos_token_id": 0, "written": written, **changes}
     (folder / "manifest.json").write_bytes(files.encode(document))
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.base import files
+from fabric_llm.base.describing import describe
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep
 from fabric_llm.verify import __main__ as verify_main
@@ -63,7 +64,7 @@ def reseal(folder):
     """Make the manifest of a checkpoint that was tampered with agree with its files."""
     document = json.loads((folder / MANIFEST).read_text())
     del document["sha256"]
-    document["files"] = files.describe(folder, set(files.files_in(folder)) - {MANIFEST})
+    document["files"] = describe(folder, set(files.files_in(folder)) - {MANIFEST})
     (folder / MANIFEST).write_bytes(files.encode(document))
 
 
@@ -101,7 +102,7 @@ def test_rows_that_are_too_many_to_compare_are_not_called_read_by_one_rank(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run, before = runs / kind, files.describe(runs / kind, files.files_in(runs / kind))
+    run, before = runs / kind, describe(runs / kind, files.files_in(runs / kind))
     code, out, error = verified(capsys, run, "--output", tmp_path / "certificate.json")
     assert (code, error) == (0, "")
     said = ("step-00000002", "step-00000006", "code 0, done", "Verified with plain", "Certificate")
@@ -118,7 +119,7 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     assert counts["parameters"] == document["export"]["parameters"]
     assert counts["training_lines"] == 6
     assert os.listdir(tmp_path) == ["certificate.json"], "nothing is left"
-    assert files.describe(run, files.files_in(run)) == before, "nothing is changed"
+    assert describe(run, files.files_in(run)) == before, "nothing is changed"
 
 
 PART = "step-00000004/trainer/optimizer/shard-00002-model-00001-of-00001.safetensors"

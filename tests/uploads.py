@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files
+from fabric_llm.base.describing import describe
 
 ROOT = Path(__file__).parent.parent
 RUN = "RUN"
@@ -54,7 +55,7 @@ def save(
     for file, content in contents.items():
         (temporary / file).parent.mkdir(parents=True, exist_ok=True)
         (temporary / file).write_bytes(content)
-    document = {"files": files.describe(temporary, contents), "step": step}
+    document = {"files": describe(temporary, contents), "step": step}
     (temporary / files.MANIFEST).write_bytes(files.encode(document))
     temporary.rename(run / name)
     with (run / "metrics.jsonl").open("a") as log:

@@ -3,6 +3,7 @@
 faults        exit codes, `Fault`, `as_fault`, `one_line`
 files         `fsync`, `write_atomically`, `sha256`, the manifest of a folder, `latest` and other
               names of checkpoints
+describing    `describe`, `Describing`: a manifest's entries, made while others are written
 ranks         `gather`, `from_first`, `first_fault`, `from_rank_zero`
 program       `plain_output`, `outlast_readers`, `wait_until`: how programs print and wait
 machine       `cores`, `free_memory_bytes`, `die_with`: what the machine has

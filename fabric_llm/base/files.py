@@ -13,11 +13,11 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional, Self
+from typing import Any, Optional
 
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
@@ -122,51 +122,6 @@ def instead_of_content(path: Path) -> Optional[str]:
             "a web page, such as one that asks for a login, not the file itself: download it anew"
         )
     return None
-
-
-def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """A manifest's entries for files in `folder`, which are on the disk when this returns."""
-    with Describing(folder) as describing:
-        describing.start(names)
-        return describing.entries()
-
-
-class Describing:
-    """Makes entries for complete files in a folder while others are still being written."""
-
-    def __init__(self, folder: Path, mark: Callable[[], Any] = lambda: None) -> None:
-        """mark: called as files are written and described, which may take long on a slow disk."""
-        self.folder, self.mark = folder, mark
-        self.pool = ThreadPoolExecutor(2 * THREADS)  # half of them may be waiting for the disk
-        self.started: dict[str, tuple[Future[None], Future[str]]] = {}  # on the disk, and hashed
-
-    def start(self, names: Iterable[str]) -> None:
-        """Start to hash these complete files and to flush them, unless that was started before."""
-        self.mark()
-        # Sorted, so that the manifest has the same order each time.
-        for name in sorted(set(names) - self.started.keys()):
-            path = self.folder / name
-            self.started[name] = self.pool.submit(fsync, path), self.pool.submit(sha256, path)
-
-    def entries(self) -> dict[str, Entry]:
-        """Wait for all files, and return their entries. Raises what hashing or flushing raised."""
-        entries = {}
-        for name, (flushed, hashed) in self.started.items():
-            # A file is listed only once it is on the disk.
-            flushed.result()
-            entries[name] = {
-                "bytes": (self.folder / name).stat().st_size,
-                "sha256": hashed.result(),
-            }
-            self.mark()
-        return entries
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # After an error no thread may still read files that the caller removes.
-        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def files_in(folder: Path) -> list[str]:

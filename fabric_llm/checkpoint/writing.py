@@ -41,6 +41,7 @@ from torch.distributed.checkpoint import _hf_utils as dcp
 from transformers import PreTrainedModel
 
 from fabric_llm.base import files
+from fabric_llm.base.describing import Describing
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import (
@@ -257,7 +258,7 @@ def write(
     part in what all ranks do together, so that none waits for one that gave up. Each file is hashed
     and flushed while the next one is written, and `mark` is called after each.
     """
-    with files.Describing(pending.temporary, mark) as describing:
+    with Describing(pending.temporary, mark) as describing:
         problems = [_try(_write_rest, pending, describing)]
         for folder in pending.parts:
             problems.append(_try(_write_parts, pending, folder, describing))
@@ -269,7 +270,7 @@ def write(
     return pending
 
 
-def _write_rest(pending: Pending, describing: files.Describing) -> None:
+def _write_rest(pending: Pending, describing: Describing) -> None:
     """Write all but parts and weights, on rank 0."""
     if pending.rank == 0:
         trainer = pending.temporary / "trainer"
@@ -285,12 +286,12 @@ def _write_rest(pending: Pending, describing: files.Describing) -> None:
     failpoint("save.rest")
 
 
-def _describe(pending: Pending, describing: files.Describing) -> None:
+def _describe(pending: Pending, describing: Describing) -> None:
     pending.entries = describing.entries()
     failpoint("save.hash")
 
 
-def _write_parts(pending: Pending, folder: str, describing: files.Describing) -> None:
+def _write_parts(pending: Pending, folder: str, describing: Describing) -> None:
     """Write this rank's parts, unless it doesn't see rank 0's disk."""
     if pending.ranks_apart is None or not pending.ranks_apart.is_here:
         # Rank 0 has made the folder, unless its disk has gone since. `_require_seen` reports that.
@@ -303,7 +304,7 @@ def _write_parts(pending: Pending, folder: str, describing: files.Describing) ->
     failpoint("save.parts")
 
 
-def _bring_parts(pending: Pending, folder: str, describing: files.Describing) -> None:
+def _bring_parts(pending: Pending, folder: str, describing: Describing) -> None:
     """Send rank 0 the parts of ranks that don't see its disk, and write them there."""
     if pending.ranks_apart is None:
         return
@@ -379,7 +380,7 @@ def _write_whole(
     pending: Pending,
     pieces: whole.Pieces,
     group: Optional[ProcessGroup],
-    describing: files.Describing,
+    describing: Describing,
 ) -> None:
     """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to
     receive, so that none waits."""

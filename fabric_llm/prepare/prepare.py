@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files, work_folder
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.describing import describe
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import BAD_INPUT, printable
 from fabric_llm.base.machine import cores
@@ -379,7 +380,7 @@ def _make_dataset(
         "text": {name: work.total(name) for name in OF_TEXT},
         **counted,
         "skipped": {**counted["skipped"], "empty": empty, "bad": bad, "bad_records": sentences},
-        "written": files.describe(made, files.files_in(made)),
+        "written": describe(made, files.files_in(made)),
     }
 
 

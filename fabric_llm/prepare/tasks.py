@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files, work_folder
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.describing import describe
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import comma_separated, nearest, reach_hub
@@ -72,7 +73,7 @@ def prepare_tasks(flags: Flags) -> str:
             (made / TASKS).write_text(json.dumps(counts))
             manifest = {"tasks": counts, "tokenizer": flags.tokenizer}
             manifest["lm_eval"] = metadata.version("lm_eval")
-            manifest["written"] = files.describe(made, files.files_in(made))
+            manifest["written"] = describe(made, files.files_in(made))
             content = files.encode(manifest)
             files.write_atomically(made / "manifest.json", content, durable=True)
             publish(folder, target, flags)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_llm.base import failpoints, files
+from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.base.names import command as command_line
 from fabric_llm.processes.launch import PARENT
@@ -195,8 +196,8 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     if ours is None or theirs is None or ours.name != theirs.name:
         differences.append(f"the newest checkpoints are {ours} and {theirs}.")
     else:
-        written = files.describe(ours, tensor_files(ours))
-        others = files.describe(theirs, tensor_files(theirs))
+        written = describe(ours, tensor_files(ours))
+        others = describe(theirs, tensor_files(theirs))
     # A file that only one of them has is a difference as well.
     for name in sorted(written.keys() | others.keys()):
         if written.get(name) != others.get(name):
