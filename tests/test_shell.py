@@ -15,14 +15,13 @@ import pytest
 from ranks import instead
 from test_house import PACKAGE, SOURCES
 
-import plan
 import prepare_data
 from arguments import ROOT, Arguments, PlanArguments
 from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing
 from fabric_llm.average import AverageArguments
 from fabric_llm.base.command_line import declared, parse
-from fabric_llm.base.names import command
+from fabric_llm.base.names import by_flag, command
 from fabric_llm.choose import ChooseArguments
 from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import parse_eval_data
@@ -183,8 +182,8 @@ def test_a_printed_command_gives_back_what_it_was_made_from(name, tmp_path):
     said = command(model_name=name, train_data_dir="d", run_name=name, resume="true")
     run = parse_train(shlex.split(said))
     assert (run.model.model_name, run.checkpoint.run_name) == (name, name)
-    words = ["--json", "true", f"--run_name={name}", "--model_name", "m", "--train_data_dir=d"]
-    planned = shlex.split(plan.command(words))
+    words = [f"--run_name={name}", "--model_name", "m", "--train_data_dir=d"]
+    planned = shlex.split(command("python", "train.py", **by_flag(words)))
     assert parse_train(planned[2:]).checkpoint.run_name == name
 
 
