@@ -82,7 +82,7 @@ class DataArguments:
         aliases="data_dir data_path dataset dataset_name train_file datasets dataset_path",
     )
     """dataset folder that prepare_data.py wrote; any with input_ids will do; or the address of one
-    in object storage (docs/mirror.md)"""
+    in object storage (docs/mirror.md); of a resumed run the same data, wherever they lie"""
     data_mix: Optional[str] = basic(
         None,
         path=True,
@@ -96,11 +96,12 @@ class DataArguments:
     (docs/mixture.md), or name=folder:weight[:max_epochs],... such as
     new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
-    replay: Optional[str] = basic_setting(None, path=True, how=False)
+    replay: Optional[str] = basic_setting(None, path=True, how=False, kept=False)
     """dataset folder mixed in against forgetting; a fifth of what is read; the short form of
     --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
-    replay_fraction: Optional[float] = setting(None, how=False)
-    """share of the tokens that --replay gives, F (default: 0.2)"""
+    replay_fraction: Optional[float] = setting(None, how=False, kept=False)
+    """share of the tokens that --replay gives, F (default: 0.2); a resumed run changes it by
+    --resume_override data_mix"""
     # A resumed run is compared by the length of the dataset's rows, and not by this flag.
     context_length: Optional[int] = basic_setting(
         None, above=0, aliases="block_size cutoff_len max_seq_len seq_len sequence_len", how=False

@@ -26,7 +26,7 @@ from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixed_rows import mixed_rows_at, places_at
 from fabric_llm.data.mixture import Mixture, mixture_of
-from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse
+from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse, with_replay
 from fabric_llm.data.order import RowsRead, claimed_by, rows_at
 from fabric_llm.data.periods import Stage, period_of, position_of, read_before
 from fabric_llm.plan.schedule import Cursor, Schedule, lay_out
@@ -192,6 +192,13 @@ def test_sources_that_are_replayed_more_have_a_half_together():
     sentence = "'b' is 0.1667, 'a' is 0.5 already, and more than 0.5 isn't tried"
     with pytest.raises(ValueError, match=sentence):
         schedule.with_more_replay(["b"], Progress(20, 84))
+
+
+def test_the_share_of_replay_of_a_resumed_run_is_given_as_at_its_beginning():
+    begun = with_replay("d/new", None, "d/old", 0.2)
+    assert parse(begun).stages[0].weights == (4, 1)
+    assert parse(with_replay(None, begun, None, 0.4)).stages[0].weights == (3, 2)
+    assert parse(with_replay(None, begun, "moved", 0.4)).sources[1].path == "moved"
 
 
 def test_a_source_that_the_stage_does_not_read_is_not_replayed_more():

@@ -838,7 +838,7 @@ MISTAKES = [
     ),
     ("in", {"tokenizer": "no-such/tokenizer"}, NO_TOKENIZER),
     ("in", {"tokenizer": "no_eos"}, "tokenizer no_eos has no EOS token to end documents with: set"),
-    ("in", {"tokenizer": "in"}, "^tokenizer in is a folder without a tokenizer that can be read; "),
+    ("in", {"tokenizer": "in"}, "^tokenizer in is a folder without a tokenizer that can be read: put "),
     ("in", {"validation_fraction": 0}, "validation_fraction is 0, and no input has a validation"),
 ]
 

@@ -358,7 +358,12 @@ def test_a_request_to_stop_above_the_budget_is_a_stop(base, tmp_path):  # noqa: 
     stopped = Job(1, *words, failpoint="between_steps:count=8:do=term")
     assert stopped.wait(120) == [75], stopped.output
     assert evaluated(tmp_path / "run", "replay", "forgotten")[-1] > 0.001
+    (tmp_path / "run-2").mkdir()
     assert Job(1, *words, "--resume", "true").wait(120) == [76]
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status["step"] == status["last_durable_step"] > 0
+    again = re.search("Start again: python (train.py .*)", status["reason"])[1].split()
+    assert "run-3" in again and not parse_train(again[1:]).checkpoint.resume, "by itself"
 
 
 @pytest.mark.longer

@@ -91,6 +91,10 @@ def with_replay(
 ) -> str:
     """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line.
     Raises ValueError."""
+    # A resumed run has them as the mixture that they made.
+    if data_mix is not None and new is None and (former := parse(data_mix)).flag == "--replay":
+        new, read_before = (source.path for source in former.sources)
+        data_mix, replay = None, replay or read_before
     if replay is None:
         raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
     if data_mix is not None or new is None:

@@ -109,8 +109,10 @@ def _read_bounded(model_name: str, file: str) -> Optional[Any]:
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint, here or on the hub."""
+    is_folder = "/" in model_name or Path(model_name).exists()
+    where = "" if is_folder else ", which is no folder here,"
     return Fault(
-        f"{what} of {model_name!r} can't be read: {one_line(error)[:2000].rstrip('.')}.",
+        f"{what} of {model_name!r}{where} can't be read: {one_line(error)[:2000].rstrip('.')}.",
         _code_of(model_name),
     )
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from math import gcd
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
@@ -82,7 +83,11 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
         spelled += f" / {sharing} that share rows"
     spelled += f" = {micro_batch_size * world_size}"
     if rest:
-        raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
+        fits = gcd(micro_batch_size, global_batch_size // world_size)
+        advice = f": take --micro_batch_size {fits}" if global_batch_size % world_size == 0 else ""
+        raise ValueError(
+            f"--global_batch_size {global_batch_size} doesn't divide by {spelled}{advice}."
+        )
     # All three flags are given, and they contradict each other.
     if accumulation not in (None, needed):
         raise ValueError(

@@ -34,7 +34,7 @@ from fabric_llm.base.ending import blocked
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, Fault, one_line
 from fabric_llm.base.machine import die_with
-from fabric_llm.base.names import shown
+from fabric_llm.base.names import command, shown
 from fabric_llm.base.work_folder import lock
 from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece
@@ -284,7 +284,11 @@ def _require_others(piece: Piece, number: int, count: int, first: BadRecord) -> 
     is_enough = part.end is None or count >= MANY_RECORDS
     if is_enough and not part.is_one_document:
         example = _sentence(piece, number, first)
-        raise ValueError(f"none of {count} records of {part.path} can be read, such as {example}")
+        leave_out = command(exclude=Path(part.path).name)
+        raise ValueError(
+            f"none of {count} records of {part.path} can be read, such as {example}. To leave the "
+            f"file out: {leave_out}"
+        )
 
 
 def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:

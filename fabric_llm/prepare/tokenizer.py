@@ -26,7 +26,10 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         wrong = "is neither a folder here nor one that can be read from the hub"
         if os.path.isdir(name):
-            wrong = "is a folder without a tokenizer that can be read; --train_tokenizer makes one"
+            wrong = (
+                "is a folder without a tokenizer that can be read: put the tokenizer of its model "
+                "there, or, for a model that begins untrained, make one by --train_tokenizer"
+            )
         raise ValueError(f"tokenizer {name} {wrong}: {one_line(error)}") from error
     # `encoding` uses the library `tokenizers`, which reads nothing else.
     if not tokenizer.is_fast:

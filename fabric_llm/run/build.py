@@ -83,6 +83,7 @@ def build(this: ThisRank, flags: Flags, signals: StopSignal) -> Run:
     # build_model has loaded weights and optimizer. This is the rest of the checkpoint.
     if plan.resumed:
         restore(run, plan.resumed)
+        watch.mark(run.progress.step, "being built")
         run.losses = plan.resumed.get("eval_losses")
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)

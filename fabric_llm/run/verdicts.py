@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Optional
 
@@ -290,7 +291,13 @@ def _fault(run: Run, reason: str, forgot: bool) -> Fault:
 
     # Without hashes, which would take long, and the next command compares them.
     last, _ = keep.newest_valid(folder, False, is_good)
-    following = f"Start again: the same command with {command(run_name=f'{folder.name}-2', **half)}"
+    number = next(at for at in count(2) if not folder.with_name(f"{folder.name}-{at}").exists())
+    again: dict[str, Any] = {**half, "run_name": f"{folder.name}-{number}"}
+    following = f"Start again: the same command with {command(**again)}"
+    # The same command would resume the other run.
+    if run.flags.checkpoint.resume:
+        again = {"config": folder / "arguments.yaml", "resume": "false", **again}
+        following = f"Start again: {command('python', 'train.py', **again)}"
     if last is not None:
         more = command(resume="true", checkpoint=last, **half, resume_override="lr")
         following = f"Go on more gently: the same command with {more}"
@@ -299,7 +306,9 @@ def _fault(run: Run, reason: str, forgot: bool) -> Fault:
     # At step 0 the model is still its base model.
     has_learned = latest is not None and latest != step_directory(folder, 0)
     # With changed rotary positions the base is another model, which can't be merged with this one.
-    if forgot and has_learned and run.flags.model.rope is None:
+    # Nor is there anything to learn for an average where each source has a budget.
+    learns = not run.plan.data.sources.keys() <= run.forgetting.budgets.keys()
+    if forgot and has_learned and learns and run.flags.model.rope is None:
         base, budget = run.flags.model.model_name, run.flags.evaluation.forgetting_budget
         merging = command(
             "python", "-m", "fabric_llm.average", base, folder, forgetting_budget=budget
