@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
-from conftest import changed_config
-from ranks import Job, metrics, run_ranks, toy_run, train_ranks
+from conftest import changed_config, ended
+from ranks import Job, metrics, toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
+import train
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.checkpoint.trainer_state import read_probe
 from fabric_llm.model.float8 import float8_products
@@ -80,19 +81,6 @@ def test_it_learns_as_without(toys, tmp_path, recipe):
     assert abs(found[recipe][-1] - last) < 0.02 * (first - last)
 
 
-def refused(argv, missing):
-    import contextlib
-    import io
-
-    import train
-
-    if missing:
-        sys.modules["torchao"] = sys.modules["torchao.float8"] = None
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as stop:
-        train.main(argv)
-    return stop.value.code, said.getvalue()
-
-
 @pytest.mark.parametrize(
     ("more", "missing", "sentence"),
     [
@@ -105,12 +93,14 @@ def refused(argv, missing):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(toys, tmp_path, more, missing, sentence):
+def test_what_cannot_be_is_refused(toys, tmp_path, monkeypatch, capsys, more, missing, sentence):
     odd, sizes = tmp_path / "odd", {"hidden_size": 24, "intermediate_size": 40, "head_dim": 6}
     changed_config("llama", **sizes).save_pretrained(odd)
     words = ("--float8", "rowwise", "--max_step", 1, *more.format(odd=odd).split())
-    argv = [str(word) for word in (*toy_run(toys, tmp_path), *words)]
-    [(code, said)] = run_ranks(1, refused, argv, missing)
+    for name in ("torchao", "torchao.float8") if missing else ():
+        monkeypatch.setitem(sys.modules, name, None)
+    code = ended(train.main, *toy_run(toys, tmp_path), *words)
+    said = capsys.readouterr().err
     assert code == 2 and f"--float8 rowwise{sentence}" in said and said.count("error") == 1
 
 
