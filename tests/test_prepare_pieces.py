@@ -185,20 +185,13 @@ def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
-    given = arguments(corpus, tmp_path / "out")
-    said = "out is being made by another process: wait for it"
-    with work_folder.locked(tmp_path / "out"), pytest.raises(ValueError, match=said) as raised:
-        prepare(**given)
-    assert raised.value.code == 73
-    assert work_folder.beside(tmp_path / "out").name == ".out.preparing"
-
-
 def test_another_preparation_is_told_before_the_inputs_are_found(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "find_sources", None)
     flags = ["--input", corpus, "--tokenizer", tmp_path, "--output", tmp_path / "out"]
-    with work_folder.locked(tmp_path / "out"), pytest.raises(ValueError, match="by another process"):
+    said = "out is being made by another process: wait for it"
+    with work_folder.locked(tmp_path / "out"), pytest.raises(ValueError, match=said) as raised:
         checks.check(parse_prepare([str(word) for word in flags]))
+    assert raised.value.code == 73 and os.listdir(tmp_path) == [".out.preparing"]
 
 
 def test_what_another_process_has_finished_meanwhile_stays(corpus, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY, make_dataset
+from conftest import VOCABULARY, ended, make_dataset
 from ranks import Job, instead, metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 from test_guard import train_with_faults
@@ -163,7 +163,7 @@ def test_a_rewind_removes_samples_also_in_a_process_that_takes_none(toys, data, 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "sentence"),
     [
         ("p.txt", None, "can't be read: No such file"),
         ("p.txt", b"\n \n", "holds 0 prompts; it takes 1 to 64"),
@@ -177,21 +177,20 @@ def test_a_rewind_removes_samples_also_in_a_process_that_takes_none(toys, data, 
         ("p.txt", b"w1 " * 30, "more than 24"),
     ],
 )
-def test_a_bad_file_is_one_sentence(toys, data, tmp_path, capsys, name, content, words):
+def test_a_bad_file_is_one_sentence(toys, data, tmp_path, capsys, name, content, sentence):
     file = tmp_path / name
     if name and content is not None:
         file.write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        train.main(flags(toys, data, tmp_path / "runs", "--sample_prompts", file))
-    said = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and len(said) == 1
-    assert words in said[0] and "--sample_prompts" in said[0]
+    words = flags(toys, data, tmp_path / "runs", "--sample_prompts", file)
+    assert ended(train.main, *words) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert sentence in said and "--sample_prompts" in said
 
 
 def test_no_tokenizer_is_one_sentence(toys, data, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        train.main([*map(str, instead(toy_run(toys, tmp_path), sampled(data))), "--max_step", "1"])
-    assert ended.value.code == 2 and "needs a tokenizer" in capsys.readouterr().err
+    words = instead(toy_run(toys, tmp_path), sampled(data))
+    assert ended(train.main, *words, "--max_step", 1) == 2
+    assert "needs a tokenizer" in capsys.readouterr().err
 
 
 def test_prompts_of_json_lines_may_hold_line_breaks(tmp_path):
