@@ -13,10 +13,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import CONTEXT, VOCABULARY
-from ranks import Job, ended_with, lines, metrics, run_ranks, saved, status, train_ranks
+from conftest import CONTEXT, VOCABULARY, ended
+from ranks import Job, ended_with, lines, metrics, saved, status, train_ranks
 from transformers import AutoModelForCausalLM
 
+import train
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
@@ -592,24 +593,12 @@ def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
         ("--replay OLD --data_mix a=OLD:1", "is one more source"),
     ],
 )
-def test_bad_input_gets_one_sentence(base, tmp_path, words, sentence):
+def test_bad_input_gets_one_sentence(base, tmp_path, capsys, words, sentence):
     words = words.replace("OLD", str(base / "old")).replace("NEW", str(base / "new")).split()
     run = ["--model_name", base / "base", "--train_data_dir", base / "new"]
-    words = map(str, [*run, "--output_dir", tmp_path, *words])
-    code, said = run_ranks(1, _refused, [*words])[0]
-    assert code == 2 and said.count("\n") == 1 and sentence in said
-
-
-def _refused(argv):
-    import contextlib
-    import io
-
-    import train
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as stopped:
-        train.main(argv)
-    return stopped.value.code, said.getvalue()
+    assert ended(train.main, *run, "--output_dir", tmp_path, *words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and sentence in said
 
 
 def test_budgets_are_numbers_of_nats():
