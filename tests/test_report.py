@@ -18,7 +18,6 @@ from conftest import CONTEXT
 from ranks import run_ranks, toy_run, train_ranks
 from test_guard import train_with_faults
 
-from fabric_llm.base.faults import Fault
 from fabric_llm.report import __main__ as command
 from fabric_llm.report import figures, page, reading
 
@@ -503,17 +502,6 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
     assert not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--auto")]
-)
-def test_help_imports_no_torch(command, flag):
-    words = [sys.executable, "-X", "importtime", *command.split(), "--help"]
-    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert said.returncode == 0 and flag in said.stdout
-    imported = {line.split("|")[-1].strip() for line in said.stderr.splitlines()}
-    assert not {"torch", "plotly", "numpy"} & imported
-
-
 def test_data_cannot_end_its_element():
     to_json = page.environment().from_string("{{ data | tojson }}")
     said = to_json.render(data=[HOSTILE])
@@ -521,11 +509,6 @@ def test_data_cannot_end_its_element():
     assert not set("<>&") & set(said)
     with pytest.raises(ValueError):
         to_json.render(data=[math.nan])
-
-
-def test_a_page_without_a_run_is_a_fault(tmp_path):
-    with pytest.raises(Fault, match="isn't a run"):
-        reading.read_run(tmp_path)
 
 
 # ------------------------------------------------------------------------------- in a browser
