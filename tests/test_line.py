@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import ended
 from ranks import Job, metrics, train_ranks
 from safetensors.torch import save_file
 from test_average import expected, parts, stored
@@ -47,13 +48,8 @@ def work(toys, tmp_path_factory):
 
 def call(capsys, *flags):
     """(exit code, stdout, last line of stderr)"""
-    code = 0
-    try:
-        main([str(flag) for flag in flags])
-    except SystemExit as exit:
-        code = exit.code
-    captured = capsys.readouterr()
-    return code, captured.out, (captured.err.strip().splitlines() or [""])[-1]
+    code, captured = ended(main, *flags), capsys.readouterr()
+    return code, captured.out, captured.err.strip().rpartition("\n")[2]
 
 
 def evaluated_alone(work, model, folder):
