@@ -280,6 +280,17 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     return run.fabric, run.plan, run.model, run.optimizer
 
 
+def elsewhere(folder: Path, ranks_a_machine: int = 1, moved: int = 0) -> Callable[[], None]:
+    """Each machine has a disk of its own. moved: by so many places are machines other ones."""
+
+    def change() -> None:
+        own = folder / str((int(os.environ.get("RANK", "0")) // ranks_a_machine + moved) % 2)
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
+
+    return change
+
+
 def instead(flags, more):
     """The flags, each with its value, in which those of `more` take the place of their own."""
     names = {str(word).partition("=")[0] for word in more}

@@ -18,9 +18,9 @@ import yaml
 
 pytest.importorskip("obstore")
 
-from ranks import Job, assert_same_tensors, metrics, refuse_imports, tensors, toy_run
+from ranks import Job, refuse_imports, toy_run
 from servers import BUCKET, Bucket, free_port, keys, moto_url, proxied, use  # noqa: F401
-from test_mirrored_runs import ended
+from test_mirrored_runs import assert_same_end, ended
 from test_tasks import write_task
 
 import train
@@ -35,7 +35,6 @@ from fabric_llm.prepare import storage
 
 ROOT = Path(__file__).parent.parent
 STEPS, INTERVAL, RUN = 8, 3, "run"
-KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "evaluations")
 IMPATIENT = "from fabric_llm.mirror import fetch\nfetch.PATIENCE_SECONDS = 0.0\n"
 PREPARE = ("--context_length", 16, "--validation_fraction", 0.2, "--train_tokenizer", 300)
 ROWS = "train/data-00000-of-00001.arrow"
@@ -90,15 +89,6 @@ def flags(toys, tmp_path, output, *more):
     )
 
 
-def assert_same_end(run, other):
-    """To the last bit."""
-    for key in KEYS:
-        assert metrics(run, key) == metrics(other, key), key
-    ours, theirs = (tensors(one / f"step-{STEPS:08d}") for one in (run, other))
-    assert any("optimizer" in file for file, _ in ours)
-    assert_same_tensors(ours, theirs)
-
-
 def refused(capsys, code, *words):
     """What train.py says in this process, in one sentence, before it does anything."""
     with pytest.raises(SystemExit) as stop:
@@ -126,7 +116,7 @@ def test_a_run_on_an_address_is_the_run_on_the_folder(toys, tmp_path, bucket, mi
         count = proxy.requests.count(("GET", f"/{BUCKET}/data/mine/{name}"))
         assert count == (ranks if name == "manifest.json" else 1), (name, count)
     run = tmp_path / "there" / RUN
-    assert_same_end(run, tmp_path / "here" / RUN)
+    assert_same_end(run, tmp_path / "here" / RUN, STEPS)
     assert yaml.safe_load((run / "arguments.yaml").read_text())["train_data_dir"] == address
     for path in files.checkpoints(run):
         assert files.read(path)["data"] == {"folder": address}
@@ -143,7 +133,7 @@ def test_more_datasets_at_addresses(toys, tmp_path, bucket, mine, kind):
         if kind != "replay":
             words = ("--data_mix", f"new={one}:0.75,old={many}:0.25", "--eval_data", f"more={two}")
         ended(Job(1, *flags(toys, tmp_path, output, *words)))
-    assert_same_end(tmp_path / "there" / RUN, tmp_path / "here" / RUN)
+    assert_same_end(tmp_path / "there" / RUN, tmp_path / "here" / RUN, STEPS)
     made_of = files.read(files.latest(tmp_path / "there" / RUN))["data"]
     if kind != "replay":
         assert made_of == {"new": {"folder": places[0]}, "old": {"folder": str(many)}}
@@ -160,7 +150,7 @@ def test_it_resumes_on_another_machine(toys, tmp_path, bucket, mine):
     where = ("--output_dir", tmp_path / "there", "--run_name", RUN)
     said = ended(Job(1, *where, "--resume", "true"))
     assert f"Fetching {address} " in said and str(tmp_path / "another") in said
-    assert_same_end(tmp_path / "there" / RUN, tmp_path / "here" / RUN)
+    assert_same_end(tmp_path / "there" / RUN, tmp_path / "here" / RUN, STEPS)
 
 
 @pytest.mark.longer

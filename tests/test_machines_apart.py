@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("obstore")
 
-from ranks import Job, metrics, run_ranks, status, train_ranks
+from ranks import Job, elsewhere, metrics, run_ranks, status, train_ranks
 from servers import wait_for
 from test_mirrored_runs import (
     INTERVAL,
@@ -38,17 +38,6 @@ from fabric_llm.checkpoint import apart as apart_ranks
 from fabric_llm.checkpoint import keep
 
 pytestmark = pytest.mark.longer
-
-
-def elsewhere(tmp_path, ranks_a_machine=1, moved=0):
-    """Each machine has a disk of its own. moved: by so many places are machines other ones."""
-
-    def change():
-        own = tmp_path / str((int(os.environ.get("RANK", "0")) // ranks_a_machine + moved) % 2)
-        own.mkdir(exist_ok=True)
-        os.chdir(own)
-
-    return change
 
 
 def apart(toys, tmp_path, *more, **options):

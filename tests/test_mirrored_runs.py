@@ -154,11 +154,11 @@ def manifest(mirror, step):
     return mirror / RUN / checkpoint(step) / files.MANIFEST
 
 
-def assert_same_end(run, other):
+def assert_same_end(run, other, step=STEPS):
     """To the last bit: weights, optimizer, and the log from the first step to the last."""
     for key in KEYS:
         assert metrics(run, key) == metrics(other, key), key
-    ours, theirs = tensors(run / checkpoint(STEPS)), tensors(other / checkpoint(STEPS))
+    ours, theirs = tensors(run / checkpoint(step)), tensors(other / checkpoint(step))
     assert any(name.startswith("trainer/optimizer") for name, _ in ours)
     assert_same_tensors(ours, theirs)
 

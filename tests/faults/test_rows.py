@@ -24,6 +24,7 @@ from conftest import VOCABULARY
 from ranks import (
     Job,
     assert_same_tensors,
+    elsewhere,
     ended_with,
     lines,
     metrics,
@@ -372,17 +373,6 @@ def test_ranks_of_two_commands_do_not_train_together(toys, tmp_path):
     job = ended_with([2, 2], *flags(toys, tmp_path), before=other_command)
     sentence = "rank 1 was started with --lr 1.0, rank 0 with --lr 0.01: start all with one command"
     assert sentence in job.output[0]
-
-
-def elsewhere(tmp_path):
-    """Each rank has a disk of its own, as machines do."""
-
-    def change():
-        own = tmp_path / os.environ["RANK"]
-        own.mkdir(exist_ok=True)
-        os.chdir(own)
-
-    return change
 
 
 @pytest.mark.parametrize("what", ["model", "data", "validation"])
