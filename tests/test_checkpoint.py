@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import flip, truncate
 from conftest import parts as names
 from ranks import assert_same_tensors, metrics, saved, toy_run, train_ranks, weights
 from safetensors.torch import load_file
@@ -448,11 +447,6 @@ def test_losses_that_only_the_log_has_count_as_a_checkpoint_s_own(tmp_path):
     assert saved(tmp_path) == [2, 6]
 
 
-def test_keep_last(toys, tmp_path):
-    one_rank(toys, tmp_path, *RUN, "--keep_last", 2)
-    assert names(tmp_path / "run") == LEFT + ["step-00000002", "step-00000003"]
-
-
 def test_a_prune_that_is_refused_is_a_warning(run, monkeypatch, capsys):
     rename = Path.rename
 
@@ -567,20 +561,6 @@ def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):
     assert saved(run) == [1, 2, 3]
 
 
-# ------------------------------------------------------------------------------- damage
-
-
-def test_without_hashes_a_file_of_another_size_is_damaged(run):
-    folder = run / "step-00000003"
-    file = folder / "model.safetensors"
-    size = file.stat().st_size
-    flip(file)
-    verified(folder)  # by size alone nothing is wrong
-    truncate(file)
-    with pytest.raises(ValueError, match=f"model.safetensors has {size // 2} bytes, not {size}"):
-        verified(folder)
-
-
 # ------------------------------------------------------------------------------- no code in it
 
 
@@ -667,12 +647,8 @@ def test_a_run_name_is_a_plain_name(tmp_path, name):
 
 
 def test_runs_are_neither_mixed_nor_made_up(run):
-    with pytest.raises(ValueError, match="holds checkpoints up to step-00000003"):
-        choose(run.parent, "run")
     with pytest.raises(ValueError, match="no complete checkpoint"):
         choose(run.parent, "other", resumes=True)
-    with pytest.raises(ValueError, match="no complete checkpoint.*model-data"):
-        choose(run.parent, resumes=True)
     (run.parent / "started").mkdir()  # and killed before its first checkpoint
     assert choose(run.parent, "started") == run.parent / "started"
     assert names(run.parent) == ["run", "started"], "nothing is created"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_verify
 from conftest import ROWS
 from ranks import Job, ended_with, metrics, toy_run, train_ranks
 from servers import free_port
@@ -18,7 +19,6 @@ from fabric_llm.data import dataset
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.order import RowsRead
 from fabric_llm.processes.launch import launched_world
-from fabric_llm.verify import __main__ as verify_main
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 TORCHRUN = Path(sys.executable).parent / "torchrun"
@@ -44,12 +44,8 @@ def torchrun(ranks, words, tmp_path, **variables):
 
 def verified(run, capsys):
     """(exit code, what was said) of `python -m fabric_llm.verify RUN`."""
-    try:
-        code = verify_main.main([str(run), "--no_export"])
-    except SystemExit as ended:
-        code = ended.code
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    code, *said = test_verify.verified(capsys, run, "--no_export")
+    return code, "".join(said)
 
 
 @pytest.mark.faults
@@ -90,16 +86,6 @@ def test_arguments_yaml_yields_to_torchrun(toys, tmp_path, capsys):
     assert done.returncode == 0 and "fsdp on 2 cpu devices" in done.stdout, done.stderr
     assert metrics(tmp_path / "run", "step") == list(range(1, 10))
     assert verified(tmp_path / "run", capsys)[0] == 0
-
-
-def test_tasks_of_srun_and_a_devices_flag_that_disagree(toys, tmp_path):
-    """Two tasks with `--devices 1` were two runs in one directory."""
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
-    step |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    done = started([sys.executable], flags(toys, tmp_path, "--devices", 1), tmp_path, **step)
-    assert done.returncode == 2
-    assert "--devices 1, but the launcher has started 2 processes, 2 of them on this" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
@@ -208,6 +194,3 @@ def test_the_record_knows_no_order_and_counts_only_what_was_handed_out(toys):
         reader.close()
         read += reader.rows_read
     assert read == claimed_rows(ROWS, 1, 0, 40) != claimed_rows(ROWS, 2, 0, 40)
-    parts = claimed_rows(ROWS, 1, 0, 50) + claimed_rows(ROWS, 1, 50, 100)
-    assert claimed_rows(ROWS, 1, 0, 100) == parts
-    assert claimed_rows(ROWS, 1, 5, 5) == RowsRead()

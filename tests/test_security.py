@@ -1150,19 +1150,3 @@ def test_the_payloads_would_work(tmp_path):
         assert not scene.canary.exists()
         run()
         scene.canary.unlink()
-
-
-def test_an_input_is_noticed(tmp_path):
-    """The guard against questions sees one that is asked, even where the asker swallows the
-    error."""
-    (tmp_path / "asker.py").write_text(
-        "def main(argv):\n    try:\n        input('y?')\n    except Exception:\n        pass\n"
-    )
-    assert run_ranks(1, ask, str(tmp_path)) == [(0, "", ["y?"])]
-
-
-def ask(folder):
-    import sys
-
-    sys.path.insert(0, folder)
-    return end_of("asker")
