@@ -316,13 +316,6 @@ def test_export_without_what_it_needs(argv, capsys):
 # ------------------------------------------------------------------------------- presets
 
 
-@pytest.mark.parametrize(
-    "config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
-)
-def test_every_preset_parses(config):
-    assert flat("--config", config, "--seed", 9)["seed"] == 9
-
-
 def test_the_demo_applies_only_to_a_bare_command(tmp_path):
     demo = parse_train(["--max_step", "3", "--seed=5"])
     training = demo.training
@@ -432,13 +425,6 @@ def test_a_flag_belongs_to_the_run_unless_it_says_otherwise(finished):
     assert never <= document["fixed"].keys()
     both = [name for name, one in flags.items() if one.resume != "override" and not one.kept]
     assert not both, "one of them"
-
-
-def test_resume_by_name_alone(finished):
-    flags = "--resume true --run_name first --max_step 6 --resume_override max_step"
-    train_ranks(1, *flags.split(), "--output_dir", finished)
-    assert metrics(finished / "first", "step")[-2:] == [6, 6]
-    assert progress(finished, 6)["progress"]["position"] == 24
 
 
 # ------------------------------------------------------------------------------- learning rate

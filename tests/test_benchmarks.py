@@ -23,15 +23,6 @@ def test_a_benchmark_starts(script):
     assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
 
 
-@pytest.mark.slow
-def test_gpu_on_a_cpu(tmp_path):
-    words = "--smoke --accelerator cpu --rounds 2 --threads 1".split()
-    command = [sys.executable, FOLDER / "gpu.py", *words, "--markdown", tmp_path / "gpu.md"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert (tmp_path / "gpu.md").read_text().strip() == done.stdout.strip()
-
-
 def rehearsed(script, folder, *options):
     """Parts that a script for rented machines has done at toy size."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

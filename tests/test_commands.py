@@ -113,21 +113,6 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     assert (tmp_path / "checkpoints" / "model-mine-2" / "step-00000001").is_dir()
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train.py --devices 2 --lrr 1", "unknown flag --lrr. Did you mean --lr?"),
-        ("prepare_data.py --input nowhere --train_tokenizer 300 --output data/x", "nowhere"),
-        ("export_hf.py nowhere --output x", "No checkpoint at 'nowhere'."),
-    ],
-)
-def test_a_mistake_gets_one_sentence_in_all_processes(tmp_path, command, words):
-    _, error = run(f"python {command}", tmp_path, expected_code=2)
-    assert error.startswith(f"{command.split()[0]}: error: ") and words in error
-    assert len(error.splitlines()) == 1
-
-
 def test_an_end_with_words_prints_them_and_is_no_success(tmp_path):
     """SystemExit("text") of code of one's own."""
     code = (
@@ -152,27 +137,3 @@ def test_a_mistake_that_only_the_weights_show_ends_all_processes(toys, tmp_path)
     sentences = [line for line in error.splitlines() if line.startswith("train.py: error:")]
     assert len(sentences) == 1 and "model.norm.weight" in sentences[0]
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("script", ["train.py", "prepare_data.py", "export_hf.py"])
-def test_help(script, tmp_path):
-    out, _ = run(f"python {script} --help", tmp_path)
-    assert "usage:" in out and "--output" in out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--max_step 12 --eval_iters 0 --log_step_interval 1", ""])
-def test_the_demo_gives_the_same_curve_on_one_device_fsdp_and_fsdp2(tmp_path, flags):
-    """Two micro-batches on one device and one on each of two make the same sums: the curves agree
-    bit for bit."""
-    command = f"python train.py --precision 32-true {flags} --run_name"
-    run(f"{command} one --devices 1", tmp_path)
-    run(f"{command} fsdp --devices 2 --strategy fsdp", tmp_path)
-    run(f"{command} fsdp2 --devices 2 --strategy fsdp2", tmp_path)
-    one, fsdp, fsdp2 = (
-        metrics(tmp_path / "checkpoints" / name) for name in ("one", "fsdp", "fsdp2")
-    )
-    assert len(one) > 10
-    assert fsdp2 == pytest.approx(one, abs=1e-4)
-    # The loss is a sum of two numbers, the weights are the same.
-    assert fsdp == pytest.approx(one, rel=2e-7, abs=0)

@@ -2,7 +2,6 @@
 sentence."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -102,19 +101,6 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(environment):
     [found] = json.loads(done.stdout)
     for said in found:
         assert "couldn't find them in the cached files" in said or "Couldn't" in said, said
-
-
-@pytest.mark.longer
-def test_train_py_says_it(environment, toys, tmp_path):
-    data, output = ("--train_data_dir", toys / "data"), ("--output_dir", tmp_path)
-    words = ("--model_name", "org/gated", *data, *output)
-    done = run(environment, ROOT / "train.py", *words)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(
-        "train.py: error: The configuration of 'org/gated' can't be read: You are trying to "
-        "access a gated repo."
-    )
-    assert len(done.stderr.splitlines()) == 1 and os.listdir(tmp_path) == []
 
 
 def test_all_of_a_dataset_is_read_at_the_commit_of_the_start(environment, tmp_path):

@@ -22,7 +22,6 @@ def traces(folder):
     return [path.name for path in (folder / "run" / "profile").iterdir()]
 
 
-
 @pytest.mark.longer
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_are_traced_by_rank_0_alone(toys, tmp_path, ranks):
