@@ -96,10 +96,10 @@ class DataArguments:
     (docs/mixture.md), or name=folder:weight[:max_epochs],... such as
     new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
-    replay: Optional[str] = basic_setting(None, path=True, how=False, kept=False)
+    replay: Optional[str] = basic(None, path=True, kept=False)
     """dataset folder mixed in against forgetting; a fifth of what is read; the short form of
     --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
-    replay_fraction: Optional[float] = setting(None, how=False, kept=False)
+    replay_fraction: Optional[float] = what(None, kept=False)
     """share of the tokens that --replay gives, F (default: 0.2); a resumed run changes it by
     --resume_override data_mix"""
     # A resumed run is compared by the length of the dataset's rows, and not by this flag.

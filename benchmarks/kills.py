@@ -364,7 +364,8 @@ class Chaos:
                 written |= {name, *(name.removesuffix(MANIFEST) + entry for entry in entries)}
         run = prefix + Path(prefix).name
         leases = [name for name in there if name.startswith(f"{prefix}.leases/lease-")]
-        strays = there - written - {f"{run}/{log}" for log in LOGS} - set(leases[:1])
+        known = {*leases[:1], f"{prefix}.leases/owner-{Path(prefix).name}"}
+        strays = there - written - {f"{run}/{log}" for log in LOGS} - known
         parts = [part for part in self.bucket.parts() if part.startswith(prefix)]
         return [*strays, *(f"missing {name}" for name in written - there), *parts]
 

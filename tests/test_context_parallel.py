@@ -235,7 +235,7 @@ def write_masked(folder, mask):
         ),
         (
             "--global_batch_size 3 --micro_batch_size 2",
-            "x 2 devices x 1 nodes / 2 that share rows = 2.",
+            "x 2 devices x 1 nodes / 2 that share rows = 2: take --micro_batch_size 1.",
         ),
     ],
     ids=["ranks", "attention", "jamba", "mamba", "gemma2", "masked", "batch"],

@@ -65,7 +65,8 @@ def assert_nothing_else(bucket, contents):
         expected |= {f"{bucket.prefix}/{RUN}/{name}/{file}" for file in contents[name]}
     expected |= {f"{bucket.prefix}/{RUN}/{name}" for name in fetch.LOGS}
     there = bucket.names(f"{bucket.prefix}/")
-    leases = {name for name in there if "/.leases/" in name}
+    expected.add(f"{bucket.prefix}/.leases/owner-{RUN}")
+    leases = {name for name in there if "/.leases/lease-" in name}
     assert there - leases == expected
     assert len(leases) == 1 and json.loads(bucket.content(*leases))["ended"] is True
     assert [name for name in bucket.parts() if name.startswith(f"{bucket.prefix}/")] == []

@@ -22,7 +22,7 @@ from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.commands import Commands, Over
 from fabric_llm.mirror.fetch import LOGS, is_whole, patiently, pins, steps
 from fabric_llm.mirror.lease import Lease, Lost
-from fabric_llm.mirror.store import Damaged, Store, errors, pauses, probe, reason
+from fabric_llm.mirror.store import FOLDER, Damaged, Store, errors, pauses, probe, reason
 
 LOCK, OWNER = ".mirror.lock", ".mirror-owner"  # in the run directory
 LOCK_SECONDS = 0.5  # between looks at a lock
@@ -106,7 +106,7 @@ class Uploader:
             finishes=lambda: self.commands.deadline is not None,
         )
         # What is here may be of before, which a second start must know as well (plan/mirrored.py).
-        left, of_run = self.directory / LEFT, f"{self.run_name}/.owner"
+        left, of_run = self.directory / LEFT, f"{FOLDER}/owner-{self.run_name}"
 
         def note() -> None:
             # Runs of other names may have had the lease meanwhile.
