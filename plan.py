@@ -82,8 +82,13 @@ def main(argv: Optional[list[str]] = None) -> int:
         words += chosen
         for change_words, prediction in tried:
             words += change_words
+        if prediction.left == 0:
+            print(
+                f"\nThe run is finished, at step {prediction.done:,}: to train it further, give "
+                "--resume_override max_step with a larger --max_step."
+            )
         # No command is printed, since it would run out of memory.
-        if prediction.fits:
+        elif prediction.fits:
             print("", *following(own, words, flags, name, prediction), sep="\n")
         else:
             print(
@@ -199,7 +204,10 @@ def show(prediction: Any, own: PlanArguments) -> None:
         source = "given"
     work = f"steps of {prediction.up_to}{prediction.tokens_a_step:,} tokens"
     if prediction.steps is not None:
-        work = f"{prediction.steps:,} {work}, {prediction.tokens:,} tokens"
+        left = f"{prediction.left:,}"
+        if prediction.done:
+            left += f" of {prediction.steps:,}"
+        work = f"{left} {work}, {prediction.tokens:,} tokens"
     print(f"Work: {work}; {prediction.flops_a_step:.3g} operations a step")
     if prediction.assumed:
         print(f"      assumed: {prediction.assumed}")

@@ -101,6 +101,7 @@ def place(toys, tmp_path_factory):
         "section": "seed: 7\ntraining:\n  lr: 1\n",
         "tab": "seed: 7\n\tlr: 1\n",
         "indented": "seed: 7\n  lr: 1\n",
+        "dashed": "−−lr: 1\n",
         "equals": "[training]\nseed = 7\n",
         "colon": "seed: 7\nlr 1\n",
         "unclosed": "seed: 7\nrun_name: 'mine\n",
@@ -120,6 +121,8 @@ train --lr .inf
     2: --lr must be a finite number
 train --lr 1e−4
     2: not '1e−4'. '−' (U+2212, MINUS SIGN) isn't the '-' of a keyboard: type that.
+train --config dashed.yaml
+    2: line 1: unknown key '−−lr' in dashed.yaml. See --help. '−' (U+2212, MINUS SIGN) isn't the '-'
 train –lr 1e-4
     2: unexpected '–lr': every flag is written --name value, and a value with spaces in quotes. '–' (
 train --logger wandb,tensorbord

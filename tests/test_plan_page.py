@@ -9,6 +9,7 @@ import pytest
 from conftest import CONTEXT, ended
 from ranks import metrics, run_ranks, toy_run, train_ranks
 from test_law_12_mixture import save
+from test_plan import said
 from test_report import Page, browser, opened
 
 import plan
@@ -84,7 +85,10 @@ def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
     more = "--resume true --resume_override max_step --max_step 25".split()
     drawn = preview(tmp_path, *flags, *more)
     assert drawn.lines("lr")[0]["x"] == [21, 22, 23, 24, 25] and "from 20 to 25" in drawn.text
-    assert run.is_dir()
+    assert run.is_dir() and "5 steps of" in drawn.text
+    for max_step, left in ((25, 5), (20, 0)):
+        found = said(*flags, *more[:-1], max_step)
+        assert (found["done"], found["steps"], found["tokens"]) == (20, max_step, left * found["tokens_a_step"])
 
 
 @pytest.mark.longer

@@ -808,6 +808,7 @@ MISTAKES = [
     ("no_info", {}, "no_info is not a complete dataset folder: "),
     ("none.parquet", {}, r"none\.parquet is not a parquet file: "),
     ("in", {"pattern": ["*.py"]}, r"no file in in matches \*\.py: choose others with --pattern"),
+    ("in", {"pattern": ["body.parquet"]}, "in the place of a pattern without quotes: --pattern '\\*.parquet'"),
     ("in in/000.txt", {}, "000.txt comes in twice, by the inputs in and in/000.txt: name it once"),
     ("blank", {}, NO_TEXT),
     ("blank", {"train_tokenizer": 300}, NO_TEXT),

@@ -383,10 +383,10 @@ def _check_config(
     if len(others) == 1:
         [name] = others
         message = unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere)
-        fail(program, f"line {lines.get(name)}: {message}")
+        fail(program, with_dash(f"line {lines.get(name)}: {message}"))
     if others:
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
-        fail(program, f"{config}: {unknown('key', shown, flags, elsewhere)}")
+        fail(program, with_dash(f"{config}: {unknown('key', shown, flags, elsewhere)}"))
     for key, value in values.items():
         items = value if isinstance(value, list) else [value]
         for item in items:

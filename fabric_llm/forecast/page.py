@@ -57,7 +57,7 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
         time = (
             "Time",
             page.duration(3600 * prediction.hours),
-            f"{prediction.steps:,} steps of {prediction.up_to}{time[1]}",
+            f"{prediction.left:,} steps of {prediction.up_to}{time[1]}",
         )
     # A run of unknown length may keep as many as it writes, which then are of one size each.
     kept = prediction.kept_checkpoints

@@ -17,7 +17,9 @@ import numpy as np
 from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
+from fabric_llm.checkpoint import keep
 from fabric_llm.data import mixture_text
+from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.periods import ENDLESS, Stage
 from fabric_llm.data.sources import open_source, source_of
 from fabric_llm.forecast import accelerators, trace
@@ -35,11 +37,11 @@ from fabric_llm.model import (
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.attention import resolve_attention
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.plan import checks, fetched
+from fabric_llm.plan import checks, fetched, run_directory, same_run
 from fabric_llm.plan.data_plan import plan_data
 from fabric_llm.plan.model_plan import model_plan, require_rows_for, require_shares, tokenizer_of
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.schedule import last_step, lay_out, plan_schedule
+from fabric_llm.plan.schedule import Cursor, last_step, lay_out, plan_schedule
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.report import reading
 from fabric_llm.training import adamw
@@ -73,9 +75,10 @@ class Prediction:
     checkpoint_bytes: int
     kept_checkpoints: Optional[int]  # None: all, of a run of unknown length
     tokens_a_step: int  # of the longest rows, of which memory and `seconds` are as well
-    steps: Optional[int]  # None where neither flags nor a dataset say how many
-    tokens: Optional[int]  # of the run, likewise
-    hours: Optional[float]
+    done: int  # steps that a resumed run has behind it
+    steps: Optional[int]  # the last one; None where neither flags nor a dataset say how many
+    tokens: Optional[int]  # of the steps that are left, likewise
+    hours: Optional[float]  # that these take
     flops_a_step: float
     mfu: float
     seconds: accelerators.Seconds
@@ -90,6 +93,11 @@ class Prediction:
     def used(self) -> float:
         """The fraction of a device's memory that the peak needs; 0 where that isn't known."""
         return self.memory.peak / self.device_bytes if self.device_bytes else 0.0
+
+    @property
+    def left(self) -> Optional[int]:
+        """Steps that are left, None where it isn't known how many."""
+        return None if self.steps is None else max(self.steps - self.done, 0)
 
     @property
     def fits(self) -> bool:
@@ -110,7 +118,7 @@ class Prediction:
     @property
     def up_to(self) -> str:
         """ "up to " before what a step takes, where stages have rows of other lengths."""
-        whole_steps = self.tokens_a_step * ((self.steps or 1) - 1)
+        whole_steps = self.tokens_a_step * ((self.left or 1) - 1)
         return "up to " if (self.tokens or whole_steps) < whole_steps else ""
 
 
@@ -131,7 +139,8 @@ def predict(
     model, skeleton = _model(flags, placement.kind)
     datasets = _datasets(flags)
     context, assumed = _context(flags, datasets, model.config.get_text_config())
-    steps, read = _rows_read(own, flags, datasets, context, batch)
+    here = _here(flags)
+    steps, read = _rows_read(own, flags, datasets, context, batch, here)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
 
     # Memory of a device, and of the host.
@@ -179,6 +188,7 @@ def predict(
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
         kept_checkpoints=_kept_checkpoints(flags, steps),
         tokens_a_step=batch * context,
+        done=here.step,
         steps=steps,
         tokens=tokens,
         hours=hours,
@@ -188,7 +198,7 @@ def predict(
         link_bytes=link_bytes,
         network_bytes=network_bytes,
         price=price,
-        assumed=_with_optimizer(assumed),
+        assumed=_with_optimizer(_with_mirror(flags, here, assumed)),
         positions=positions.length(model.config.get_text_config()),
         row_tokens=context,
     )
@@ -421,11 +431,33 @@ def _with_optimizer(assumed: str) -> str:
     return "; ".join(filter(None, [assumed, words * ("optimizer" in register.ONLY)]))
 
 
+def _here(flags: Flags) -> Cursor:
+    """Where a run begins, which is a checkpoint if it is resumed. Raises Fault as train.py would
+    where there is none."""
+    if not flags.checkpoint.resume:
+        return Cursor()
+    folder = run_directory.directory(flags)
+    checkpoint = run_directory.given_checkpoint(flags) or keep.newest_valid(folder, False)[0]
+    if checkpoint is None:
+        return Cursor()
+    with same_run.written_by_a_run(checkpoint):
+        document = keep.read_progress(checkpoint)
+        progress = keep.Progress(**document["progress"])
+        return Cursor(progress.step, progress.position, mixture_of(document).stages)
+
+
+def _with_mirror(flags: Flags, here: Cursor, assumed: str) -> str:
+    """What was assumed, and that a run begins anew whose checkpoints may lie on a mirror."""
+    words = "the whole run, as none of its checkpoints is on this machine"
+    is_elsewhere = flags.checkpoint.resume and flags.save.mirror and not here.step
+    return "; ".join(filter(None, [assumed, words * bool(is_elsewhere)]))
+
+
 def _rows_read(
-    own: Flags, flags: Flags, datasets: Sequence[Size], context: int, batch: int
+    own: Flags, flags: Flags, datasets: Sequence[Size], context: int, batch: int, here: Cursor
 ) -> tuple[Optional[int], dict[int, int]]:
-    """(steps of the run, {tokens of a row: how many of such rows it reads}), (None, {}) where
-    neither flags nor datasets say how many. batch: sequences of a step."""
+    """(the last step, {tokens of a row: how many of such rows are read from `here` on}), (None, {})
+    where neither flags nor datasets say how many. batch: sequences of a step."""
     steps, epochs = flags.training.max_step, flags.training.number_epochs
     mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
     known = [one for one in datasets if one is not None]
@@ -449,15 +481,15 @@ def _rows_read(
     stages: tuple[Stage, ...] = (mix.stages[0]._replace(begins=0),)
     if is_known and flags.data.data_mix:
         # What is read too often is refused where a run would be.
-        stages, end, last = lay_out(mix, rows, batch, steps, epochs, shortens=True)
+        stages, end, last = lay_out(mix, rows, batch, steps, epochs, here, shortens=True)
     elif steps is None:
         end = rows[0] * epochs
-        last = last_step(0, 0, end, batch)
+        last = last_step(here.step, here.position, end, batch)
     if steps is not None:
-        end, last = steps * batch, steps
+        end, last = here.position + (steps - here.step) * batch, steps
     read: dict[int, int] = defaultdict(int)
     for stage, after in zip(stages, [*(one.begins for one in stages[1:]), end]):
-        read[_length(stage, contexts)] += after - stage.begins
+        read[_length(stage, contexts)] += max(after - max(stage.begins, here.position), 0)
     return last, dict(read)
 
 

@@ -293,6 +293,12 @@ def _refuse_folder(folder: str, pattern: Sequence[str]) -> NoReturn:
     advice = "choose others with --pattern"
     if suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
         advice = f"did you mean --pattern '*{suffixes[0]}'?"
+    elif all(map(os.path.lexists, pattern)):
+        suffix = os.path.splitext(pattern[0])[1]
+        advice = (
+            "these are files of the current folder, which a shell writes in the place of a pattern "
+            f"without quotes: --pattern '*{suffix}'"
+        )
     raise ValueError(f"no file in {folder} matches {words}: {advice}")
 
 
