@@ -27,7 +27,7 @@ from fabric_llm.data.periods import PROBES
 from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.forecast import shares
 from fabric_llm.plan.checks import MANY_STEPS, MIN_EVALUATIONS, require_set
-from fabric_llm.plan.run_directory import read_status
+from fabric_llm.plan.run_status import read_status
 from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 from fabric_llm.verify import drill
 

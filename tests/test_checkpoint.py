@@ -28,7 +28,7 @@ from fabric_llm.checkpoint.keep import verified
 from fabric_llm.checkpoint.retention import Kept, prune, sweep
 from fabric_llm.model import saving
 from fabric_llm.model.tensor_files import Tensors
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_directory, run_status
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.weights.export import export
 from parse_arguments import parse_train
@@ -508,9 +508,9 @@ def test_what_was_fetched_into_a_new_directory_stays_and_says_how_it_ended(tmp_p
     run_directory.lock(folder)
     (folder / "step-00000001").mkdir()
     (folder / ".mirror-owner").write_text("me")
-    (folder / run_directory.STATUS).write_text('{"code": null, "reason": "running"}')
+    (folder / run_status.STATUS).write_text('{"code": null, "reason": "running"}')
     run_directory.leave(Fault("wrong"))
-    assert run_directory.read_status(folder)["code"] == 2 and not run_directory._locks
+    assert run_status.read_status(folder)["code"] == 2 and not run_directory._locks
     left = {path.name for path in folder.iterdir()}
     assert left > {"step-00000001", ".mirror-owner"}
 
@@ -628,15 +628,15 @@ def test_a_new_run_names_the_one_before_it_that_can_go_on(run, number, before):
         return run_directory.unfinished_before(parse_train([*words, *more]), folder)
 
     for code, retryable in ((75, True), (None, True), (0, False), (76, False)):
-        run_directory.write_status(run.parent / before, code, "", 1, retryable)
+        run_status.write_status(run.parent / before, code, "", 1, retryable)
         assert bool(said()) == retryable
-    run_directory.write_status(run.parent / before, 75, "", 1, True)
+    run_status.write_status(run.parent / before, 75, "", 1, True)
     assert f"--run_name {before} --resume true" in said()
     assert said("--run_name", folder.name) == said("--resume", "true") == ""
     assert said("--train_data_dir", f"data-{number}") == "", "the first run on other data"
     for path in (run.parent / before).glob("step-*"):
         shutil.rmtree(path)
-    run_directory.write_status(run.parent / before, 75, "", None, True)
+    run_status.write_status(run.parent / before, 75, "", None, True)
     assert said() == "", "there is nothing to go on from"
 
 

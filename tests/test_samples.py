@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import train
 from fabric_llm.data.sources import read_prompts
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_status
 from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
     train_ranks(2, *words, "--resume", "true")
     after = lines(run / "samples.jsonl")
     assert [one["step"] for one in after] == [0, 0, 2, 2, 4, 4] and after[:4] == before[:4]
-    found = run_directory.read_events(run)
+    found = run_status.read_events(run)
     said = [(one["event"], one["step"]) for one in found]
     once = [("saved", 4), ("ended", 4)]
     assert said == [("started", 0), ("saved", 2), *once, ("resumed", 2), *once]
@@ -202,5 +202,5 @@ def test_prompts_of_json_lines_may_hold_line_breaks(tmp_path):
 
 
 def test_a_disk_that_takes_no_event_ends_nothing(tmp_path):
-    run_directory.record_event(tmp_path / "gone", "saved", 3)
-    assert run_directory.read_events(tmp_path / "gone") == []
+    run_status.record_event(tmp_path / "gone", "saved", 3)
+    assert run_status.read_events(tmp_path / "gone") == []

@@ -9,7 +9,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import retention
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_directory, run_status
 
 if TYPE_CHECKING:
     from fabric_llm.mirror.client import Mirror, Report
@@ -127,7 +127,7 @@ def tell(
         event, text = "mirror_recovers", "--mirror: checkpoints are copied again."
     else:
         return
-    run_directory.record_event(directory, event, step, report=report)
+    run_status.record_event(directory, event, step, report=report)
     line(text)
 
 

@@ -1,19 +1,15 @@
-"""The run directory checkpoints/RUN: its name, lock, STATUS.json and events.jsonl, and the
-checkpoint that a run resumes from.
+"""The run directory checkpoints/RUN: its name, its lock, and the checkpoint that a run begins at.
 
 same_run.py compares the run with that checkpoint. Nothing here imports torch.
 """
 
 import errno
 import fcntl
-import json
 import os
 import re
-import socket
 from contextlib import suppress
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
@@ -21,21 +17,18 @@ from fabric_llm.base.faults import (
     BAD_INPUT,
     DONE,
     NO_CHECKPOINT,
-    NON_FINITE,
     UNWRITABLE,
     Fault,
 )
-from fabric_llm.base.files import MANIFEST, no_link, write_atomically
+from fabric_llm.base.files import MANIFEST, no_link
 from fabric_llm.base.names import command, listed
-from fabric_llm.base.program import wait_until
 from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
+from fabric_llm.plan.run_status import read_status, record_fault
 
-ENDED = (DONE, NON_FINITE)  # codes in STATUS.json that a command that trains nothing leaves there
-LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
+LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of network file systems without locks
-SECONDS_OF_NFS = 70.0  # NFS caches a directory for a minute
 MAX_CHARACTERS = 80  # of a mixture's sources in the name of a run
 LONGEST_NAME = 200  # characters in the name of a run; file systems take 255 bytes
 _locks: dict[Path, int] = {}  # descriptors of locks, held until this process ends in any way
@@ -295,113 +288,11 @@ def _has_content(folder: Path) -> bool:
     return any(name != LOCK and not name.startswith(".mirror") for name in names)
 
 
-def record_fault(folder: Path, fault: Fault) -> None:
-    """Write into STATUS.json why a run didn't begin. How a run ended stays there if a later command
-    is a mistake."""
-    if fault.retryable or read_status(folder).get("code") not in ENDED:
-        write_fault(folder, fault, None)
-
-
 def sweep(folder: Path) -> None:
     """Remove what a killed save or prune has left in `folder`, which this process has locked, and
     print what was removed."""
     for name in retention.sweep(folder):
         print(f"Removed {name}, left by a save that was cut off.", flush=True)
-
-
-# --------------------------------------------------------------------- STATUS.json and events.jsonl
-
-
-def write_status(
-    folder: Path, code: Optional[int], reason: str, step: Optional[int], retryable: bool
-) -> None:
-    """Replace STATUS.json: how the run ended, or that it is running (code None).
-
-    step: finished steps, None before there is a model. retryable: whether the same command with
-    --resume auto may succeed.
-    """
-    try:
-        # Only a complete checkpoint counts as durable.
-        last = files.latest(folder)
-        status = {
-            "code": code,
-            "reason": reason,
-            "step": step,
-            "last_durable_step": None if last is None else files.step_of(last),
-            "retryable": retryable,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-        try:
-            write_atomically(folder / STATUS, json.dumps(status, indent=2) + "\n", durable=True)
-        except OSError:
-            # A full disk has no room for another file, but for this one in its own place: it is
-            # short, and covers the one before. JSON may end with spaces.
-            status["reason"] = reason[:300]
-            with (folder / STATUS).open("r+") as file:
-                before = len(file.read())
-                file.seek(0)
-                file.write(json.dumps(status, indent=2).ljust(before - 1) + "\n")
-        if code is not None:
-            record_event(folder, "ended", step, code=code, reason=reason)
-    except OSError as error:  # a disk that is full or gone must not hide why the run ended
-        print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
-
-
-def write_fault(folder: Path, fault: Fault, step: Optional[int]) -> None:
-    """`write_status` of a run that ends with `fault`."""
-    write_status(folder, fault.code, str(fault), step, fault.retryable)
-
-
-def read_status(folder: Path) -> dict[str, Any]:
-    """STATUS.json, {} where there is none."""
-    # A file that is missing, cut off or foreign says nothing of a run.
-    with suppress(OSError, ValueError, RecursionError):
-        status = json.loads((folder / STATUS).read_text())
-        if isinstance(status, dict):
-            return status
-    return {}
-
-
-def wait_for_status(folder: Path, written: dict[str, Any], seconds: float) -> bool:
-    """Whether STATUS.json reads as another machine has `written` it, within `seconds`: NFS may show
-    old content for a minute."""
-    return wait_until(lambda: read_status(folder) == written, min(seconds, SECONDS_OF_NFS), 0.2)
-
-
-def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) -> None:
-    """Add a line to events.jsonl: when the run started, resumed, saved and ended, and on which
-    devices. Called on rank 0.
-
-    Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for
-    readers: no code uses them.
-
-    event: started, resumed, saved, stage, left_out, fell_back, ended, or what mirrored.tell says of
-    --mirror. step: finished steps, None if unknown.
-    """
-    line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
-    # A disk that is full or gone doesn't end a run here: a save will.
-    with suppress(OSError), (folder / EVENTS).open("ab+") as file:
-        # The last line must be complete before another one follows it.
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a kill cut off the last line
-                line = "\n" + line
-        file.write(line.encode())
-
-
-def now() -> str:
-    """The time, UTC, as ISO 8601."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run directory, in order, without lines that a kill cut off."""
-    return [
-        event
-        for _, event in files.json_lines(folder / EVENTS)
-        if isinstance(event.get("event"), str)
-    ]
 
 
 # ----------------------------------------------------------- the checkpoint that a run resumes from

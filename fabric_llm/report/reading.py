@@ -22,7 +22,7 @@ from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import listed, nearest_of
 from fabric_llm.checkpoint.keep import METRICS_UNDONE
 from fabric_llm.data.periods import PROBES
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_status
 
 # Names of an evaluation's curves: the only set, all sets together, and these with averaged weights.
 ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"
@@ -114,12 +114,12 @@ def read_run(folder: Path) -> Run:
         raise Fault(
             f"{str(folder)!r} isn't a run: it has neither metrics.jsonl nor arguments.yaml.{held}"
         )
-    run = Run(folder.resolve().name, folder, status=run_directory.read_status(folder))
+    run = Run(folder.resolve().name, folder, status=run_status.read_status(folder))
     with suppress(OSError, ValueError):
         # A damaged file leaves the flags out, and the rest is shown.
         flags = command_line.read_yaml(folder / "arguments.yaml")
         run.flags = flags if isinstance(flags, dict) else {}
-    run.events = run_directory.read_events(folder)
+    run.events = run_status.read_events(folder)
     run.checkpoints = [files.step_of(path) for path in files.checkpoints(folder)]
     fill(run, _lines(run))
     _fill_undone(run)

@@ -32,7 +32,7 @@ from fabric_llm.model import (
     strategy,
     weights,
 )
-from fabric_llm.plan import run_directory, same_run
+from fabric_llm.plan import run_directory, run_status, same_run
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.plan.start import ThisRank
@@ -125,8 +125,8 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
     """Raises Fault (73), before the model is loaded, if a rank doesn't write to the disk that rank
     0 reads."""
     # Rank 0 has written STATUS.json; the other ranks look for the same content.
-    written = ranks.from_rank_zero(lambda: run_directory.read_status(directory))
-    sees = run_directory.wait_for_status(directory, written, seconds / 2)
+    written = ranks.from_rank_zero(lambda: run_status.read_status(directory))
+    sees = run_status.wait_for_status(directory, written, seconds / 2)
     # All ranks learn of a rank that doesn't see it, so all raise the same fault.
     if blind := [rank for rank, there in enumerate(ranks.gather(sees)) if not there]:
         raise Fault(
@@ -389,7 +389,7 @@ def open_log(run: Run) -> Log:
     evaluates = not keep.is_evaluated(plan.resumed)
     log.metrics = MetricsFile(folder / METRICS, plan.begins_at, evaluates)
     MetricsFile(folder / SAMPLES, plan.begins_at)  # also where this process takes none
-    run_directory.write_status(folder, None, "running", plan.start.step, True)
+    run_status.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)
     # For events.jsonl, the history of the run.
@@ -407,7 +407,7 @@ def open_log(run: Run) -> Log:
         "nodes": place.num_nodes,
     }
     begins = "started" if plan.resume_from is None else "resumed"
-    run_directory.record_event(folder, begins, plan.start.step, **facts)
+    run_status.record_event(folder, begins, plan.start.step, **facts)
     log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     introduce(run, parameters, is_random)
     # The bar begins at the step where the run resumes.

@@ -13,7 +13,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint.keep import METRICS_UNDONE, Progress
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.model.flops import Flops
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_status
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run import lines
@@ -77,7 +77,7 @@ class Log:
         if self.console is None:
             return
         folder, progress = self.plan.run_directory, self.progress
-        run_directory.record_event(
+        run_status.record_event(
             folder, "stage", progress.step, position=progress.position, shares=shares
         )
         self.say(f"from here on {lines.shares(shares)}")
@@ -211,4 +211,4 @@ class Log:
     def _write_verdict(self, record: Record) -> None:
         """Write what was decided, in words, which trackers don't take."""
         if self.metrics is not None:
-            self.metrics.write(self.progress, {**record, "time": run_directory.now()})
+            self.metrics.write(self.progress, {**record, "time": run_status.now()})

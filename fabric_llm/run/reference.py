@@ -32,7 +32,7 @@ from fabric_llm.model import (
 )
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.sharded import reshard
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_status
 from fabric_llm.plan.plan import Plan
 
 TURN_OFF = (
@@ -172,7 +172,7 @@ def _say_left_out(plan: Plan, names: list[str]) -> None:
         f"Tensors in {where}, which transformers leaves out by their names: {', '.join(names)}.",
         flush=True,
     )
-    run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=names)
+    run_status.record_event(plan.run_directory, "left_out", plan.start.step, tensors=names)
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:

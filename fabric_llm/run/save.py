@@ -20,7 +20,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.batches import MicroBatch
 from fabric_llm.data.columns import StreamEnd, is_stream
 from fabric_llm.data.order import RowsRead
-from fabric_llm.plan import mirrored, run_directory, same_run
+from fabric_llm.plan import mirrored, run_directory, run_status, same_run
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.processes.stop import SIGNALS
@@ -354,8 +354,8 @@ def _publish(run: Run, pending: writing.Pending) -> None:
     step, position = pending.progress.step, pending.progress.position
     flags, folder = run.flags, run.plan.run_directory
     # Before the upload, which takes the logs with it: another machine may go on from there.
-    run_directory.write_status(folder, None, "running", step, True)
-    run_directory.record_event(folder, "saved", step, position=position)
+    run_status.write_status(folder, None, "running", step, True)
+    run_status.record_event(folder, "saved", step, position=position)
     if run.mirror is not None:
         run.mirror.upload(pending.target.name)
     # Only now, when the new checkpoint has its name, may older ones go. Without --keep_last all

@@ -21,7 +21,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import checks, fetched, mirrored, run_directory
+from fabric_llm.plan import checks, fetched, mirrored, run_directory, run_status
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.model_plan import require_whole
 from fabric_llm.plan.start import ThisRank, place
@@ -97,7 +97,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         if stopped:
             code, reason = faults.STOPPED, "stopped on request"
         if _writes_status(this):
-            run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
+            run_status.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
     copies.remove(this.ranks_apart, this.directory)
     # After any other end the mirror's process goes on by itself, for as long as the flag says.
@@ -117,7 +117,7 @@ def _close_mirror(this: ThisRank, code: int) -> int:
     missing = mirrored.close(this.mirror, step)
     if missing is None or code == faults.STOPPED:
         return code
-    run_directory.write_status(this.directory, faults.NOT_MIRRORED, missing, step, True)
+    run_status.write_status(this.directory, faults.NOT_MIRRORED, missing, step, True)
     return faults.NOT_MIRRORED
 
 
@@ -238,7 +238,7 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
         if parent := run_directory.created_parent(this.directory):
             print(f"Warning: {str(parent)!r} wasn't there and was made for --output_dir.")
     if _writes_status(this):
-        run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
+        run_status.write_status(plan.run_directory, None, "running", plan.start.step, True)
     this.plan = plan
 
 
@@ -297,11 +297,11 @@ def _start_again(this: ThisRank, flags: Flags, first: Fault, signals: StopSignal
     if this.rank == 0:
         print(f"Warning: {first}", file=sys.stderr, flush=True)
         step = max(this.watch.step, this.plan.start.step)
-        run_directory.record_event(
+        run_status.record_event(
             this.directory, "fell_back", step, reason=str(first), flags=first.again
         )
         # What is said of the run if the next attempt doesn't come so far.
-        run_directory.write_status(this.directory, first.code, str(first), step, True)
+        run_status.write_status(this.directory, first.code, str(first), step, True)
         if this.log is not None:
             this.log.close(SECONDS_FOR_OTHERS)
         # Rank 0 holds the store, from which the others hear that all start again.
@@ -313,7 +313,7 @@ def _start_again(this: ThisRank, flags: Flags, first: Fault, signals: StopSignal
         if this.rank == 0:
             stopped = at_start()
             _print_end(this.rank, stopped, stopped)
-            run_directory.write_fault(this.directory, stopped, step)
+            run_status.write_fault(this.directory, stopped, step)
         return faults.STOPPED
     more = list(first.again)
     # The next attempt writes into the same directory.
@@ -357,9 +357,9 @@ def _record_end(this: ThisRank, flags: Flags, first: Fault) -> None:
         # so the code of the fault alone says whether it is a mistake.
         run_directory.leave(first, has_plan=watch.is_joining)
     elif this.plan is None and _writes_status(this):
-        run_directory.record_fault(this.directory, first)
+        run_status.record_fault(this.directory, first)
     elif _writes_status(this):
-        run_directory.write_fault(this.directory, first, watch.step)
+        run_status.write_fault(this.directory, first, watch.step)
     if this.rank == 0:
         # The store ends with rank 0, so it waits until the ranks that it has heard have read why.
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
@@ -385,7 +385,7 @@ def _write_elsewhere(this: ThisRank, flags: Flags, first: Fault) -> None:
         # Where it is there, rank 0 has it. Another name may not be the one that rank 0 takes.
         if flags.checkpoint.run_name is not None and not directory.is_dir():
             directory.mkdir(parents=True)
-            run_directory.write_fault(directory, first, None)
+            run_status.write_fault(directory, first, None)
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
@@ -397,11 +397,11 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
         # Where rank 0 never came, it doesn't hold the lock.
         if not of_rank_0 and not launch.has_parent():
             run_directory.lock(directory)
-        status = run_directory.read_status(directory)
+        status = run_status.read_status(directory)
         # A status of another process is about an earlier start in this directory.
         is_written = status.get("code") is not None and status.get("pid") == of_rank_0.get("pid")
         if directory.is_dir() and not is_written:
-            run_directory.write_fault(directory, first, this.watch.step)
+            run_status.write_fault(directory, first, this.watch.step)
 
 
 def _out_of_memory(this: ThisRank, fault: Fault) -> Fault:

@@ -13,7 +13,7 @@ from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import sharded
-from fabric_llm.plan import mirrored, run_directory
+from fabric_llm.plan import mirrored, run_status
 from fabric_llm.plan.schedule import FINEST
 from fabric_llm.run import copies, lines, save
 from fabric_llm.run.build import load_again, restore
@@ -178,7 +178,7 @@ def _rewind(run: Run) -> None:
         retention.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
         if run.mirror is not None:
             run.mirror.go_back(there.step)
-        run_directory.write_status(folder, None, "running", there.step, True)
+        run_status.write_status(folder, None, "running", there.step, True)
         MetricsFile(folder / keep.SAMPLES, there)  # also where this process takes none
     if not saves:
         run.log.rewound(there, run.schedule, words, record)

@@ -28,7 +28,7 @@ from fabric_llm.base.names import at_home, command, listed, nearest_of
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.mirror.fetch import local
-from fabric_llm.plan.run_directory import read_status
+from fabric_llm.plan.run_status import read_status
 from fabric_llm.verify.drill import drill
 
 DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with

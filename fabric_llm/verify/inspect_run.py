@@ -38,7 +38,7 @@ from fabric_llm.model.loading import (
     open_weights,
 )
 from fabric_llm.model.weights import PREFIX
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_status
 from fabric_llm.weights.export import VerificationError, export, read_proof
 
 MAX_ROWS = 2**28  # that are compared: a minute
@@ -98,7 +98,7 @@ def verify_run(run: Path, exports: bool) -> Report:
     logits."""
     disable_progress_bar()
     report = Report(str(run))
-    status = run_directory.read_status(run)  # first, because a run that is still going saves more
+    status = run_status.read_status(run)  # first, because a run that is still going saves more
     documents: dict[int, dict[str, Any]] = {}  # step -> what `verify_checkpoint` returns
     for path in files.step_directories(run):
         before, code = len(report.findings), report.code
@@ -127,7 +127,7 @@ def verify_run(run: Path, exports: bool) -> Report:
     saved_at_the_end = status.get("step") == status.get("last_durable_step")
     # Only then is every line of the log one of a saved step.
     over = status.get("code") in (DONE, STOPPED) and saved_at_the_end
-    report.look(check_status, run / run_directory.STATUS, status, durable)
+    report.look(check_status, run / run_status.STATUS, status, durable)
     report.look(check_metrics, run / "metrics.jsonl", over, durable, documents)
     # Only an undamaged checkpoint is in `documents`, and an export of another proves nothing.
     if exports and durable in documents:

@@ -43,7 +43,7 @@ import train
 from fabric_llm.base import files
 from fabric_llm.base.faults import as_fault
 from fabric_llm.checkpoint import keep
-from fabric_llm.plan import run_directory
+from fabric_llm.plan import run_status
 
 pytestmark = pytest.mark.faults
 
@@ -502,7 +502,7 @@ def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, t
 
     def believe():
         change()
-        run_directory.wait_for_status = lambda *given: True
+        run_status.wait_for_status = lambda *given: True
 
     ended_with([74, 74], *flags(toys, "out"), before=believe)
     run = tmp_path / "0" / "out" / "run"
@@ -1030,7 +1030,7 @@ def test_a_file_system_without_locks_is_a_warning(toys, tmp_path, number):
 
 def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, capsys):
     (tmp_path / "run").write_text("a file where the run's folder was")
-    run_directory.write_status(tmp_path / "run", 74, "no space left", 3, True)
+    run_status.write_status(tmp_path / "run", 74, "no space left", 3, True)
     assert "Warning: STATUS.json couldn't be written" in capsys.readouterr().out
 
 
@@ -1039,10 +1039,10 @@ def test_a_status_has_room_on_a_full_disk(tmp_path):
     if os.geteuid() or subprocess.run(mounting, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        run_directory.write_status(tmp_path, None, "running", 100_000_000, True)
+        run_status.write_status(tmp_path, None, "running", 100_000_000, True)
         with pytest.raises(OSError), (tmp_path / "large").open("wb") as file:
             file.write(bytes(2**20))
-        run_directory.write_status(tmp_path, 74, "\u2026" * 4000, 3, False)
+        run_status.write_status(tmp_path, 74, "\u2026" * 4000, 3, False)
         assert status(tmp_path)["code"] == 74 and not status(tmp_path)["retryable"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
