@@ -368,7 +368,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      "test_datasets"),
     ("dataset", "a batch without targets", "training.step:count_targets", NUMERICS,
      "without_any_target", without_minimum),
-    ("mixture", "no source is read more often than it may be", "plan.schedule:_first_passed",
+    ("mixture", "no source is read more often than it may be", "data.stages:_first_passed",
      LAW_12, "do_not_go_together"),
     ("mixture", "all sources have one tokenizer", "plan.data_plan:_require_one_tokenizer", LAW_12,
      "different_tokenizers"),

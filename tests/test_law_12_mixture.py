@@ -29,7 +29,8 @@ from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse, with_replay
 from fabric_llm.data.order import RowsRead, claimed_by, rows_at
 from fabric_llm.data.periods import Stage, period_of, position_of, read_before
-from fabric_llm.plan.schedule import Cursor, Schedule, lay_out
+from fabric_llm.data.stages import Cursor, lay_out
+from fabric_llm.plan.schedule import Schedule
 from fabric_llm.verify import __main__ as verify
 
 # The same examples in each run: a property that is found to be wrong stays wrong.

@@ -16,8 +16,9 @@ from fabric_llm.data.mixed_rows import places_at
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import DataMix, Source, mix_of, parse
 from fabric_llm.data.periods import Stage
+from fabric_llm.data.stages import lay_out
 from fabric_llm.plan.checks import check_training
-from fabric_llm.plan.schedule import FINEST, Schedule, _shares_of_hard_budgets, lay_out
+from fabric_llm.plan.schedule import FINEST, Schedule, _shares_of_hard_budgets
 from fabric_llm.training.forgetting import MARGIN, MAX_CHANGE, Forgetting, parse_bounds
 from fabric_llm.verify import __main__ as verify
 from parse_arguments import parse_train

@@ -12,6 +12,7 @@ own          `open_own`, `Stream`: rows and streams of sources that --code regis
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position
 periods      `period_of`, `read_before`: which source of a mixture stands at which position
 mixture_text `parse`: what --data_mix says
+stages       `lay_out`: where the stages of a mixture begin in a run, and where it ends
 mixture      `Mixture`: what a run reads of which sources
 mixed_rows   `mixed_rows_at`: which row of which source is read at which position
 batches      `Batches`, `Prefetch`: the micro-batches of a rank at a position

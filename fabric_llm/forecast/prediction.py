@@ -22,6 +22,7 @@ from fabric_llm.data import mixture_text
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.periods import ENDLESS, Stage
 from fabric_llm.data.sources import open_source, source_of
+from fabric_llm.data.stages import Cursor, last_step, lay_out
 from fabric_llm.forecast import accelerators, trace
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.mirror.fetch import local
@@ -41,7 +42,7 @@ from fabric_llm.plan import checks, fetched, run_directory, same_run
 from fabric_llm.plan.data_plan import plan_data
 from fabric_llm.plan.model_plan import model_plan, require_rows_for, require_shares, tokenizer_of
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.schedule import Cursor, last_step, lay_out, plan_schedule
+from fabric_llm.plan.schedule import plan_schedule
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.report import reading
 from fabric_llm.training import adamw

@@ -1,6 +1,7 @@
 """Flags, data and model -> a Plan of the run. Mistakes are found here.
 
-run_status     `write_status`, `record_event`: STATUS.json and events.jsonl, what a run says of itself
+run_status     `write_status`, `record_event`: STATUS.json and events.jsonl, what a run says of
+               itself
 run_directory  `directory`, `lock`, `choose`: checkpoints/RUN, its name, lock and the checkpoint to
                resume from
 schedule       `plan_schedule`, `Schedule`: the steps of a run and the rows that they read; a rewind
