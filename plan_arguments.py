@@ -23,7 +23,7 @@ What train.py would need with these flags: memory, time, disk and money."""
 def parse_plan(argv: list[str]) -> tuple[PlanArguments, Arguments]:
     """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as
     that does."""
-    # jsonargparse takes neither a flag without its value nor a number with a unit.
+    # The parser takes neither a flag without its value nor a number with a unit.
     argv = _in_gib(_with_true(argv))
     arguments, flat = parse_run("plan.py", PLAN, [PlanArguments], argv)
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments

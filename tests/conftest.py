@@ -35,8 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-import jsonargparse  # noqa: E402, F401  ranks are forked from this process: what it has imported they need not
-import torch.distributed.fsdp  # noqa: E402, F401
+import torch.distributed.fsdp  # noqa: E402, F401  ranks are forked from this process: what it has imported they need not
 
 from fabric_llm.run import supervision, verdicts  # noqa: E402, F401
 

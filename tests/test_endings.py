@@ -107,18 +107,18 @@ IMPORTS = [
     for words, modules in (
         (
             "prepare_data.py --input in --train_tokenizer 300 --output out",
-            "prepare_arguments jsonargparse datasets fabric_llm.prepare.prepare",
+            "prepare_arguments fabric_llm.base.names datasets fabric_llm.prepare.prepare",
         ),
         (
             "export_hf.py in --output out",
-            "fabric_llm.weights.checks jsonargparse torch fabric_llm.weights.export",
+            "fabric_llm.weights.checks torch fabric_llm.weights.export",
         ),
     )
     for module in modules.split()
 ]
 
 
-@pytest.mark.quick_cases(r"prepare_data.*-(prepare_arguments|datasets)\]|export_hf.*-jsonargparse")
+@pytest.mark.quick_cases(r"prepare_data.*-(prepare_arguments|datasets)\]|export_hf.*-torch")
 @pytest.mark.parametrize(("words", "module"), IMPORTS)
 def test_a_stop_during_import(tmp_path, words, module):
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
@@ -171,7 +171,7 @@ def test_a_stop_at_odd_times(tmp_path, body, at_end, ends):
     assert (done.returncode, done.stderr) == ends
 
 
-@pytest.mark.parametrize(("rank", "module"), [(0, "arguments"), (1, "site"), (1, "jsonargparse")])
+@pytest.mark.parametrize(("rank", "module"), [(0, "arguments"), (1, "site"), (1, "fabric_llm.base.names")])
 def test_a_stop_of_a_run_that_has_just_begun(tmp_path, toys, rank, module):
     """Of all its processes, as by Ctrl-C, while one of them is still at its first imports."""
     at_import = AT_IMPORT.replace("os.kill(os.getpid(),", "os.killpg(0,").replace(

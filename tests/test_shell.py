@@ -242,11 +242,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 TOYS = "--model_name {toys}/llama --train_data_dir {toys}/data --max_step 1 --output_dir {tmp}"
 
 
-@pytest.mark.quick_cases(r"jsonargparse-train|torch-train")
+@pytest.mark.quick_cases(r"yaml-train|torch-train")
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        *(("jsonargparse", script) for script in SCRIPTS),
+        *(("yaml", script) for script in SCRIPTS),
         ("torch", f"train.py {TOYS}"),
         ("lightning_fabric", f"train.py {TOYS}"),
         ("torch", "plan.py --accelerator cpu --max_step 1"),

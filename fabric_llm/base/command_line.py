@@ -13,9 +13,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin
 from fabric_llm.base.faults import BAD_INPUT, missing_package, printable
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.help import answer_help
-from fabric_llm.base.names import at_home, nearest_of, unknown, with_dash
+from fabric_llm.base.names import at_home, nearest_of, shown, unknown, with_dash
 
 try:
     import yaml
@@ -102,6 +102,53 @@ class Flag:
         # Types in the table become words; the words of a Literal are shown as they are.
         *most, last = (str(names.get(kind, kind)) for kind in self.kinds)
         return self.takes or ", ".join(most) + " or " * bool(most) + last
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default, and its type doesn't take None."""
+        return self.default is None and type(None) not in get_args(self.type)
+
+    def value_of(self, given: Any) -> Any:
+        """The text of a command line, or the value of a YAML file, in the flag's type; None for a
+        flag that isn't given. Raises ValueError with the end of a sentence."""
+        value = self._typed(given)
+        if wrong := self.out_of_range(value):
+            raise ValueError(wrong)
+        # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Libraries don't open
+        # such names of files either, but `input`, a list, is opened here.
+        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+            raise ValueError(f"{ascii(value[:60])} isn't UTF-8 text.")
+        # In quotes, or after an equals sign, the shell leaves `~` as it is.
+        return at_home(value) if self.path and value is not None else value
+
+    def _typed(self, given: Any) -> Any:
+        """As `value_of`, whatever its range."""
+        # In a file a text with commas may be a list, and one item of a list may stand alone.
+        if self.kinds == [str] and _is_texts(given):
+            given = ",".join(given)
+        elif self.kinds == [list[str]] and isinstance(given, str):
+            given = [given]
+        # On a command line a number is text as well.
+        read = _scalar(given) if isinstance(given, str) else given
+        if read is None and type(None) in get_args(self.type):
+            return None
+        for kind in self.kinds:
+            if kind == list[str]:
+                fits, value = _is_texts(given), given
+            elif kind is str:
+                fits, value = isinstance(given, str), given
+            elif kind is float:
+                fits, value = type(read) in (int, float), read
+            elif isinstance(kind, type):
+                fits, value = type(read) is kind, read
+            else:  # a word of a Literal
+                fits, value = str(kind) == str(given), kind
+            if fits:
+                return float(value) if kind is float else value
+        # In a file 12 is a number.
+        is_unquoted = str in self.kinds and re.fullmatch(r"[\w.+-]+", str(given))
+        quotes = ": write it in quotes" if is_unquoted else ""
+        raise ValueError(f"takes {self.values}, not {shown(given)!r}{quotes}.")
 
     def out_of_range(self, value: Any) -> str:
         """What is wrong with a number, as the end of a sentence; "" if nothing is, or for other
@@ -235,89 +282,81 @@ def parse(
         fail(program, str(error))
     # Without the first section: --config is no flag that a program gets.
     flags = {name: one for group in [*sections.values()][1:] for name, one in group.items()}
-
-    import jsonargparse  # takes time, and only parsing needs it
-
-    class Parser(jsonargparse.ArgumentParser):
-        def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, with_dash(_one_sentence(message, flags, named, about)))
-
-    # In place of jsonargparse's own loader, which takes aliases, see `_Loader`.
-    jsonargparse.set_loader("yaml", partial(_load_value, flags), exceptions=(ValueError,))
-    # Without abbreviations: a new flag would change what an old abbreviation means.
-    parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
-    _add_flags(parser, flags)
     if first and argv and not argv[0].startswith("-"):
         argv = [f"--{first}", *argv]
-    # --config is taken out first: the file's keys must be known before all flags are parsed.
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--config", nargs="?", const="")
-    known, words = before.parse_known_args(argv)
     # Unknown flags are answered here, with the flags that may be meant. What is a flag is decided
     # as argparse does.
-    given = [word.partition("=")[0] for word in words if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
-    if others := [name for name in given if name.removeprefix("--") not in flags]:
+    written = [word.partition("=")[0] for word in argv if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
+    if others := [name for name in written if name.removeprefix("--") not in {"config", *flags}]:
         fail(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
     _tell_of_repeated(program, argv, {"config": CONFIG, **flags})
-    lines: dict[str, int] = {}  # of the flags that the file alone gives
-    if known.config is not None:
-        config = _config_file(program, known.config)
+    given = _given(program, argv, {"config": CONFIG, **flags})
+    values = {name: one.default for name, one in flags.items()}
+    if "config" in given:
+        config = at_home(given.pop("config"))
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
-        # They are parsed, so that an old run can be resumed, and then dropped.
+        # They are read, so that an old run can be resumed, and then dropped.
         if Path(config).name == "arguments.yaml":
-            for name in removed:
-                parser.add_argument(f"--{name}")
-                in_config[name] = Flag(None, "", str)
-        # Keys of the file are checked like flags, and a message about one names its line.
-        lines = _check_config(program, config, in_config, elsewhere)
-        lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
-        # first, so that the command line wins whatever the order
-        words = ["--config", config, *words]
-
-    def named(name: str) -> str:
-        return f"line {lines[name]} of {config}: {name}" if name in lines else f"--{name}"
-
-    # The value of a flag is what follows it, or what is behind its equals sign.
-    for word, following in pairwise([*words, ""]):
-        name, equals, value = word.removeprefix("--").partition("=")
-        _refuse_other_numbers(program, f"--{name}", name, value if equals else following, flags)
-    return _in_range(program, parser.parse_args(words).as_dict(), flags, named)
+            in_config |= dict.fromkeys(removed, Flag(None, "", str))
+        in_file, lines = _read_config(program, config, in_config, elsewhere)
+        named = {name: f"line {line} of {config}: {name}" for name, line in lines.items()}
+        values |= _values(program, in_file, flags, named)
+    # The command line wins, wherever --config stands.
+    values |= _values(program, given, flags, {name: f"--{name}" for name in given})
+    required = [name for name, one in flags.items() if one.is_required]
+    if missing := [f"--{name}" for name in required if values[name] is None]:
+        usage = about.partition("\n")[0].removeprefix("usage: ")
+        fail(program, f"missing: {', '.join(missing)}. It is called like this: {usage}")
+    return values
 
 
-def _add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
-    """Declare --config and the flags to a parser of jsonargparse."""
-    parser.add_argument("--config", action="config")
-    for name, one in flags.items():
-        # A flag without a default is required, unless its type takes None.
-        required = one.default is None and type(None) not in get_args(one.type)
-        options = {"required": True} if required else {"default": one.default}
-        options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
-        parser.add_argument(f"--{name}", **options)
-
-
-def _in_range(
-    program: str, parsed: dict[str, Any], flags: dict[str, Flag], named: Callable[[str], str]
+def _values(
+    program: str, given: Mapping[str, Any], flags: Mapping[str, Flag], named: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The values of flags, with defaults and whole paths. Exit with code 2 for one that is wrong.
+    """The values of those of the flags that are given. Exit with code 2 for one that is wrong.
 
-    named: what a message calls a flag.
+    named: what a message calls them.
     """
     values = {}
     for name, one in flags.items():
-        value = one.default if parsed[name] is None else parsed[name]
-        if wrong := one.out_of_range(value):
-            fail(program, f"{named(name)} {wrong}")
-        # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Libraries don't open
-        # such names of files either, but `input`, a list, is opened here.
-        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-            fail(program, f"{named(name)} {ascii(value[:60])} isn't UTF-8 text.")
-        # In quotes, or after an equals sign, the shell leaves `~` as it is.
-        if one.path and value is not None:
-            value = at_home(value)
-        values[name] = value
+        # A key of a file without a value is a flag that isn't given.
+        if given.get(name) is None:
+            continue
+        try:
+            value = one.value_of(given[name])
+        except ValueError as error:
+            fail(program, with_dash(f"{named[name]} {error}"))
+        values[name] = one.default if value is None else value
     return values
+
+
+def _given(program: str, argv: list[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
+    """{flag: its text on the command line, or texts}. Exit with code 2 for one without a value, and
+    for a value without a flag."""
+    # Without abbreviations: a new flag would change what an old abbreviation means.
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for name, one in flags.items():
+        parser.add_argument(f"--{name}", nargs="*" if one.kinds == [list[str]] else "?")
+    namespace, unexpected = parser.parse_known_args(argv)
+    given = vars(namespace)
+    for name, text in given.items():
+        if text is None or text == []:
+            dash = ""
+            if not {str, int, float}.isdisjoint(flags[name].kinds):
+                dash = f" A value that begins with a dash is written --{name}=VALUE."
+            fail(program, f"--{name} takes {flags[name].values}, and nothing is given.{dash}")
+    # Such as the second word of a text without quotes.
+    if unexpected:
+        sentence = (
+            f"unexpected {unexpected[0]!r}: every flag is written --name value, and a value with "
+            "spaces in quotes."
+        )
+        fail(program, with_dash(sentence))
+    return given
 
 
 def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> None:
@@ -348,11 +387,10 @@ def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> 
             print(printable(message), file=sys.stderr, flush=True)
 
 
-def _check_config(
+def _read_config(
     program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]
-) -> dict[str, int]:
-    """{key: line} of the file. Exit with code 2 unless it has known keys, and values or lists of
-    values."""
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """({key: value}, {key: line}) of the file. Exit with code 2 unless its keys are known."""
     try:
         text = yaml_text(Path(config))
         values = load_yaml(text, repr(config))
@@ -387,30 +425,7 @@ def _check_config(
     if others:
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
         fail(program, with_dash(f"{config}: {unknown('key', shown, flags, elsewhere)}"))
-    for key, value in values.items():
-        items = value if isinstance(value, list) else [value]
-        for item in items:
-            here = f"line {lines[key]} of {config}: {key}"
-            _refuse_other_numbers(program, here, key, item, flags)
-            if isinstance(item, (list, dict, set, tuple)):
-                wrong = f"must hold a value, or a list of values, not {type(item).__name__}."
-                fail(program, f"line {lines[key]}: {key!r} in {config} {wrong}")
-            if (
-                isinstance(item, str)
-                and len(item) > LONGEST_NUMBER
-                and flags[key].kinds not in ([str], [list[str]])
-            ):
-                # jsonargparse would read it as YAML, aliases included
-                many = f"is a text of {len(item):,} characters: {item[:60]!r} ..."
-                fail(program, f"line {lines[key]}: {key!r} in {config} {many}")
-    return lines
-
-
-def _config_file(program: str, given: str) -> Any:
-    """The path of a --config, "" where the flag has no value."""
-    if not given:
-        fail(program, "--config takes the name of a YAML file, and nothing is given.")
-    return at_home(given)
+    return values, lines
 
 
 def _preset(config: str) -> str:
@@ -418,50 +433,6 @@ def _preset(config: str) -> str:
     # The checkout may not be the working directory.
     presets = Path(os.path.relpath(Path(__file__).parents[2] / "configs"))
     return nearest_of(presets / f"{Path(config).stem}.yaml", files=True)
-
-
-def _refuse_other_numbers(
-    program: str, shown: str, name: str, value: Any, flags: dict[str, Flag]
-) -> None:
-    """Exit with code 2 for what jsonargparse reads by YAML 1.1, in which 1:30 is 90, and 0x10 is
-    16."""
-    is_number = name in flags and not {int, float}.isdisjoint(flags[name].kinds)
-    if is_number and re.fullmatch(r"[-+]?(\d+(:\d+)+(\.\d*)?|0[xXbBoO]\w+)", str(value)):
-        fail(program, f"{shown} takes {flags[name].values}, not {value!r}.")
-
-
-def _one_sentence(
-    message: str, flags: dict[str, Flag], named: Callable[[str], str], about: str
-) -> str:
-    """One sentence with the offending value, for jsonargparse's message of several lines with
-    Python types. about: its first line is how the program is called."""
-    # It has their names without dashes; older versions name the first one alone.
-    required = r'the following arguments are required: ([^\n]*)|.*[Kk]ey "(\w+)" is required'
-    if missing := re.match(required, message, re.S):
-        names = (missing[1] or missing[2]).split(", ")
-        lacks = ", ".join(f"--{name}" for name in names)
-        usage = about.partition("\n")[0].removeprefix("usage: ")
-        return f"missing: {lacks}. It is called like this: {usage}"
-    # A value without a flag before it, such as the second word of a text without quotes.
-    if unexpected := re.match(r"unrecognized arguments: (\S*)", message):
-        return (
-            f"unexpected {unexpected[1]!r}: every flag is written --name value, and a value with "
-            "spaces in quotes."
-        )
-    # A value of another type, on the command line or in the file.
-    if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        value, one = wrong[2].strip(), flags[wrong[1]]
-        # On the command line all is text, but in a file 12 is a number.
-        is_unquoted = str in one.kinds and re.fullmatch(r"[\w.+-]+", value)
-        quotes = ": write it in quotes" if is_unquoted else ""
-        return f"{named(wrong[1])} takes {one.values}, not {value!r}{quotes}."
-    if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
-        dash = ""
-        if not {str, int, float}.isdisjoint(flags[bare[1]].kinds):
-            dash = f" A value that begins with a dash is written --{bare[1]}=VALUE."
-        return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
-    # Any other message stays, in one line.
-    return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
 
 
 def write_yaml(flat: dict[str, Any], path: Path) -> None:
@@ -550,20 +521,22 @@ def yaml_text(path: Path) -> str:
         raise ValueError(f"{str(path)!r} isn't UTF-8 text, in line {line}") from error
 
 
-def _load_value(flags: Mapping[str, Flag], text: str) -> Any:
-    """What jsonargparse reads, a file or a value that is YAML. Text that YAML reads as nothing,
-    such as `# Title`, stays text."""
-    value = load_yaml(text)
-    # In a file, one item of a list is written without brackets as well.
-    if isinstance(value, dict):
-        for name, one in value.items():
-            if isinstance(one, str) and name in flags and flags[name].kinds == [list[str]]:
-                value[name] = [one]
-            # And a text of several words with commas, such as that of --eval_data, as a list.
-            is_texts = isinstance(one, list) and all(isinstance(item, str) for item in one)
-            if is_texts and name in flags and flags[name].kinds == [str]:
-                value[name] = ",".join(one)
+def _scalar(text: str) -> Any:
+    """What YAML reads in the text of one value. Other text, such as `# Title`, stays text."""
+    if len(text) > LONGEST_NUMBER:
+        return text
+    # Of YAML's numbers, none begins with a 0.
+    if re.fullmatch(r"[-+]?\d+", text):
+        return int(text)
+    try:
+        value = load_yaml(text)
+    except ValueError:
+        return text
     return text if value is None and text.strip().lower() not in ("null", "none", "~") else value
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def load_yaml(text: str, subject: str = "it") -> Any:
