@@ -291,7 +291,6 @@ def parse(
         fail(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
-    _tell_of_repeated(program, argv, {"config": CONFIG, **flags})
     given = _given(program, argv, {"config": CONFIG, **flags})
     values = {name: one.default for name, one in flags.items()}
     if "config" in given:
@@ -340,15 +339,19 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag]) -> dict[str
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     for name, one in flags.items():
-        parser.add_argument(f"--{name}", nargs="*" if one.kinds == [list[str]] else "?")
+        nargs = "*" if one.kinds == [list[str]] else "?"
+        parser.add_argument(f"--{name}", nargs=nargs, action="append")
     namespace, unexpected = parser.parse_known_args(argv)
-    given = vars(namespace)
-    for name, text in given.items():
-        if text is None or text == []:
+    given = {}
+    for name, texts in vars(namespace).items():
+        if None in texts or [] in texts:
             dash = ""
             if not {str, int, float}.isdisjoint(flags[name].kinds):
                 dash = f" A value that begins with a dash is written --{name}=VALUE."
             fail(program, f"--{name} takes {flags[name].values}, and nothing is given.{dash}")
+        *before, given[name] = texts
+        if before:
+            _tell_of_repeated(program, name, flags[name], texts)
     # Such as the second word of a text without quotes.
     if unexpected:
         sentence = (
@@ -359,32 +362,27 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag]) -> dict[str
     return given
 
 
-def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> None:
+def _tell_of_repeated(program: str, name: str, one: Flag, texts: list[Any]) -> None:
     """Exit with code 2 where a list is given again, or --config; warn where a folder of what is
-    trained on or a text with commas is.
+    trained on or a text with commas is. texts: what is given to the flag, each time.
 
     Of any other flag the last value counts without a word, as elsewhere.
     """
-    values: dict[str, list[str]] = {}
-    for word, following in pairwise([*argv, ""]):
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in flags:
-            values.setdefault(name, []).append(value if equals else following)
-    for name, (*before, last) in values.items():
-        one, many = flags[name], f"--{name} is given {len(values[name])} times"
-        # The parser would take the last one and drop the others silently.
-        if before and one.kinds == [list[str]]:
-            fail(program, f"{many}: give all its values behind one --{name}.")
-        # Only the last file would be read.
-        if before and one is CONFIG:
-            fail(program, f"{many}: take one file, and flags for what differs.")
-        has_commas = "comma-separated" in one.values + one.help
-        is_what = one.path and one.how is False
-        # A warning only where the user may have meant both values.
-        if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
-            all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
-            message = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
-            print(printable(message), file=sys.stderr, flush=True)
+    *before, last = texts
+    many = f"--{name} is given {len(texts)} times"
+    # The others would be dropped silently.
+    if one.kinds == [list[str]]:
+        fail(program, f"{many}: give all its values behind one --{name}.")
+    # Only the last file would be read.
+    if one is CONFIG:
+        fail(program, f"{many}: take one file, and flags for what differs.")
+    has_commas = "comma-separated" in one.values + one.help
+    is_what = one.path and one.how is False
+    # A warning only where the user may have meant both values.
+    if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
+        all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
+        message = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 def _read_config(
