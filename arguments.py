@@ -18,7 +18,7 @@ from fabric_llm.base.command_line import (
     groups,
     option,
 )
-from fabric_llm.run import metrics
+from fabric_llm.run import trackers
 from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
@@ -493,7 +493,7 @@ class LoggingArguments:
     logger: str = basic_setting(
         "none",
         (
-            f"where metrics go besides metrics.jsonl; {', '.join(metrics.TRACKERS)}; several with "
+            f"where metrics go besides metrics.jsonl; {', '.join(trackers.TRACKERS)}; several with "
             "commas between, such as wandb,csv"
         ),
         aliases="report_to log_with tracker use_wandb wandb wandb_mode",

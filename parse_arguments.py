@@ -26,7 +26,7 @@ from fabric_llm.base.command_line import (
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.data.sources import SOURCES
-from fabric_llm.run import metrics
+from fabric_llm.run import metrics, trackers
 from fabric_llm.training.schedule import SCHEDULES
 from prepare_arguments import PrepareArguments
 
@@ -134,7 +134,7 @@ def parse_run(
         removed=removed,
     )
     # It raises ValueError for a tracker that doesn't exist.
-    metrics.named(flat["logger"])
+    trackers.named(flat["logger"])
     # arguments.yaml keeps the mixture itself, since its file may change.
     if flat["replay"] is not None or flat["replay_fraction"] is not None:
         mix = with_replay(
@@ -228,7 +228,7 @@ def _refuse_taken_names(flag_groups: list[type]) -> None:
         "source": (register.SOURCES, SOURCES),
         "metric": (register.METRICS, metrics.STEP_NUMBERS),
         "number of the log": (register.added_by_loss(), {*metrics.STEP_NUMBERS, *register.METRICS}),
-        "tracker": (register.TRACKERS, metrics.TRACKERS),
+        "tracker": (register.TRACKERS, trackers.TRACKERS),
     }
     for what, (own, ours) in tables.items():
         for name in own:

@@ -22,7 +22,7 @@ from export_hf import ExportArguments, parse_export
 from fabric_llm.base.command_line import CONFIG, declared, write_yaml
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import place
-from fabric_llm.run.metrics import TRACKERS
+from fabric_llm.run.trackers import TRACKERS
 from fabric_llm.training.adamw import AdamW, decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
 from fabric_llm.training.step import clip_gradients

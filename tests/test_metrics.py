@@ -26,10 +26,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fabric_llm.base import register
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
-from fabric_llm.run import metrics
+from fabric_llm.run import metrics, trackers
 from fabric_llm.run.log import Log
-from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, flat
+from fabric_llm.run.metrics import MetricsFile
 from fabric_llm.run.speed import Speed
+from fabric_llm.run.trackers import MANY_LINES, TRACKERS, Trackers, flat
 
 COUNTS = ("step", "position", "tokens")
 NUMBERS = """loss lr grad_norm tokens_per_second tokens_per_second_per_device
@@ -164,7 +165,7 @@ def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
     verdict = {"step": 2, "verdict": "skip", "reason": "a spike"}
     first = [{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": 1.5}, verdict]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in first))
-    log, close, _ = metrics._csv(tmp_path)
+    log, close, _ = trackers._csv(tmp_path)
     log(2, {"loss": 1.25, "yours": 7})
     log(3, {"loss": 1.0, "eval/a,b/loss": 1.75})
     found = {(0, "eval_loss"): 2.0, (1, "loss"): 1.5, (2, "loss"): 1.25, (2, "yours"): 7}
@@ -291,7 +292,7 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
             del os.environ[name]
         os.environ.update(told)
         with pytest.warns(UserWarning, match="logs offline"), pytest.raises(wandb.errors.CommError):
-            metrics._wandb(tmp_path, {}, None, None)
+            trackers._wandb(tmp_path, {}, None, None)
         wandb.teardown()
     assert waited == [20, 20, 33, 33]  # online, offline
 
@@ -303,7 +304,7 @@ def test_wandb_takes_the_steps_of_a_run_that_went_back_and_says_how_they_are_sen
     os.environ["WANDB_MODE"] = "offline"
     folder = tmp_path / "two words"
     folder.mkdir()
-    log, close = metrics._wandb(folder, {}, None, None)
+    log, close = trackers._wandb(folder, {}, None, None)
     losses = {"1111.25": 1, "2222.25": 2, "3333.25": 3, "4444.25": 2, "5555.25": 3}
     for loss, step in losses.items():
         log(step, {"loss": float(loss)})

@@ -4,8 +4,8 @@ reference      `load`, `verify_start`: the model as transformers loads it, and w
                with
 run            `Run`: what a run holds, and how it is closed
 build          `build`: plan -> Run; the run directory is made ready, and what the run does is said
-metrics        `MetricsFile`, `TRACKERS`: metrics.jsonl, and csv, TensorBoard, Weights & Biases,
-               MLflow
+metrics        `MetricsFile`, `of_code`: metrics.jsonl, and the metrics of --code
+trackers       `Trackers`: csv, TensorBoard, Weights & Biases, MLflow
 log            `Log`: what goes to both, and what is printed
 lines          the lines that are printed about a step and an evaluation
 speed          `Speed`: tokens and FLOPs per second, waits, peak memory

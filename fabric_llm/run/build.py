@@ -39,8 +39,9 @@ from fabric_llm.plan.start import ThisRank
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.run import copies, reference, save
 from fabric_llm.run.log import Log
-from fabric_llm.run.metrics import MetricsFile, Trackers
+from fabric_llm.run.metrics import MetricsFile
 from fabric_llm.run.run import Run, leave, say_what_comes_next
+from fabric_llm.run.trackers import Trackers
 from fabric_llm.training import adamw
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.training.guard import Guard

@@ -17,8 +17,9 @@ from fabric_llm.plan import run_status
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.run import lines
-from fabric_llm.run.metrics import MetricsFile, Record, Trackers, flat
+from fabric_llm.run.metrics import MetricsFile, Record
 from fabric_llm.run.speed import Speed, peak_memory_gib
+from fabric_llm.run.trackers import Trackers, flat
 from fabric_llm.training.evaluation import EvalResult
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
