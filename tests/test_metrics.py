@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fabric_llm.base import register
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
-from fabric_llm.run import metrics, trackers
+from fabric_llm.run import trackers
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
 from fabric_llm.run.speed import Speed
@@ -385,7 +385,7 @@ def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
 
 @mock.patch.dict(os.environ)
 def test_without_mlflow_one_warning_says_how_it_is_installed(monkeypatch, tmp_path):
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     said, _ = logged("mlflow", tmp_path)
     assert re.search(r"--logger mlflow failed, .*'\.\[mlflow\]'", said)
     assert list(tmp_path.iterdir()) == []
