@@ -779,6 +779,23 @@ def test_a_run_on_a_server(url, run, tmp_path):
     assert bucket.parts() == []
 
 
+def test_an_error_costs_nothing_of_what_went_before(on_moto, run, proxy, tmp_path, monkeypatch):
+    """Longer than the client's own tries, in a large file that is read back, and fetched."""
+    content = save(run, 1, random.Random(1), large=20 * 2**20)
+    reads, fail = iter(range(99)), range(2, 8)
+
+    def answer(method, path, _):
+        return SLOW if method == "GET" and "large" in path and next(reads) in fail else None
+
+    proxy.answer = answer
+    mirrored(on_moto, run, "step-00000001")
+    assert sum(method == "PUT" and "partNumber" in path for method, path in proxy.requests) == 3
+    reads, fail = iter(range(99)), range(15, 35)
+    monkeypatch.setattr(store, "PART_BYTES", 2**20)
+    assert read(restore(Store(on_moto), RUN, tmp_path / "new")) == content
+    assert next(reads) <= 20 + len(fail) + store.AT_ONCE
+
+
 def test_a_server_that_replaces_objects_is_refused(rclone_url, run, monkeypatch):  # noqa: F811
     use(rclone_url, monkeypatch)
     place = f"s3://{BUCKET}/x"

@@ -330,20 +330,22 @@ def _file(store: Store, place: str, path: Path, entry: files.Entry) -> None:
     # Names of which one is a folder for the other.
     except (FileExistsError, NotADirectoryError):
         raise wrong("its name is another's folder") from None
-    if patiently(store, lambda: download(store, place, path, size)) != entry["sha256"]:
+    if download(store, place, path, size) != entry["sha256"]:
         raise wrong("its content has changed")
 
 
 def download(store: Store, place: str, path: Path, size: int) -> str:
-    """Write an object of `size` bytes into a file, durably. Returns the sha256."""
-    hashed = hashlib.sha256()
+    """Write an object of `size` bytes into a file, durably and patiently. Returns the sha256, see
+    `Store.read`. Raises Fault (74, 2)."""
     with path.open("wb") as file:
-        for piece in store.pieces(place, size):
+
+        def take(piece: bytes) -> None:
             _write(file, piece)
-            hashed.update(piece)
             failpoint("mirror.fetching")
+
+        sha256 = store.read(place, size, partial(patiently, store), take)
     fsync(path)
-    return hashed.hexdigest()
+    return sha256
 
 
 def _write(file: Any, piece: bytes) -> None:
@@ -375,7 +377,7 @@ def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> No
         # A name that is swept where a kill leaves it.
         temporary = directory / f".tmp-step-{secrets.token_hex(4)}"
         try:
-            patiently(store, lambda: download(store, place, temporary, size))
+            download(store, place, temporary, size)
             temporary.rename(directory / name)
         finally:
             temporary.unlink(missing_ok=True)

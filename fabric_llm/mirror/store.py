@@ -176,13 +176,14 @@ class Store:
             )
         return hashed.hexdigest()
 
-    def pieces(self, name: str, size: int) -> Iterator[bytes]:
-        """The content of an object of `size` bytes, in order, a few pieces ahead."""
+    def pieces(self, name: str, size: int, begin: int = 0) -> Iterator[bytes]:
+        """The content of an object of `size` bytes from `begin` on, in order, a few pieces
+        ahead."""
         pool = ThreadPoolExecutor(AT_ONCE)
         waiting: deque = deque()
         get_range = self._count(0).get_range
         try:
-            for start in range(0, size, PART_BYTES):
+            for start in range(begin, size, PART_BYTES):
                 self.requests += 1
                 length = min(PART_BYTES, size - start)
                 waiting.append(pool.submit(get_range, self.raw, name, start=start, length=length))
@@ -194,12 +195,39 @@ class Store:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def sha256(self, name: str, size: int, check: Callable[[], None]) -> str:
-        """Of an object's content as it is stored. check: see `send`."""
-        hashed = hashlib.sha256()
-        for piece in self.pieces(name, size):
-            check()
-            hashed.update(piece)
+    def read(
+        self,
+        name: str,
+        size: int,
+        again: Callable[[Callable[[], bool]], bool],
+        take: Callable[[bytes], Any],
+    ) -> str:
+        """Hand the content of an object of `size` bytes to `take`, in order. Returns the sha256 of
+        what there was: of less than `size` bytes if the object goes meanwhile.
+
+        again: calls an action until it succeeds, which goes on where the one before has failed.
+        """
+        hashed, done = hashlib.sha256(), 0
+
+        def go_on() -> bool:
+            nonlocal done
+            began = done
+            try:
+                for piece in self.pieces(name, size, began):
+                    take(piece)
+                    hashed.update(piece)
+                    done += len(piece)
+            except FileNotFoundError:
+                return True
+            except errors():
+                # Whatever came counts as success, so that patience begins anew.
+                if done == began:
+                    raise
+                return False
+            return True
+
+        while not again(go_on):
+            pass
         return hashed.hexdigest()
 
     def folders(self, name: str) -> list[str]:

@@ -234,7 +234,7 @@ class Uploader:
     def _bring(self, name: str, file: str, entry: files.Entry) -> int:
         """Have one file there, as it should be. Returns the bytes that were sent."""
         path, place = self.directory / name / file, f"{self._place(name)}/{file}"
-        if self._again(lambda: self._is_there(place, entry)):
+        if self._is_there(place, entry):
             return 0
         self._again(lambda: self._send(name, place, path, entry))
         return entry["bytes"]
@@ -244,11 +244,11 @@ class Uploader:
 
     def _is_there(self, place: str, entry: files.Entry) -> bool:
         """As it is stored. A process before this one may have sent it."""
-        size = self.store.size(place)
-        return (
-            size == entry["bytes"]
-            and self.store.sha256(place, size, self._check) == entry["sha256"]
-        )
+        size = self._again(lambda: self.store.size(place))
+        if size != entry["bytes"]:
+            return False
+        sha256 = self.store.read(place, size, self._again, lambda piece: self._check())
+        return sha256 == entry["sha256"]
 
     def _send(self, name: str, place: str, path: Path, entry: files.Entry) -> None:
         self._require_lease()

@@ -108,7 +108,7 @@ def _copy(store: Store, found: list[dict[str, Any]], folder: Path, address: str)
     def bring(one: dict[str, Any]) -> None:
         path = folder / one["path"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        patiently(store, lambda: download(store, one["path"], path, one["size"]))
+        download(store, one["path"], path, one["size"])
         if path.stat().st_size != one["size"]:
             raise _changed(address)
 
@@ -208,7 +208,7 @@ def _send(folder: Path, store: Store, lease: Lease) -> None:
     again(lambda: store.remove([OF_DATA]))
     for name, entry in entries.items():
         again(lease.check)
-        again(partial(_bring, store, name, folder / name, entry))
+        _bring(store, name, folder / name, entry)
     again(lease.check)
     known, leases = {*entries, MARK}, f"{FOLDER}/"
     # What only a former dataset had goes, too, but no lease: this process holds one.
@@ -223,15 +223,18 @@ def _send(folder: Path, store: Store, lease: Lease) -> None:
 
 def _bring(store: Store, name: str, path: Path, entry: files.Entry) -> None:
     """Have one file there, as it should be."""
+    again = partial(patiently, store)
 
     def is_there() -> bool:
-        size = store.size(name)
-        return size == entry["bytes"] and store.sha256(name, size, lambda: None) == entry["sha256"]
+        size = again(lambda: store.size(name))
+        if size != entry["bytes"]:
+            return False
+        return store.read(name, size, again, lambda piece: None) == entry["sha256"]
 
     if is_there():  # since a former start
         return
     try:
-        sent = store.send(name, path, lambda: None, entry["bytes"])
+        sent = again(lambda: store.send(name, path, lambda: None, entry["bytes"]))
     except Damaged as error:
         raise Fault(f"{error}.", SAVE_FAILED) from error
     if sent != entry["sha256"] or not is_there():
