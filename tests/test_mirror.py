@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -287,10 +288,18 @@ def test_a_checkpoint_that_disappears_is_given_up(place, run):
 
 
 def test_a_name_that_was_used_before_is_replaced(place, run, tmp_path):
+    """Also by a rewind while it is sent: no manifest is put beside files of another one."""
     save(run, 1, random.Random(0))
     mirrored(place, run, "step-00000001")
     os.rename(run / "step-00000001", tmp_path / "aside")
-    other = save(run, 1, random.Random(1))
+    save(run, 1, random.Random(1))
+    with at_work(place, run, failpoint="mirror.before_manifest:do=stop", upload=1) as mirror:
+        wait_for(lambda: ") T " in Path(f"/proc/{mirror.process.pid}/stat").read_text())
+        os.rename(run / "step-00000001", tmp_path / "undone")
+        other = save(run, 1, random.Random(2))
+        mirror.process.send_signal(18)  # SIGCONT
+        mirror.wait("given_up")
+        assert mirror.end() == [] and checkpoints(Store(place), RUN) == []
     mirrored(place, run, "step-00000001")
     assert read(restore(Store(place), RUN, tmp_path / "new")) == other
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -178,10 +178,12 @@ class Uploader:
 
     def _upload(self, name: str) -> None:
         began, requests = time.monotonic(), self.store.requests
-        entries = self._entries(name)
+        # Kept, since a rewind may put another checkpoint of this name here while it is sent.
+        document = self._document(name)
+        entries, own = document["files"], files.encode(document)
         place, sent = self._place(name), 0
         # Anew where somebody has put another manifest meanwhile, see `_publish`.
-        while not self._again(lambda: self._is_whole(name)):
+        while not self._again(lambda: self._is_whole(name, own)):
             for file, entry in entries.items():
                 sent += self._bring(name, file, entry)
                 failpoint("mirror.file")
@@ -190,7 +192,7 @@ class Uploader:
             # Before the manifest: whoever finds the checkpoint goes on with its logs.
             self._logs()
             failpoint("mirror.before_manifest")
-            self._again(lambda: self._publish(name))
+            self._again(lambda: self._publish(name, own))
         failpoint("mirror.after_manifest")
         self.report(
             {
@@ -201,10 +203,10 @@ class Uploader:
             }
         )
 
-    def _entries(self, name: str) -> dict[str, files.Entry]:
-        """Of the files to upload. Raises GivenUp."""
+    def _document(self, name: str) -> dict[str, Any]:
+        """The manifest of the checkpoint here. Raises GivenUp."""
         try:
-            return files.read(self.directory / name)["files"]
+            return files.read(self.directory / name)
         except (Fault, OSError) as error:
             raise self._gone(name, one_line(error).rstrip(".")) from error
 
@@ -214,16 +216,9 @@ class Uploader:
             return GivenUp(f"The mirror can't take {name}: {why}")
         return GivenUp()
 
-    def _manifest(self, name: str) -> bytes:
-        """Of the checkpoint here. Raises GivenUp."""
-        try:
-            return (self.directory / name / MANIFEST).read_bytes()
-        except OSError as error:
-            raise self._gone(name, str(error.strerror)) from error
-
-    def _is_whole(self, name: str) -> bool:
-        """Whether the checkpoint is there. Another one of its name is removed."""
-        own = self._manifest(name)
+    def _is_whole(self, name: str, own: bytes) -> bool:
+        """Whether the checkpoint with the manifest `own` is there. Another one of its name is
+        removed."""
         there = self.store.content(f"{self._place(name)}/{MANIFEST}")
         if there is not None and there != own:
             # Its files are replaced where they differ.
@@ -262,9 +257,11 @@ class Uploader:
         if not self._is_there(place, entry):
             raise OSError(errno.EIO, f"what it has stored of {path.name} isn't what was sent")
 
-    def _publish(self, name: str) -> None:
-        """Put the manifest. Where somebody else has put another one, `_is_whole` will see it."""
-        own = self._manifest(name)
+    def _publish(self, name: str, own: bytes) -> None:
+        """Put the manifest. Where somebody else has put another one, `_is_whole` will see it.
+        Raises GivenUp where the checkpoint that was sent isn't here any more."""
+        if files.encode(self._document(name)) != own:
+            raise GivenUp
         self._require_lease()
         self.store.create(f"{self._place(name)}/{MANIFEST}", own)
 
