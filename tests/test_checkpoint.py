@@ -255,9 +255,11 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
 
 
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
-    gone = [".STATUS.json-12ab34cd", ".tmp-step-00000004-ab12", ".trash-step-00000001-cd34"]
-    (run / gone[0]).touch()  # killed while it was written
-    for name in (*gone[1:], ".tmp-mine", ".trash", "aside-step-00000002-x"):
+    killed = [f".{name}-12ab34cd" for name in ("STATUS.json", "arguments.yaml", "metrics.jsonl")]
+    for name in (*killed, ".metrics.jsonl-mine"):
+        (run / name).touch()
+    gone = [*killed, ".tmp-step-00000004-ab12", ".trash-step-00000001-cd34"]
+    for name in (*gone[3:], ".tmp-mine", ".trash", "aside-step-00000002-x"):
         (run / name).mkdir()
     before = names(run)
     assert sorted(sweep(run)) == gone
@@ -419,6 +421,19 @@ def test_prune_counts_what_was_moved_aside_and_takes_it_first(tmp_path):
     found_checkpoint(tmp_path, 6)
     prune(tmp_path, Kept(3, interval=2))
     assert names(tmp_path) == [*aside[:2], "step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_kill_while_a_checkpoint_is_moved_aside_leaves_it_pinned(tmp_path, monkeypatch):
+    def killed(path, target, rename=Path.rename):
+        rename(path, target)
+        raise KeyboardInterrupt
+
+    found_checkpoint(tmp_path, 2)
+    (tmp_path / "step-00000002.pinned").touch()
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        retention.move_aside(tmp_path, 0)
+    assert [retention.is_pinned(path) for path in tmp_path.iterdir() if path.is_dir()] == [True]
 
 
 def test_prune_leaves_one_to_go_back_to(tmp_path):

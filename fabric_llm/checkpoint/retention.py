@@ -32,9 +32,12 @@ def put_aside(paths: Iterable[Path]) -> list[str]:
     for path in paths:
         # The random suffix lets one step be moved aside more than once.
         aside = path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")
+        pin = path.with_name(f"{path.name}.pinned")
+        # Pinned before it is renamed, and the former pin removed after: a kill leaves one too many.
         if is_pinned(path):
-            path.with_name(f"{path.name}.pinned").rename(aside.with_name(f"{aside.name}.pinned"))
+            aside.with_name(f"{aside.name}.pinned").touch()
         names.append(path.rename(aside).name)
+        pin.unlink(missing_ok=True)
         # Also after a crash of the machine.
         fsync(path.parent)
     return names
@@ -170,13 +173,11 @@ def _rows_of(document: dict[str, Any], of_set: Optional[str]) -> str:
 
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
-    names = []
-    for path in list(run_directory.glob(".*")):
-        # .tmp-step-* of saves, .trash-* of removals, .STATUS.json-* of `files.write_atomically`.
-        if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", path.name):
-            _discard(path)
-            names.append(path.name)
-    return sorted(names)
+    # .tmp-step-* of saves, .trash-* of removals, .STATUS.json-* and the like of
+    # `files.write_atomically`.
+    left = r"\.((tmp|trash)-(aside-)?step-|(STATUS|arguments|metrics|samples)\.\w+-[0-9a-f]{8}$)"
+    there = [path for path in run_directory.glob(".*") if re.match(left, path.name)]
+    return sorted(path.name for path in there if _discard(path))
 
 
 def _discard(path: Path, renamed: bool = False) -> bool:
