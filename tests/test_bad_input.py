@@ -315,6 +315,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 79),
         (MemoryError(), 79),
         (OSError(28, "No space left on device"), 74),
+        (PermissionError(13, "Permission denied", "data/manifest.json"), 2),
         (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 71),
         (RuntimeError("shapes cannot be multiplied"), 1),
     ],

@@ -242,5 +242,5 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("fabric_llm.prepare.documents.opened", refused)  # root may read everything
-    sentence = f"{str(corpus / '0.txt')!r} can't be read: Permission denied."
+    sentence = f"{str(corpus / '0.txt')!r} can't be opened: Permission denied."
     assert run() == (2, [f"prepare_data.py: error: {sentence}"])

@@ -104,8 +104,6 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
                 # KeyboardInterrupt.
                 if ending.asked:
                     fault = Fault(f"stopped on request; {ending.left}.", faults.STOPPED)
-                elif isinstance(error, PermissionError):
-                    fault = Fault(f"{str(error.filename)!r} can't be read: {error.strerror}.")
                 else:
                     fault = as_mistake(error)
                 # An error in this package: a report of it needs the traceback.

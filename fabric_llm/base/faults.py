@@ -115,6 +115,9 @@ def as_fault(error: BaseException) -> Fault:
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return Fault(words, SAVE_FAILED)
+    # What writes has a fault of its own, see `unwritten`.
+    if isinstance(error, PermissionError) and error.filename:
+        return Fault(f"{str(error.filename)!r} can't be opened: {error.strerror}.")
     # The value of a flag that names a file or a folder.
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return Fault(f"{str(error.filename)[:100]!r}...: {error.strerror}.")
