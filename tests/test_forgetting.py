@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from fabric_llm.checkpoint.keep import read_progress
-from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.data.probes import copy_probe
 from fabric_llm.run.run import how_it_compares, of_sets

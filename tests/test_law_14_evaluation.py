@@ -16,8 +16,9 @@ from conftest import CONTEXT, END, VOCABULARY
 from ranks import Job, metrics, toy_run
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.data.columns import IGNORED, Rows
+from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.probes import copy_probe
 from fabric_llm.data.tasks import Tasks
 from fabric_llm.plan.plan import DataPlan

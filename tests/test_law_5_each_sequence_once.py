@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fabric_llm.data.batches import Batches, Prefetch
-from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.folders import IGNORED
 
 ROWS, EPOCHS = 53, 3
 

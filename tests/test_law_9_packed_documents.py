@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from fabric_llm.data.batches import Batches, document_begins, restarting_positions
-from fabric_llm.data.columns import IGNORED, NO_PADDING, Rows
+from fabric_llm.data.columns import NO_PADDING, Rows
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.model.capabilities import find_leak
 from fabric_llm.model.language_model import LanguageModel
 

@@ -10,8 +10,8 @@ from test_context_parallel import run_of
 from test_forgetting import _Rows
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.dataset import open_dataset
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.probes import DEPTHS, EACH, Questions
 from fabric_llm.model.language_model import by_row
 

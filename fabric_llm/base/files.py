@@ -343,3 +343,11 @@ def checkpoints(run_directory: Path) -> list[Path]:
 def latest(run_directory: Path) -> Optional[Path]:
     """The complete checkpoint with the highest step, None if there is none."""
     return next(reversed(checkpoints(run_directory)), None)
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, or a link itself."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

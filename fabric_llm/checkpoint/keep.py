@@ -9,7 +9,6 @@ aside-step-*             later than a step that the run went back to; never used
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -227,11 +226,3 @@ def progress_or_nothing(path: Path) -> dict[str, Any]:
         return read_progress(path)
     except Fault:  # damaged, so never the best
         return {}
-
-
-def remove(path: Path) -> None:
-    """A folder with all that is in it, or a link itself."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-    else:
-        shutil.rmtree(path)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.files import checkpoints, fsync, step_directories, step_of
-from fabric_llm.checkpoint.keep import progress_or_nothing, remove
+from fabric_llm.base.files import checkpoints, fsync, remove, step_directories, step_of
+from fabric_llm.checkpoint.keep import progress_or_nothing
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.periods import ONE_SET
 

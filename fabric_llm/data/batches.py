@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.columns import IGNORED, is_stream, is_target, masked_labels, padded_rows
+from fabric_llm.data.columns import is_stream, is_target, masked_labels, padded_rows
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.mixed_rows import mixed_rows_at
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at

@@ -6,11 +6,10 @@ from typing import Any, Optional
 import numpy as np
 
 from fabric_llm.base.faults import Fault
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.periods import ENDLESS
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
-# Label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy.
-IGNORED = -100
 NO_PADDING = -1  # in place of a token id
 
 

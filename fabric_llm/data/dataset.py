@@ -21,14 +21,13 @@ from fabric_llm.base.faults import BAD_INPUT, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.data.columns import (
     COLUMNS,
-    IGNORED,
     NO_PADDING,
     Rows,
     is_target,
     masked_labels,
     some_of,
 )
-from fabric_llm.data.folders import has_rows, split_names
+from fabric_llm.data.folders import IGNORED, has_rows, split_names
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start

@@ -10,6 +10,8 @@ from fabric_llm.base import files
 from fabric_llm.base.faults import Fault, one_line
 
 TASKS = "tasks.json"  # in a folder of tasks of lm-evaluation-harness: what each of them holds
+# Label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy.
+IGNORED = -100
 
 
 def split_names(folder: Path) -> list[str]:

@@ -32,8 +32,9 @@ import numpy as np
 
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
-from fabric_llm.data.columns import IGNORED, Rows, StreamEnd
+from fabric_llm.data.columns import Rows, StreamEnd
 from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.periods import ENDLESS
 
 COLUMNS = ("input_ids", "labels")

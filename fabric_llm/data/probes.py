@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fabric_llm.data.columns import IGNORED, Rows
+from fabric_llm.data.columns import Rows
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.data.order import drawn_from
 from fabric_llm.data.periods import LONGEST_PASSAGE
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fabric_llm.base import register
 from fabric_llm.base.faults import Fault
 from fabric_llm.data import batches
-from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.model import chunked_loss, packed_attention
 
 # Evaluations also sum the loss by how far into its document a target is: the number of ranges. See

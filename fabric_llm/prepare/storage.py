@@ -15,7 +15,6 @@ from typing import Any
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault, one_line
-from fabric_llm.checkpoint.keep import remove
 from fabric_llm.mirror import fetch
 from fabric_llm.mirror.address import require, require_there, split
 from fabric_llm.mirror.fetch import OF_DATA, download, patiently, say_at_once
@@ -56,7 +55,7 @@ def corpus(address: str) -> str:
     with FileLock(fetch.cache() / f"{key}.lock"):
         if not target.exists():
             for left in target.parent.glob(".tmp-*"):  # of a process that was killed
-                remove(left)
+                files.remove(left)
             temporary = target.with_name(f".tmp-{secrets.token_hex(4)}")
             temporary.mkdir()
             try:

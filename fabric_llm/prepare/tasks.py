@@ -26,8 +26,7 @@ from fabric_llm.base.describing import describe
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import comma_separated, nearest, reach_hub
-from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.folders import TASKS
+from fabric_llm.data.folders import IGNORED, TASKS
 from fabric_llm.prepare.inputs import place_of, prepared_output
 from fabric_llm.prepare.prepare import publish
 from fabric_llm.prepare.tokenizer import packing_tokenizer

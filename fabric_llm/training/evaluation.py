@@ -14,7 +14,7 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
-from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.folders import IGNORED
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.sharded import reshard
 
