@@ -21,15 +21,9 @@ from typing import Any, Optional, TypeVar
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
-from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync
+from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync, remove
 from fabric_llm.base.names import shown
-from fabric_llm.checkpoint.keep import (
-    METRICS,
-    METRICS_UNDONE,
-    SAMPLES,
-    progress_or_nothing,
-    remove,
-)
+from fabric_llm.checkpoint.keep import METRICS, METRICS_UNDONE, SAMPLES, progress_or_nothing
 from fabric_llm.mirror.address import is_address, require, require_there, split
 from fabric_llm.mirror.store import Store, as_fault, errors, pauses, reason
 
