@@ -451,6 +451,16 @@ def test_two_runs_on_one_prefix(toys, tmp_path, place, name):
     same_files(tmp_path / "mirror" / RUN, tmp_path / "one" / RUN)
 
 
+def test_a_run_that_has_lost_its_prefix_does_not_wait_for_it(toys, tmp_path, place):
+    """With a --mirror_timeout of ten minutes."""
+    words = flags(toys, tmp_path / "out", "--mirror", place)
+    job = Job(1, *words, failpoint="between_steps:count=2:do=stop")
+    frozen(job)
+    (tmp_path / "mirror" / ".leases" / "lease-000009.json").write_text("{}")
+    go_on(job)
+    assert "nothing more is uploaded" in ended(job, NOT_MIRRORED)
+
+
 # ---------------------------------------------------------------------------- a server in trouble
 
 

@@ -173,6 +173,8 @@ class Mirror:
             elif "removed" in report:
                 self.names.discard(report["removed"])
                 self.documents.pop(report["removed"], None)
+            elif "lost" in report:
+                self.end_soon()  # what waits won't be there, however long the run waits
             if name in self.waiting:
                 self.waiting.remove(name)
             reports.append(report)

@@ -15,6 +15,7 @@ Reports go as lines of JSON to stdout; the trainer alone writes logs:
     {"refused": sentence, "code": 73}        also where it ends early
     {"mirrored": name, "bytes": n, "seconds": s, "requests": n}  bytes: those that were sent
     {"removed": name}  {"given_up": name}  {"warning": sentence}  {"recovered": true}
+    {"warning": sentence, "lost": true}      another run has the prefix: nothing more is uploaded
     {"ended": true, "behind": [names]}       what was to be uploaded, and isn't there
 """
 

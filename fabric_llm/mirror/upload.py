@@ -356,7 +356,7 @@ class Uploader:
         self.commands.check_time()
         if self.lost is not None:
             # Said once, since `run` catches it once.
-            self._say(f"{self.lost}: nothing more is uploaded.")
+            self.report({"warning": f"{self.lost}: nothing more is uploaded.", "lost": True})
             raise Lost(self.lost)
 
     def _require_lease(self) -> None:

@@ -111,7 +111,8 @@ def _wait_for(mirror: Mirror, checkpoint: Path) -> None:
             mirrored.tell(report, mirror.directory, None, mirrored.say)
         if checkpoint.name in mirror.names:
             return
-        if checkpoint.name not in mirror.waiting:  # it is given up, as was said
+        # Given up, or another run has the prefix, as was said.
+        if checkpoint.name not in mirror.waiting or mirror.deadline is not None:
             break
         time.sleep(0.1)
     raise Fault(

@@ -275,8 +275,7 @@ def wait_for_mirror(run: Run) -> None:
     mirror = run.mirror
     if mirror is None:
         return
-    if mirror.waiting:
-        seconds = mirror.seconds_left()
+    if mirror.waiting and (seconds := mirror.seconds_left()):
         print(f"Waiting until {mirror.waiting[-1]} is at {mirror.address}: {seconds:.0f} s.")
         sys.stdout.flush()
     # Since StopSignal.finish signals are ignored, and Ctrl-C would raise here. The mirror's process
