@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -46,6 +47,7 @@ from servers import (
     wait_for,
 )
 from test_rewinds_undisturbed import spiked
+from uploads import mirrored, save
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import (
@@ -323,6 +325,22 @@ def test_an_uploader_that_is_lost_is_started_again(toys, tmp_path, place, at_the
     assert manifest(tmp_path / "mirror", STEPS).is_file()
     if not at_the_end:  # else older ones are passed over
         same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
+
+
+def test_what_was_undone_goes_although_its_uploader_is_lost(tmp_path, place):
+    """Else a machine that is lost later would be replaced from it."""
+    (run := tmp_path / RUN).mkdir()
+    for step in (1, 2):
+        save(run, step, random.Random(step))
+    mirrored(place, run, checkpoint(1), checkpoint(2))
+    mirror = client.Mirror(place, run, 20)
+    os.kill((lost := mirror.process).pid, signal.SIGSTOP)
+    mirror.go_back(1)
+    lost.kill()
+    wait_for(lambda: mirror.look() or not manifest(tmp_path / "mirror", 2).exists(), 10)
+    with suppress(BrokenPipeError), lost, mirror.process:  # closes the pipes
+        mirror.close()
+    assert mirror.reports() and mirror.names == {checkpoint(1)}
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path):

@@ -38,6 +38,7 @@ class Mirror:
         self.names: set[str] = set()
         self.documents: dict[str, Any] = {}  # progress.json of those that may not be here, by name
         self.leaving: set[str] = set()  # those that were asked to be removed
+        self.undone: set[str] = set()  # those of `go_back`, until they are
         self.waiting: list[str] = []  # handed over, and neither there nor given up
         self.is_own = True  # whether this run directory was the last to be mirrored there
         self.deadline: Optional[float] = None  # of time.monotonic(), once the run is over
@@ -110,6 +111,7 @@ class Mirror:
         later = sorted(name for name in handed_over if step_of(Path(name)) > step)
         self.waiting = [name for name in self.waiting if step_of(Path(name)) <= step]
         self.names.difference_update(later)
+        self.undone.update(later)
         for name in later:
             self.documents.pop(name, None)
         if later:
@@ -146,7 +148,12 @@ class Mirror:
         with self.lock:
             asked = [command.get("upload") for command in self.unsent]
             # Uploads that the lost process was told of are older than what is unsent.
-            lost = [{"upload": name} for name in self.waiting if name not in asked]
+            lost: list[dict[str, Any]] = [
+                {"upload": name} for name in self.waiting if name not in asked
+            ]
+            # What was undone goes first: the run may have made a step of the same name anew.
+            if self.undone:
+                lost.insert(0, {"remove": sorted(self.undone), "newest": True})
             self.unsent, self.is_lost = [*lost, *self.unsent], False
             self._send()
 
@@ -172,6 +179,7 @@ class Mirror:
                 self.leaving.clear()
             elif "removed" in report:
                 self.names.discard(report["removed"])
+                self.undone.discard(report["removed"])
                 self.documents.pop(report["removed"], None)
             elif "lost" in report:
                 self.end_soon()  # what waits won't be there, however long the run waits
