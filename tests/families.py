@@ -186,7 +186,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **HEAD, "block_types": ["recurrent", "attention"],
         "attention_window_size": 8, "lru_width": 32,
     },
-    "rwkv": {"attention_hidden_size": 32},
+    "rwkv": {"attention_hidden_size": 32, "rescale_every": 1},
     "seed_oss": HEAD,
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {},

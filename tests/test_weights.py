@@ -243,14 +243,6 @@ def test_weights_that_are_drawn_as_a_whole_are_said_once(capsys, family):
     assert said == (0 if family == "gpt2" else 1)
 
 
-def test_a_reference_that_needs_all_weights_at_once_says_so(tmp_path, capsys):
-    source, skeleton = opened(write_model("rwkv", tmp_path / "rwkv"), torch.float32)
-    reference.load_reference(skeleton, source, limit_bytes=0)
-    said = capsys.readouterr().out
-    assert said.startswith("The layers of RwkvForCausalLM can't be computed one by one")
-    assert said.count("\n") == 1
-
-
 # ------------------------------------------------------------------------ parts of a sharded tensor
 
 

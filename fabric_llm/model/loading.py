@@ -225,7 +225,13 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     # There is nothing to fill with random numbers, which would take half of the time.
     unfilled: dict[str, Any] = dict.fromkeys(DRAWING, lambda tensor, *args, **more: tensor)
     with torch.device("meta"), patch.multiple(nn.init, **unfilled):
-        return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype).train()
+        model = _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype)
+    # RWKV divides its own weights in evaluation, until it trains again: a checkpoint would hold
+    # them so, and be divided once more where it is opened.
+    for module in model.modules():
+        if hasattr(module, "_rescale_layers"):
+            vars(module)["_rescale_layers"] = lambda: None
+    return model.train()
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

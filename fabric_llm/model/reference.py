@@ -22,9 +22,6 @@ from fabric_llm.model.weights import (
     units,
 )
 
-# Types of models whose layers write into their own weights before they compute.
-WRITE_INTO_WEIGHTS = ("rwkv",)
-
 
 def load_reference(
     model: PreTrainedModel, source: Source, limit_bytes: float = float("inf")
@@ -44,11 +41,6 @@ def load_reference(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = sum(parameter.nbytes for parameter in model.parameters())
     streamed = _layers_by_themselves(model) if whole > limit_bytes else set()
-    if whole > limit_bytes and not streamed:
-        print(
-            f"The layers of {type(model).__name__} can't be computed one by one: the reference "
-            f"takes {whole / 2**30:.1f} GiB of rank 0's memory, for all weights at once."
-        )
     # What isn't streamed is read once and stays.
     for unit in names.keys() - streamed:
         _give(tensors, source.read(unit))
@@ -73,9 +65,7 @@ def load_reference(
 
 
 def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
-    """The layers whose weights no other module has, and that don't write into them."""
-    if model.config.model_type in WRITE_INTO_WEIGHTS:
-        return set()
+    """The layers whose weights no other module has."""
     layers = repeated_layers(model)
 
     def holder_of(name: str) -> str:
