@@ -131,7 +131,7 @@ def every_second_product() -> Any:
             is_product = operation == torch.ops.aten.mm.default
             seen[context.is_recompute] += is_product
             is_second = is_product and seen[context.is_recompute] % 2 == 0
-            if operation in layers.KEPT and not is_second:
+            if layers.is_product(operation) and not is_second:
                 return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE
 

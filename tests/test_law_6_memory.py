@@ -138,10 +138,12 @@ def test_flags_of_sharding(folder, strategy, flags):
 
 @pytest.mark.longer
 @pytest.mark.every_eighth(3)
-@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("model", "mode"), [("gpt2", "none"), ("mixtral", "none"), ("mixtral", "selective")]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_families(folder, strategy, model):
-    assert_as_planned(folder, model, strategy)
+def test_other_families(folder, strategy, model, mode):
+    assert_as_planned(folder, model, strategy, "--activation_checkpointing", mode)
 
 
 @pytest.mark.longer

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fabric_llm.forecast.trace import LAYERS, MEASURED, Ledger, hidden_states
-from fabric_llm.model.layers import KEPT
+from fabric_llm.model.layers import is_product
 from fabric_llm.model.sharded import local_part
 
 
@@ -112,7 +112,7 @@ class Products(TorchDispatchMode):
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
         is_sum = operation is torch.ops.aten.add.Tensor and result.shape == self.stream
-        if operation not in KEPT and not is_sum:
+        if not is_product(operation) and not is_sum:
             return result
         storages = {}
         for tensor in tree_leaves((args, result)):

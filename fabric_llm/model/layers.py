@@ -28,6 +28,7 @@ KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,  # of experts
     torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -89,9 +90,16 @@ def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = 
             layer.gradient_checkpointing = number % int(which.removeprefix("every:")) == 0
 
 
+def is_product(operation: Any) -> bool:
+    """Whether an operation is a matrix product or attention."""
+    # Packed attention on a GPU, and products of experts where torch has none for them.
+    return operation in KEPT or operation.namespace in ("torch_attn", "transformers")
+
+
 def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPolicy:
-    is_kept = operation in KEPT or operation.namespace == "torch_attn"  # packed attention on a GPU
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    if is_product(operation):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
