@@ -233,6 +233,7 @@ def test_the_number_of_steps_that_is_advised_is_the_largest_that_fits(seed):
         ("a=x:1,b=y:2", (1, 2)),
         ("a=x:1/3,b=y:2/3", (1, 2)),
         ("a=x:0.333333,b=y:0.333333,c=z:0.333334", (3333, 3333, 3334)),
+        ("a=x:0.3333333333333333,b=y:.5,c=z:1.", (1818, 2727, 5455)),
     ],
 )
 def test_a_share_is_the_decimal_that_is_written(mix, weights):

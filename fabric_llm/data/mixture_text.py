@@ -23,8 +23,9 @@ MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
 MAX_BYTES = command_line.MAX_YAML_BYTES // 2
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
-# A decimal or a quotient such as 1/3. The lengths are bounded, so that fractions stay small.
-NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0{0,8}[1-9]\d{0,8}"
+# A decimal, such as a float with all its digits, or a quotient such as 1/3. The lengths are
+# bounded, so that fractions stay small.
+NUMBER = r"(?=\.?\d)\d{0,15}(\.\d{0,25})?([eE][+-]?\d{1,2})?|\d{1,9}/0{0,8}[1-9]\d{0,8}"
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
 
 
