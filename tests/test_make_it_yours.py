@@ -248,7 +248,7 @@ MISTAKES = {
         HEADER + '@register.metric("tasks")\ndef tasks(at): ...\n',
         "there is a metric 'tasks' already; take another name.",
     ),
-    "a flag of ours": (FLAG.format("lr: float"), "there is a flag --lr already"),
+    "a flag of ours": ("\ufeff" + FLAG.format("lr: float"), "there is a flag --lr already"),
     "no declaration": (FLAG.format("x: int = 3; y: int"), "x isn't declared by option(DEFAULT)."),
     "no text": (FLAG.format("x: int").replace("'''a text'''", ""), "x has no text"),
     "no such schedule": ("", "inverse_sqrt, or one that --code registers, not 'sqrt'."),

@@ -130,6 +130,9 @@ class Flag:
             given = [given]
         # On a command line a number is text as well.
         read = _scalar(given) if isinstance(given, str) else given
+        # An integer may have more digits than any float, and is no number of ours then.
+        if type(read) is int and abs(read) > sys.float_info.max:
+            read = str(given)
         if read is None and type(None) in get_args(self.type):
             return None
         for kind in self.kinds:
@@ -214,8 +217,8 @@ def strings_below(file: str) -> dict[tuple[str, str], str]:
     """(class name, field name) -> the string below the field. Python drops it, so the source is
     read, as Sphinx does."""
     texts = {}
-    nodes = ast.parse(Path(file).read_text()).body
-    for group in nodes:
+    # Bytes, of which Python knows the encoding.
+    for group in ast.parse(Path(file).read_bytes()).body:
         if not isinstance(group, ast.ClassDef):
             continue
         # A field and its text are two statements, one after the other.
@@ -407,7 +410,7 @@ def _read_config(
         )
     # Values have no line numbers, so the text is read once more as nodes.
     nodes = yaml.compose(text, Loader=_Loader).value
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in nodes}
+    lines = {str(key): node.start_mark.line + 1 for key, (node, _) in zip(values, nodes)}
     others = [str(key) for key in values if key not in flags]
     for name in others:
         if isinstance(values.get(name), dict):

@@ -34,7 +34,7 @@ def of_step(record: dict[str, Any], world_size: int, seconds_left: float) -> str
     if details:
         speed += f" ({', '.join(details)})"
     words += [speed, f"{record['peak_memory_gib']:.2f} GiB"]
-    words.append(f"{timedelta(seconds=int(seconds_left))} left")
+    words.append(f"{timedelta(seconds=int(min(seconds_left, 1e13)))} left")
     # Only a mixture of named sources has them.
     sources = []
     for name, read in record.get("sources", {}).items():
