@@ -390,6 +390,13 @@ def test_labels_of_some_rows_alone_are_refused():
     assert own._largest(own._rows([labels], own.Row("train"))) == 70_000
 
 
+def test_an_end_of_documents_that_is_no_token_id_is_refused(tmp_path, monkeypatch):
+    made = {"train": [np.arange(4)], "validation": [np.arange(4)], "document_end": "0"}
+    monkeypatch.setattr(register, "LOADED", {"code": "mine.py", "file": ""})
+    with pytest.raises(Fault, match="TypeError: 'str' object"):
+        own.open_own(tmp_path, lambda folder, flags: made, None)
+
+
 @pytest.mark.parametrize("bad", [500, -100, -1])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_token_id_that_the_source_denies_is_named(tmp_path, bad, streams):

@@ -21,6 +21,7 @@ devices.
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
         largest = made.get("max_token_id")
         if largest is not None:
             largest = int(largest)  # such as one of numpy
+        if (end := made.get("document_end")) is not None:
+            end = operator.index(end)  # a text would equal no token, and end no document
     if largest is None:
         # A stream is too long to be read for its largest id.
         if isinstance(train, Stream):
@@ -75,7 +78,6 @@ def open_own(folder: Path, source: Callable[..., Any], flags: Any) -> TokenDatas
     if isinstance(train, Stream):
         of_train.require_ids(train.head)
     # With document_end, documents are kept apart as in a dataset that prepare_data.py has packed.
-    end = made.get("document_end")
     manifest = {} if end is None else {"packed": True, "eos_token_id": end}
     return TokenDataset(folder, train, validation, of_train.context, largest, manifest)
 
