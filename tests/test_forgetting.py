@@ -124,6 +124,8 @@ def test_the_copy_probe_is_a_passage_and_the_same_again():
     assert (table["labels"][:, 13:] == second[:, 1:]).all()
     again = copy_probe(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
     assert (again[:]["input_ids"] == table["input_ids"]).all()
+    short = copy_probe(_Rows(np.arange(1, 500).reshape(-1, 1)), 3, [], seed=3)
+    assert (short[:]["labels"] != IGNORED).sum(axis=1).tolist() == [1] * 64
 
 
 class _Rows:

@@ -38,7 +38,7 @@ def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: i
     Repeated random tokens are how Olsson et al. (2022), "In-context Learning and Induction Heads",
     tell copying from knowledge.
     """
-    length = max(1, min(LONGEST_PASSAGE, context_length // 2))
+    length = max(2, min(LONGEST_PASSAGE, context_length // 2))  # one token would be no target
     generator = np.random.Generator(np.random.Philox(seed))
     passages = generator.choice(_text_of(split, left_out), (PASSAGES, length)).astype(np.int64)
     labels = np.concatenate([np.full_like(passages, IGNORED), passages], axis=1)
