@@ -903,12 +903,12 @@ BOMBS = {  # what a YAML file says -> words of the sentence
     "twice": ("lr: 1\nlr: 2", "'lr' comes twice, in line 2."),
 }
 IN_A_CONFIG = {  # what only the flags of a --config make of it
-    "digits": ("lr: " + "9" * 400, "line 1 of evil.yaml: lr takes a number, not 999"),
+    "digits": ("lr: " + "9" * 400, "line 1 of evil.yaml: lr takes a number, not a text of"),
     "a word": ("\nyes: 1", "line 2: unknown key 'True' in evil.yaml."),
-    "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "'lr' in evil.yaml is a text of"),
-    "in a choice": (f"strategy: {json.dumps(MERGES)}", "'strategy' in evil.yaml is a text of"),
+    "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "lr takes a number, not a text of"),
+    "in a choice": (f"strategy: {json.dumps(MERGES)}", "fsdp2 or ddp, not a text of"),
     "beside a choice": (
-        f"activation_checkpointing: {json.dumps(MERGES)}", "in evil.yaml is a text of",
+        f"activation_checkpointing: {json.dumps(MERGES)}", "or offload, not a text of",
     ),
     "in a mixture": (
         'model_name: m\ndata_mix: "{a: &a [*a]}"',

@@ -128,11 +128,13 @@ class Flag:
             given = ",".join(given)
         elif self.kinds == [list[str]] and isinstance(given, str):
             given = [given]
+        # No number or word is so long.
+        text = str(given) if isinstance(given, (str, int)) else ""
+        if len(text) > LONGEST_NUMBER and self.kinds not in ([str], [list[str]]):
+            many = f"a text of {len(text):,} characters: {text[:60]!r} ..."
+            raise ValueError(f"takes {self.values}, not {many}")
         # On a command line a number is text as well.
         read = _scalar(given) if isinstance(given, str) else given
-        # An integer may have more digits than any float, and is no number of ours then.
-        if type(read) is int and abs(read) > sys.float_info.max:
-            read = str(given)
         if read is None and type(None) in get_args(self.type):
             return None
         for kind in self.kinds:
@@ -524,7 +526,7 @@ def yaml_text(path: Path) -> str:
 
 def _scalar(text: str) -> Any:
     """What YAML reads in the text of one value. Other text, such as `# Title`, stays text."""
-    if len(text) > LONGEST_NUMBER:
+    if len(text) > LONGEST_NUMBER:  # reading it as YAML takes time
         return text
     # Of YAML's numbers, none begins with a 0.
     if re.fullmatch(r"[-+]?\d+", text):
