@@ -179,10 +179,10 @@ def lost_with_the_others(original, this, *args, **more):
 
 
 @wrapping
-def newest_or_none(original, run_directory, hashes):
+def newest_or_none(original, *given):
     from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 
-    path, problems = original(run_directory, hashes)
+    path, problems = original(*given)
     if problems:
         raise Fault(problems[0], NO_CHECKPOINT)
     return path, problems
@@ -286,8 +286,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK,
      "falls_back", newest_or_none),
     ("damage", "a named one is never replaced", "plan.run_directory:choose", FALLBACK,
-     "never_replaced", wrapping(lambda choose, flags, directory: choose(replace(
-         flags, checkpoint=replace(flags.checkpoint, checkpoint=None)), directory))),
+     "never_replaced", wrapping(lambda choose, flags, *rest: choose(replace(
+         flags, checkpoint=replace(flags.checkpoint, checkpoint=None)), *rest))),
     ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch",
      gives(False)),
     ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS,

@@ -24,6 +24,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
+from conftest import flip
 from ranks import (
     Job,
     assert_same_tensors,
@@ -356,6 +357,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_pat
     assert f"Fetched {checkpoint(INTERVAL)} from" in said
     assert_same_end(tmp_path / "new" / RUN, tmp_path / "whole" / RUN)
     same_files(tmp_path / "mirror" / RUN, tmp_path / "new" / RUN)
+
+
+def test_a_damaged_checkpoint_on_the_disk_is_mended_from_its_copy(toys, tmp_path, place):
+    """With --checkpoint as well, but not from one that is damaged, too."""
+    words = flags(toys, tmp_path / "out", "--mirror", place, "--resume", "auto")
+    train_ranks(1, *words)
+    last = tmp_path / "out" / RUN / checkpoint(STEPS)
+    (last / "config.json").unlink()
+    flip(last / "model.safetensors")
+    said = ended(Job(1, *words))
+    assert said.count("Warning: ") == 1 and f"mended from its copy at {place}/{RUN}." in said
+    same_files(tmp_path / "mirror" / RUN, last.parent)
+    flip(last / "config.json")
+    assert "mended" in ended(Job(1, *words, "--checkpoint", last))
+    for folder in (last, tmp_path / "mirror" / RUN / last.name):
+        flip(folder / "model.safetensors")
+    assert f"{checkpoint(3 * INTERVAL)} instead" in ended(Job(1, *words))
 
 
 def test_where_all_are_damaged_it_is_said(toys, tmp_path):

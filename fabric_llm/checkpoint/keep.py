@@ -24,6 +24,8 @@ from fabric_llm.data.periods import PROBES
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
 MAX_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
+# (a damaged checkpoint, what is wrong with it) -> whether it is whole by now
+Mend = Callable[[Path, str], bool]
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def is_before(line: Mapping[str, Any], progress: Progress) -> bool:
     return are_numbers and step <= progress.step and position <= progress.position
 
 
-def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
+def verified(path: Path, hashes: bool = False, mend: Optional[Mend] = None) -> dict[str, Any]:
     """A checkpoint's progress.json, once exactly its files are there with the right sizes (and
     hashes).
 
@@ -163,13 +165,18 @@ def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
         )
     if not (path / MANIFEST).is_file():
         raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
-    files.check_folder(path, hashes)
+    try:
+        files.check_folder(path, hashes)
+    except Fault as fault:
+        if fault.code != NO_CHECKPOINT or mend is None or not mend(path, str(fault)):
+            raise
     return read_progress(path)
 
 
 def newest_valid(
     run_directory: Path,
     hashes: bool,
+    mend: Optional[Mend] = None,
     suits: Callable[[dict[str, Any]], bool] = lambda document: True,
 ) -> tuple[Optional[Path], list[str]]:
     """(the newest checkpoint of a run that passes `verified`, what is wrong with those that are
@@ -182,7 +189,7 @@ def newest_valid(
     # The newest comes first. If it is damaged, the one before it is tried.
     for path in reversed(step_directories(run_directory)):
         try:
-            if suits(verified(path, hashes)):
+            if suits(verified(path, hashes, mend)):
                 return path, problems
         except Fault as fault:
             # Somebody may have tampered with it, so no other one is taken silently.

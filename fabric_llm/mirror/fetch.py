@@ -120,6 +120,27 @@ def one(store: Store, run: str, name: str, directory: Path) -> Path:
     return directory / name
 
 
+def mend(store: Store, path: Path) -> None:
+    """Replace the files of the checkpoint at `path` that aren't what its manifest says by those of
+    its copy, which has the same manifest. Each is replaced at once, so that a kill does no harm.
+    Raises Fault, as `restore` does, (66) where the copy is damaged as well."""
+    place = f"{path.parent.name}/{path.name}"
+    for name, entry in files.read(path)["files"].items():
+        with suppress(Fault):
+            files.check_files(path, {name: entry}, True, "", NO_CHECKPOINT)
+            continue
+        # A name that is swept where a kill leaves it.
+        temporary = path.with_name(f".tmp-step-{secrets.token_hex(4)}")
+        try:
+            _file(store, f"{place}/{name}", temporary, entry)
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            temporary.replace(path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync((path / name).parent)
+    files.check_folder(path, hashes=False)  # what else is there isn't mended
+
+
 def local(given: str, only_logs: bool = False) -> str:
     """The folder `given`, or that of what the address `given` names, see `folder_of`: in the user's
     cache, where it stays."""

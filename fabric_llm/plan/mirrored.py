@@ -85,6 +85,29 @@ def _is_same(store: "Store", path: Path) -> bool:
     return own.is_file() and patiently(store, lambda: store.content(place)) == own.read_bytes()
 
 
+def mend(mirror: Optional["Mirror"], path: Path, problem: str) -> bool:
+    """Replace the files of a checkpoint here that are damaged, as `problem` says, by their copies.
+    Returns whether it is whole then. Raises Fault (74)."""
+    if mirror is None:
+        return False
+    from fabric_llm.mirror import fetch
+    from fabric_llm.mirror.store import Store
+
+    store = Store(mirror.address, in_run=True)
+    # Another one of the same name may be of steps that were undone.
+    if not _is_same(store, path):
+        return False
+    try:
+        fetch.mend(store, path)
+    except Fault as fault:
+        if fault.code != NO_CHECKPOINT:
+            raise
+        say(f"Warning: {fault}")
+        return False
+    say(f"Warning: {problem} It was mended from its copy at {mirror.address}/{path.parent.name}.")
+    return True
+
+
 def newest(
     mirror: "Mirror",
     directory: Path,

@@ -298,9 +298,9 @@ def sweep(folder: Path) -> None:
 # ----------------------------------------------------------- the checkpoint that a run resumes from
 
 
-def choose(flags: Flags, directory: Path) -> Optional[Path]:
-    """The checkpoint to resume from, None for a new run. Damaged ones are passed over with a
-    warning, unless one is given.
+def choose(flags: Flags, directory: Path, mend: Optional[keep.Mend] = None) -> Optional[Path]:
+    """The checkpoint to resume from, None for a new run. Damaged ones that `mend` can't mend are
+    passed over with a warning, unless one is given.
 
     Called on rank 0, which has locked the run directory. Raises Fault.
     """
@@ -321,9 +321,9 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
                 f"checkpoints up to {own.name}: go on there without --checkpoint, or take another "
                 "--run_name."
             )
-        keep.verified(given, hashes)
+        keep.verified(given, hashes, mend)
         return given
-    valid, problems = keep.newest_valid(directory, hashes)
+    valid, problems = keep.newest_valid(directory, hashes, mend)
     # Starting anew instead would hide that all checkpoints are damaged.
     if valid is None and problems:
         raise Fault(

@@ -247,7 +247,7 @@ def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path],
     Raises Fault, also where a new run would start from a damaged checkpoint."""
     path, document = None, {}
     if this.rank == 0:
-        path = run_directory.choose(flags, this.directory)
+        path = run_directory.choose(flags, this.directory, partial(mirrored.mend, this.mirror))
         if path is not None:
             document = keep.verified(path)
         else:

@@ -221,7 +221,8 @@ def choose_checkpoint(run: Run, forgot: bool, reason: str) -> tuple[Optional[Pat
         return suits(run, forgot, document) and is_due
 
     # A checkpoint that was due is there in every process that comes here, stopped before or not.
-    last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)
+    mend = partial(mirrored.mend, run.mirror)
+    last, problems = keep.newest_valid(plan.run_directory, hashes, mend, was_due)
     for problem in problems:
         run.log.line(f"Warning: {problem}")
     if run.mirror is not None:
@@ -290,7 +291,7 @@ def _fault(run: Run, reason: str, forgot: bool) -> Fault:
         return suits(run, forgot, document) and not is_spoilt(path)
 
     # Without hashes, which would take long, and the next command compares them.
-    last, _ = keep.newest_valid(folder, False, is_good)
+    last, _ = keep.newest_valid(folder, False, suits=is_good)
     number = next(at for at in count(2) if not folder.with_name(f"{folder.name}-{at}").exists())
     again: dict[str, Any] = {**half, "run_name": f"{folder.name}-{number}"}
     following = f"Start again: the same command with {command(**again)}"
