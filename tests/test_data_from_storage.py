@@ -27,7 +27,7 @@ import train
 from fabric_llm.base import files
 from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
-from fabric_llm.mirror import fetch
+from fabric_llm.mirror import download
 from fabric_llm.mirror.lease import Lease
 from fabric_llm.mirror.store import Store
 from fabric_llm.plan import fetched
@@ -35,7 +35,7 @@ from fabric_llm.prepare import storage
 
 ROOT = Path(__file__).parent.parent
 STEPS, INTERVAL, RUN = 8, 3, "run"
-IMPATIENT = "from fabric_llm.mirror import fetch\nfetch.PATIENCE_SECONDS = 0.0\n"
+IMPATIENT = "from fabric_llm.mirror import download\ndownload.PATIENCE_SECONDS = 0.0\n"
 PREPARE = ("--context_length", 16, "--validation_fraction", 0.2, "--train_tokenizer", 300)
 ROWS = "train/data-00000-of-00001.arrow"
 
@@ -44,7 +44,7 @@ ROWS = "train/data-00000-of-00001.arrow"
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(download, "PATIENCE_SECONDS", 0.0)
     fetched._fetched.clear()
     storage.corpus.cache_clear()
 

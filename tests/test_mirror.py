@@ -34,7 +34,7 @@ from uploads import MEASURED, PEAK, PROGRAM, ROOT, RUN, Mirror, mirrored, read, 
 from fabric_llm.base import files
 from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import Fault
-from fabric_llm.mirror import address, fetch, leftovers, store
+from fabric_llm.mirror import address, download, fetch, leftovers, store
 from fabric_llm.mirror.fetch import checkpoints, folder_of, restore
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import Store
@@ -85,7 +85,7 @@ def at_work(place, run, *flags, upload=None, **options):
 
 def probe(there):
     """Without patience."""
-    fetch.patiently(there, lambda: store.probe(there), seconds=0)
+    download.patiently(there, lambda: store.probe(there), seconds=0)
 
 
 def refused(action, code):
@@ -165,7 +165,7 @@ def test_what_a_folder_keeps_refusing_is_a_mistake_unless_the_run_has_used_it(
 
     def used(in_run):
         there = Store(place, in_run)
-        return fetch.patiently(there, lambda: there.below(""), sleep=clock.sleep)
+        return download.patiently(there, lambda: there.below(""), sleep=clock.sleep)
 
     sentence = refused(lambda: used(False), 2 if name in LASTING else 74)
     assert sentence.startswith(place) and (clock.now == began) == (name in LASTING)
@@ -535,14 +535,14 @@ def test_patience_counts_from_the_first_error(place, clock):
             raise OSError(5, "lost")
         return "whole"
 
-    assert fetch.patiently(Store(place), long_then_fails, sleep=clock.sleep) == "whole"
+    assert download.patiently(Store(place), long_then_fails, sleep=clock.sleep) == "whole"
     began = clock.now
 
     def fails():
         raise OSError(5, "lost")
 
-    refused(lambda: fetch.patiently(Store(place), fails, sleep=clock.sleep), 74)
-    assert 60 <= clock.now - began <= fetch.PATIENCE_SECONDS
+    refused(lambda: download.patiently(Store(place), fails, sleep=clock.sleep), 74)
+    assert 60 <= clock.now - began <= download.PATIENCE_SECONDS
 
 
 # ------------------------------------------------------------------------------- the lease

@@ -10,5 +10,6 @@ client       `Mirror`: the process of `upload`, as rank 0 sees it
 process      `main`: the process beside the trainer
 commands     `Commands`: what it is told
 upload       `Uploader`: what it does
+download     `patiently`, `download`, `user_cache`: objects onto the disk
 fetch        `checkpoints`, `restore`, `folder_of`, `dataset`: from there into a folder
 """

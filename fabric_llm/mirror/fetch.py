@@ -7,16 +7,14 @@ code are refused, and every content is compared with the manifest's hash while i
 
 import hashlib
 import json
-import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
@@ -25,16 +23,14 @@ from fabric_llm.base.files import CODE_SUFFIXES, MANIFEST, STEP_NAME, fsync, rem
 from fabric_llm.base.names import shown
 from fabric_llm.checkpoint.keep import METRICS, METRICS_UNDONE, SAMPLES, progress_or_nothing
 from fabric_llm.mirror.address import is_address, require, require_there, split
-from fabric_llm.mirror.store import Store, as_fault, errors, pauses, reason
+from fabric_llm.mirror.download import OF_DATA, download, patiently, say_at_once, user_cache
+from fabric_llm.mirror.store import Store
 
 # Of a run directory, beside its checkpoints.
 LOGS = (
     *("arguments.yaml", METRICS, METRICS_UNDONE, "events.jsonl", SAMPLES),
     "STATUS.json",
 )
-OF_DATA = "manifest.json"  # of a prepared dataset
-PATIENCE_SECONDS = 120.0
-T = TypeVar("T")
 
 
 def steps(store: Store, run: str) -> list[str]:
@@ -147,21 +143,7 @@ def local(given: str, only_logs: bool = False) -> str:
     if not is_address(given):
         return given
     require_there(split(given)[0])
-    return str(folder_of(given, cache(), only_logs))
-
-
-def cache() -> Path:
-    """The user's folder in which what is fetched stays. Raises Fault (73)."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "fabric_llm"
-    # As in a container whose user has no home.
-    files.writable(folder / "x", f"{str(home)!r} can't be written: set XDG_CACHE_HOME to another")
-    return folder
-
-
-def say_at_once(text: str) -> None:
-    """On stdout, also where that is a file: what follows may take long."""
-    print(text, flush=True)
+    return str(folder_of(given, user_cache(), only_logs))
 
 
 def dataset(address: str, whole: bool = True) -> Path:
@@ -185,13 +167,13 @@ def dataset(address: str, whole: bool = True) -> Path:
             "or copy another one to a disk."
         )
     key = hashlib.sha256(address.rstrip("/").encode() + content).hexdigest()[:16]
-    target = cache() / key / name
+    target = user_cache() / key / name
     # A folder of its own, since the other one holds all files once it is there.
     if not whole and not target.is_dir():
-        target = cache() / f"{key}-manifest" / name
+        target = user_cache() / f"{key}-manifest" / name
     target.parent.mkdir(parents=True, exist_ok=True)
     # One process fetches, and the others of this machine wait and find the folder.
-    with FileLock(cache() / f"{key}.lock"):
+    with FileLock(user_cache() / f"{key}.lock"):
         if not target.is_dir():
             for left in target.parent.glob(".tmp-*"):  # of a process that was killed
                 remove(left)
@@ -349,33 +331,6 @@ def _file(store: Store, place: str, path: Path, entry: files.Entry) -> None:
         raise wrong("its content has changed")
 
 
-def download(store: Store, place: str, path: Path, size: int) -> str:
-    """Write an object of `size` bytes into a file, durably and patiently. Returns the sha256, see
-    `Store.read`. Raises Fault (74, 2)."""
-    with path.open("wb") as file:
-
-        def take(piece: bytes) -> None:
-            _write(file, piece)
-            failpoint("mirror.fetching")
-
-        sha256 = store.read(place, size, partial(patiently, store), take)
-    fsync(path)
-    return sha256
-
-
-def _write(file: Any, piece: bytes) -> None:
-    try:
-        file.write(piece)
-        file.flush()
-    # Else it would pass for an error of the server, and be tried again.
-    except OSError as error:
-        raise _Disk from error
-
-
-class _Disk(Exception):
-    """Its cause is an error of the local disk."""
-
-
 def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> None:
     """Fetch the logs of a run that aren't in `directory`, or all of them, and what is pinned."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -396,36 +351,3 @@ def _logs(store: Store, run: str, directory: Path, replaces: bool = False) -> No
             temporary.rename(directory / name)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def patiently(
-    store: Store,
-    action: Callable[[], T],
-    seconds: Optional[float] = None,
-    trouble: Callable[[str], Any] = lambda why: None,
-    sleep: Callable[[float], Any] = time.sleep,
-) -> T:
-    """Call `action` until it succeeds, and return its result. Tries end `seconds` (default:
-    PATIENCE_SECONDS) after the first error, not after the first call, since an action may take long
-    itself. Raises Fault (74, 2) then, and OSError of the local disk. trouble: called with what went
-    wrong each time."""
-    end, is_refused = None, False
-    for pause in pauses():
-        try:
-            return action()
-        except _Disk as error:
-            raise error.__cause__ from None
-        except errors() as error:
-            fault, now = as_fault(error, store.address, store.in_run), time.monotonic()
-            if end is None:
-                end = now + (PATIENCE_SECONDS if seconds is None else seconds)
-            # Keys that are wrong aren't right a minute later, unless a file has new ones.
-            if is_refused and not fault.retryable or now + pause > end:
-                raise fault from error
-            is_refused = not fault.retryable
-            if not is_refused:
-                trouble(reason(error))
-        if not is_refused:
-            sleep(pause)
-        store.reopen()
-    raise AssertionError

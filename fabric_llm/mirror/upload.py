@@ -20,7 +20,8 @@ from fabric_llm.mirror import leftovers
 from fabric_llm.mirror.address import local_folder
 from fabric_llm.mirror.client import LEFT
 from fabric_llm.mirror.commands import Commands, Over
-from fabric_llm.mirror.fetch import LOGS, is_whole, patiently, pins, steps
+from fabric_llm.mirror.download import patiently
+from fabric_llm.mirror.fetch import LOGS, is_whole, pins, steps
 from fabric_llm.mirror.lease import Lease, Lost
 from fabric_llm.mirror.store import FOLDER, Damaged, Store, errors, pauses, probe, reason
 

@@ -79,7 +79,7 @@ def _put_aside_what_was_left(store: "Store", mirror: "Mirror", here: Sequence[Pa
 
 def _is_same(store: "Store", path: Path) -> bool:
     """Whether the mirror holds the checkpoint at `path`, rather than another one of its name."""
-    from fabric_llm.mirror.fetch import patiently
+    from fabric_llm.mirror.download import patiently
 
     place, own = f"{path.parent.name}/{path.name}/{MANIFEST}", path / MANIFEST
     return own.is_file() and patiently(store, lambda: store.content(place)) == own.read_bytes()

@@ -15,9 +15,8 @@ from typing import Any
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault, one_line
-from fabric_llm.mirror import fetch
 from fabric_llm.mirror.address import require, require_there, split
-from fabric_llm.mirror.fetch import OF_DATA, download, patiently, say_at_once
+from fabric_llm.mirror.download import OF_DATA, download, patiently, say_at_once, user_cache
 from fabric_llm.mirror.lease import LEASE_SECONDS, Lease, Lost
 from fabric_llm.mirror.store import FOLDER, Damaged, Store, errors, probe
 
@@ -50,9 +49,9 @@ def corpus(address: str) -> str:
         raise Fault(f"--input {address} names no objects: give a file, or what files lie below.")
     made_of = [(one["path"], one["size"], one["e_tag"]) for one in found]
     key = hashlib.sha256(json.dumps([place, made_of]).encode()).hexdigest()[:16]
-    target = fetch.cache() / key / (name or split(address)[1])
+    target = user_cache() / key / (name or split(address)[1])
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(fetch.cache() / f"{key}.lock"):
+    with FileLock(user_cache() / f"{key}.lock"):
         if not target.exists():
             for left in target.parent.glob(".tmp-*"):  # of a process that was killed
                 files.remove(left)
@@ -126,7 +125,7 @@ def place_of(address: str) -> Path:
     """The folder in the cache, always the same one, beside which a dataset for `address` is
     made."""
     key = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
-    return fetch.cache() / key / split(address)[1]
+    return user_cache() / key / split(address)[1]
 
 
 def require_free(address: str, overwrite: bool) -> None:

@@ -65,7 +65,7 @@ def require_seen(address: str, ranks_apart: Apart, mark: Callable[[], Any]) -> N
     """Raises Fault on all ranks where a machine that doesn't see rank 0's disk doesn't see the
     mirror, either: it would be found only where it is read. All ranks call it. mark: see
     `together`."""
-    from fabric_llm.mirror.fetch import patiently
+    from fabric_llm.mirror.download import patiently
     from fabric_llm.mirror.store import FOLDER, Store
 
     def look() -> None:
