@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ranks import built, run_ranks, toy_run
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint import state_dicts
@@ -230,6 +230,19 @@ def test_weights_without_an_index_or_under_another_name_are_not_drawn(toys, tmp_
     (folder / "config.json").write_text(json.dumps(config))
     (found, _), (expected, _) = opened(folder, torch.float32), opened(toys / "llama", torch.float32)
     assert_equal(found.read("lm_head"), expected.read("lm_head"))
+
+
+def test_what_may_be_missing_by_its_name_is_as_transformers_makes_it(tmp_path, monkeypatch):
+    folder, bias = write_model("deepseek_v3", tmp_path / "model"), "e_score_correction_bias"
+    kept = {name: one for name, one in tensors_of(folder).items() if bias not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Fault, match=bias):
+        opened(folder, torch.bfloat16)
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_missing", [bias])
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    source, skeleton = opened(folder, torch.bfloat16)
+    found = {name: one for unit in units(skeleton) for name, one in source.read(unit).items()}
+    assert_equal(found, expected.state_dict())
 
 
 @pytest.mark.parametrize("family", ["apertus", "openai-gpt", "gpt2"])

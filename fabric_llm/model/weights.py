@@ -156,7 +156,10 @@ class Stored:
         info.missing_keys = {
             name for name in info.missing_keys if self.first.get(name, name) not in loaded
         }
+        self.drawn = set(info.missing_keys)
         self.skeleton._adjust_missing_and_unexpected_keys(info)
+        # What may be missing by its name, such as the routers' biases of A.X K1.
+        self.drawn -= info.missing_keys
         # What transformers would only warn of ends the run: a weight drawn at random is no start.
         wrong = [*info.missing_keys, *map(str, info.mismatched_keys), *info.conversion_errors]
         # Of what has no place, transformers ignores some by name, such as older buffers. Other
@@ -185,7 +188,7 @@ class Stored:
     def read(self, unit: str) -> dict[str, Tensor]:
         """Raises Fault (76) where they hold NaN or infinity."""
         # Loading fills the skeleton's parameters of this unit, from which they are taken again.
-        wanted = {key: self.slices[key] for key in self.keys[unit]}
+        wanted = {key: self.slices[key] for key in self.keys.get(unit, ())}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
         tensors, bad = {}, []
         for name, tensor in _taken(self.skeleton).items():
@@ -203,6 +206,9 @@ class Stored:
         if bad:
             sentence = f"{self.model_name!r} holds NaN or infinity in {listed(sorted(bad))}."
             raise Fault(sentence, NON_FINITE)
+        if self.drawn:
+            drawn = Drawn(self.skeleton, seed=0).read(unit)
+            tensors |= {name: drawn[name] for name in self.drawn & drawn.keys()}
         return tensors
 
 
