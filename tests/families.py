@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SLIDING, **HEAD, **LAYER_INPUT, "intermediate_size": [48, 48],
         "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0],
     },
-    "gemma4_text": {**SLIDING, **HEAD, **LAYER_INPUT, "global_head_dim": 8},
+    "gemma4_text": {**SLIDING, **HEAD, **LAYER_INPUT, "global_head_dim": 16},
     "glm": HEAD,
     "glm4": HEAD,
     "glm4_moe": {**HEAD, **DENSE_FIRST},

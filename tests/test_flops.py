@@ -47,9 +47,9 @@ def test_a_row_of_one_document_and_of_several():
 @pytest.mark.parametrize(
     "family",
     # one of each kind: many heads or one of keys, biases, gates, latent attention, experts beside
-    # shared ones
+    # shared ones, heads of another size in some layers
     "llama gpt2 bloom mpt falcon opt gpt_bigcode gemma2 phi3 cohere2 deepseek_v3 minicpm3 mixtral "
-    "qwen2_moe gpt_oss granitemoeshared ernie4_5_moe hunyuan_v1_moe".split(),
+    "qwen2_moe gpt_oss granitemoeshared ernie4_5_moe hunyuan_v1_moe gemma4_text".split(),
 )
 def test_torch_counts_the_same(family):
     """FlopCounterMode sees each matrix multiplication of a forward pass. Eager attention multiplies

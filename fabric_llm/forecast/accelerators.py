@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from fabric_llm.base.machine import cores
 from fabric_llm.base.names import listed, nearest
-from fabric_llm.model.flops import peak_tflops
+from fabric_llm.model.flops import of_layers, peak_tflops
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,16 @@ def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> fl
 
     passes: forward and backward, and those that are made a second time.
     """
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_values = getattr(config, "num_key_value_heads", None) or heads
-    # Heads that can't be divided are copied first, see share_rows.
-    if key_values % sharing:
-        key_values = heads
-    # Queries and the output have all heads, keys and values their own.
-    elements = 2 * (heads + key_values) * size * config.num_hidden_layers
+    elements = 0
+    for layer in of_layers(config):
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        key_values = getattr(layer, "num_key_value_heads", None) or heads
+        # Heads that can't be divided are copied first, see share_rows.
+        if key_values % sharing:
+            key_values = heads
+        # Queries and the output have all heads, keys and values their own.
+        elements += 2 * (heads + key_values) * size
     return passes * tokens * elements * 2 * (sharing - 1) / sharing
 
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fabric_llm.model import chunked_loss, packed_attention, positions
 from fabric_llm.model.attention import takes_documents, takes_positions
-from fabric_llm.model.flops import windows
+from fabric_llm.model.flops import of_layers, windows
 from fabric_llm.model.gate import LIMITS, Inputs
 from fabric_llm.model.language_model import LanguageModel
 
@@ -112,7 +112,7 @@ def takes_packed_attention(reference: PreTrainedModel) -> bool:
     # layers hand over: both must be the same.
     # Some models have their windows in masks alone, which these few tokens don't show.
     text_config = reference.config.get_text_config()
-    has_window = bool(getattr(text_config, "sliding_window", None))
+    has_window = any(getattr(one, "sliding_window", None) for one in of_layers(text_config))
     return is_same and seen == set(windows(text_config)) and has_window <= any(seen)
 
 

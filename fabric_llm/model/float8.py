@@ -24,8 +24,8 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
     """
     float8 = _torchao_float8()
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
-    text_config = model.config.get_text_config()
-    experts = {getattr(text_config, name, None) for name in flops.EXPERTS}
+    parts = flops.of_layers(model.config.get_text_config())
+    experts = {getattr(part, name, None) for part in parts for name in flops.EXPERTS}
     # The head and the embeddings stay: only layers are made of these products.
     inside = {module for layer in repeated_layers(model).values() for module in layer.modules()}
 

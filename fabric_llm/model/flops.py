@@ -147,14 +147,14 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
                 multiplied += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
     # A pair takes one product for its score and one for the value that is passed on.
     of_pair: dict[Optional[int], float] = {}
-    seen = windows(config)
+    seen, parts = windows(config), of_layers(config)
     # Which layer has which window is known where all layers have attention.
     if len(seen) != len(layers):
         first = 0
     for number, window in enumerate(seen):
         passes = FORWARD if number < first else 1.0
         of_pair.setdefault(window, 0.0)
-        of_pair[window] += OF_TRAINING * 2 * sum(head_dims(config)) * passes
+        of_pair[window] += OF_TRAINING * 2 * sum(head_dims(parts[number])) * passes
     return Flops(OF_TRAINING * 2 * multiplied, of_pair)
 
 
@@ -179,7 +179,7 @@ def experts_of(config: Any) -> tuple[int, int]:
 
     # DBRX has its experts in a configuration of its own, ffn_config.
     def first_of(names: Sequence[str]) -> Optional[int]:
-        for part in (config, getattr(config, "ffn_config", None)):
+        for part in (*(of_layers(config) or [config]), getattr(config, "ffn_config", None)):
             for name in names:
                 value = getattr(part, name, None)
                 if isinstance(value, int) and value > 0:
@@ -194,25 +194,33 @@ def experts_of(config: Any) -> tuple[int, int]:
 
 def windows(config: Any) -> list[Optional[int]]:
     """For each layer with attention, how many tokens see each other in it: None for all."""
-    count = getattr(config, "num_hidden_layers", 0)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    parts = of_layers(config)
 
-    def size_of(name: str) -> Optional[int]:
-        size = getattr(config, name, None)
+    def size_of(part: Any, name: str) -> Optional[int]:
+        size = getattr(part, name, None)
         return size if isinstance(size, int) and size > 0 else None
 
-    window = size_of("sliding_window")
     # Without kinds all layers are alike: with attention, or, in Mamba, without.
     if kinds is None:
-        return [window] * count if getattr(config, "num_attention_heads", None) else []
-    local = {"sliding_attention": window, "chunked_attention": size_of("attention_chunk_size")}
+        has_attention = parts and getattr(parts[0], "num_attention_heads", None)
+        return [size_of(part, "sliding_window") for part in parts] if has_attention else []
+    local = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     result = []
-    for kind in kinds:
+    for kind, part in zip(kinds, parts):
         # Linear attention compares no pairs of tokens. Hybrid layers have attention as well.
         compares_pairs = "attention" in kind and "linear" not in kind
         if compares_pairs or kind == "hybrid":
-            result.append(local.get(kind))
+            result.append(size_of(part, local.get(kind, "")))
     return result
+
+
+def of_layers(config: Any) -> list[Any]:
+    """The configuration of each layer. In Gemma 4 they differ, and the model's own raises
+    RuntimeError where it is asked for what differs."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * getattr(config, "num_hidden_layers", 0)
 
 
 def head_dims(config: Any) -> tuple[int, int]:
