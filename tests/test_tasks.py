@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import export_hf
 import prepare_data
 from fabric_llm.data.columns import Rows
-from fabric_llm.data.tasks import Tasks
+from fabric_llm.data.tasks import Tasks, open_tasks
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.report.reading import read_run
 
@@ -207,6 +207,7 @@ def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(
     assert len(whole) <= first["documents"] <= len(whole) + 1 and first["budget"] == 5
     assert {"accuracy_of_first", "accuracy_of_second"} <= first.keys()
     assert set(read_run(tmp_path / "run").numbers["tasks"]) == {"tasks: first", "tasks: second"}
+    assert not open_tasks(world / "tasks", "full").unread, "a run warned of the columns it judges by"
 
 
 @LM_EVAL

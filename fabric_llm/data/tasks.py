@@ -109,4 +109,5 @@ def open_tasks(folder: Path, verify: str) -> TokenDataset:
             f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}"
         ) from error
     # A TokenDataset has two splits. Here both are the requests, which are only evaluated.
-    return replace(dataset, train=rows, validation=rows)
+    unread = tuple(name for name in dataset.unread if name not in ABOUT_ROWS)
+    return replace(dataset, train=rows, validation=rows, unread=unread)
