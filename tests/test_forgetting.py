@@ -383,6 +383,7 @@ def test_a_rewind_to_the_beginning_takes_no_other_weights(base, tmp_path, strate
     shutil.copytree(tmp_path / "run", tmp_path / "same")
     same = Job(ranks, *run, "--run_name", "same")
     assert same.wait() and "went back to the beginning" in same.output[0], same.output
+    assert "the run stops" not in same.output[0], "it saved the raised share, and went on"
     changed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     changed.lm_head.weight.data *= 1.01
     changed.save_pretrained(model)

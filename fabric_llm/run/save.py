@@ -114,8 +114,10 @@ def save(run: Run, *, stops: bool) -> None:
     # Before the save, since a run that is killed in between doesn't come here again.
     if run.samples is not None and (run.is_over or not stops):  # a stop doesn't wait for samples
         run.samples.take(run.model, run.progress)
-    if stops:  # a slow disk takes minutes, in which who asked would see nothing
-        run.log.line(f"step {step}/{run.schedule.max_step}  saving, before the run stops")
+    # A slow disk takes minutes, in which who asked would see nothing. After a rewind to the
+    # beginning the run saves so, too, and goes on.
+    if stops:
+        run.log.line(f"step {step}/{run.schedule.max_step}  saving, before anything else")
     with run.log.untimed:
         # A save may take longer than a step, so the watch is told what goes on here.
         mark = partial(run.watch.mark, step, "saving")
