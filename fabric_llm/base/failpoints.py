@@ -28,12 +28,6 @@ NAMES = (
     "mirror.lease mirror.part mirror.file mirror.before_manifest "
     "mirror.after_manifest mirror.removing mirror.fetching mirror.fetched"
 ).split()
-SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "term": signal.SIGTERM,
-    "int": signal.SIGINT,
-}
 # Name of a place -> how often this process has reached it.
 _reached: dict[str, int] = {}
 
@@ -70,4 +64,4 @@ def _do(action: str, name: str) -> None:
         # No machine has so much, so the real error of the allocator is raised.
         torch.empty(2**60, dtype=torch.uint8)
     else:
-        os.kill(os.getpid(), SIGNALS[action])
+        os.kill(os.getpid(), getattr(signal, f"SIG{action.upper()}"))

@@ -67,20 +67,16 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
     rows, and parts of the rows around."""
     if not flat.numel():
         return
-    if not shape:
-        yield Part(flat.view(()), ())
-        return
-    if len(shape) == 1:
-        yield Part(flat, (first,))
+    if len(shape) < 2:  # a number, or a single row
+        yield Part(flat.view([-1] * len(shape)), (first,) * len(shape))
         return
     # A row that begins before, whole rows, and a row that ends behind. Rows are blocks of one
     # dimension less.
     inner, of_row = shape[1:], math.prod(shape[1:])
     row, inside = divmod(first, of_row)
     before = min(-first % of_row, len(flat))  # elements of a row that begins before
-    if before:
-        for block in _blocks(flat[:before], inside, inner):
-            yield Part(block.tensor[None], (row, *block.offsets))
+    for block in _blocks(flat[:before], inside, inner):
+        yield Part(block.tensor[None], (row, *block.offsets))
     row, rows = row + (inside > 0), (len(flat) - before) // of_row
     whole, after = flat[before : before + rows * of_row], flat[before + rows * of_row :]
     if rows:

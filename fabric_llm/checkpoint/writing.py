@@ -506,9 +506,10 @@ def _try(action: Callable[..., None], *given: Any) -> Optional[Fault]:
     try:
         action(*given)
     except Exception as error:
+        fault = as_fault(error)
         # These have a sentence or an exit code of their own.
-        if isinstance(error, Fault) or as_fault(error).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
-            return as_fault(error)
+        if fault is error or fault.code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
+            return fault
         return Fault(one_line(error) or type(error).__name__, SAVE_FAILED)
     return None
 
