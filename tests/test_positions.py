@@ -10,7 +10,7 @@ from ranks import metrics, run_ranks, toy_run, train_ranks
 from test_law_13_fast_paths import nothing, train_with
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_llm.model import loading, positions, weights
+from fabric_llm.model import loading, positions, saving, weights
 from fabric_llm.weights.export import export
 
 GIVEN = ("theta:8e6", "yarn:4", "linear:4", "llama3:8")
@@ -67,10 +67,12 @@ def test_what_a_family_cannot_do_is_refused(family, given, sentence):
 
 
 def test_a_model_without_positions_has_none_to_scale():
-    config = toy_config("falcon")
-    config.alibi = True
-    with pytest.raises(ValueError, match="has no rotary positions that its configuration sets"):
-        positions.scaled(config, "theta:8e6", 100)
+    falcon, beam = toy_config("falcon"), toy_config("gemma3_text")
+    falcon.alibi, beam.rope_parameters["full_attention"] = True, None  # as Beam's own
+    for config in (falcon, beam):
+        with pytest.raises(ValueError, match="has no rotary positions that its configuration sets"):
+            positions.scaled(config, "theta:8e6", 100)
+    assert saving.with_older_names(beam, {"name": 1}) == {"name": 1}
 
 
 @pytest.mark.parametrize("given", ["linear:4", "yarn:4", "llama3:4", "theta:1e6"])

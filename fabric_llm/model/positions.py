@@ -68,17 +68,17 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     """
     (kind, value), changed = parse(given), deepcopy(config)
     text, name = changed.get_text_config(), type(config).__name__
-    rope = getattr(text, "rope_parameters", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Setting values in `own` changes `changed`. Where layers differ, those with a window keep their
+    # positions, since a window doesn't grow with the row.
+    own = rope.get("full_attention", rope) or {}
     trained = getattr(text, "max_position_embeddings", None)
     # Falcon has rotary positions in its configuration that it doesn't use with ALiBi.
-    if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
+    if "rope_theta" not in own or trained is None or getattr(text, "alibi", False):
         raise ValueError(
             f"--rope {given}: a model of {name} has no rotary positions that its configuration "
             "sets."
         )
-    # Setting values in `own` changes `changed`. Where layers differ, those with a window keep their
-    # positions, since a window doesn't grow with the row.
-    own = rope.get("full_attention", rope)
     before = _in_words(own)
     if kind == THETA:
         own["rope_theta"], made_for = value, max(trained, context_length)

@@ -83,7 +83,7 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
         document["num_experts"] = document[experts]
     rope = getattr(config, "rope_parameters", None) or {}
     # Each kind of layer may have positions of its own. The older names are those of whole rows.
-    full = rope.get("full_attention", rope)
+    full = rope.get("full_attention", rope) or {}
     if "rope_theta" not in full:
         return document
     base, part = "rope_theta", "partial_rotary_factor"
