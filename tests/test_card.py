@@ -240,6 +240,15 @@ def test_tokens_and_epochs_of_one_dataset_are_of_the_same_rows():
     assert sources(progress, {})[0]["epochs"] is None, "a stream has none"
 
 
+def test_tokens_that_rewinds_have_undone_are_said(made, tmp_path, monkeypatch):
+    progress = keep.read_progress(made[1])
+    progress["progress"]["tokens"] -= 96
+    monkeypatch.setattr(keep, "read_progress", lambda folder: progress)
+    card = export(made[1], tmp_path / "hf")
+    assert "288 tokens.\nRewinds have undone 96 more, which count as read below.\n" in card.text
+    assert "Rewinds" not in made[0].text
+
+
 def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, work, tmp_path):
     assert made[0].text.lstrip().startswith("# hf\n") and made[0].data.model_name == "hf"
     readme = work / BASE / "README.md"
