@@ -244,8 +244,7 @@ class Prefetch:
             # Most were started by earlier steps.
             if other not in self.pending:
                 self.pending[other] = self.pool.submit(self._ready, other)
-        ready = self._ready(position) if now is None else now.result()
-        micro_batches, read, tokens_at = ready
+        micro_batches, read, tokens_at = self._ready(position) if now is None else now.result()
         self.seconds_waited += time.monotonic() - began
         self.rows_read += read
         self.tokens_at = added(self.tokens_at, tokens_at)

@@ -121,8 +121,6 @@ def some_of(rows: Any) -> dict[str, np.ndarray]:
 def shifts_labels(rows: Any) -> bool:
     """Whether labels stand at the place before their tokens, in 64 rows: a model, which shifts them
     itself, would learn the token after next."""
-    if not len(rows):
-        return False
     columns = some_of(rows)
     if "labels" not in columns:
         return False

@@ -99,8 +99,4 @@ def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[i
 
 def stage_at(stages: Sequence[Stage], position: int) -> Stage:
     """The stage that holds `position`."""
-    here = stages[0]
-    for stage in stages:
-        if stage.begins <= position:
-            here = stage
-    return here
+    return next((stage for stage in reversed(stages) if stage.begins <= position), stages[0])
