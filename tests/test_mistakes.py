@@ -366,7 +366,7 @@ prepare_data --input corpus --output out --train_tokenizer 9
     2: at least 257
 prepare_data --input corpus --output out --tokenizer x --context_length 1
     2: must be at least 2, not 1.
-prepare_data --input corpus --output out --tokenizer x --num_workers 0
+prepare_data --input num_workers 0x10 --output out --tokenizer x --num_workers 0
     2: must be positive, not 0.
 prepare_data --input corpus --output out --tokenizer checkpoints/run
     2: --tokenizer checkpoints/run holds none itself: take checkpoints/run/step-00000100.
