@@ -98,10 +98,17 @@ def publish(complete: Path, output: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder."""
+    """Remove a work folder. Its lock goes last: then no other process has begun in it, whose files
+    would be removed as well."""
     with suppress(OSError):
         remove_key(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+        (folder / LOCK).unlink()
+        folder.rmdir()
 
 
 def remove_key(folder: Path) -> None:
