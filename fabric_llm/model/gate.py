@@ -86,7 +86,9 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
     """
     modules: dict[str, Tensor] = {}
     names = {
-        module: _path(name) for name, module in model.named_modules() if not any(module.children())
+        module: path_of(name)
+        for name, module in model.named_modules()
+        if not any(module.children())
     }
 
     def last_positions(output: Tensor) -> Tensor:  # a copy: a view would keep all of them
@@ -106,11 +108,12 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
     for handle in handles:
         handle.remove()
     loss = F.cross_entropy(logits[:-1], input_ids[0, 1:].to(logits.device)).item()
-    buffers = {_path(name): buffer.cpu().clone() for name, buffer in model.named_buffers()}
+    buffers = {path_of(name): buffer.cpu().clone() for name, buffer in model.named_buffers()}
     return Outputs(loss, last_positions(logits), modules, buffers)
 
 
-def _path(name: str) -> str:
+def path_of(name: str) -> str:
+    """A parameter's name in transformers' model, of its name in a wrapped one."""
     return original_name(name).removeprefix(PREFIX)
 
 
@@ -221,7 +224,7 @@ def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -
     layers: dict[str, list[str]] = {}
     for name in ours.squares:
         if name in reference.squares:  # others have no part in the loss
-            path = _path(name)
+            path = path_of(name)
             # A parameter outside of numbered layers, such as an embedding, is its own module's.
             numbered = re.match(r"(.*?\.\d+)\.", path)
             layer = numbered[1] if numbered else path.rpartition(".")[0]

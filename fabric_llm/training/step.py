@@ -16,15 +16,13 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
-from fabric_llm.model.gate import square
+from fabric_llm.model.gate import path_of, square
 from fabric_llm.model.sharded import (
     local_part,
-    original_name,
     reshard,
     shard_group,
     sum_over_shards,
 )
-from fabric_llm.model.weights import PREFIX
 from fabric_llm.training.adamw import AdamW
 
 
@@ -126,10 +124,7 @@ def clip(
     # capabilities.idle_parameters.
     group, idle = shard_group(model), model.module.idle
     if idle:
-        named = model.named_parameters()
-        drop_zeros(
-            [p for name, p in named if original_name(name).removeprefix(PREFIX) in idle], group
-        )
+        drop_zeros([p for name, p in model.named_parameters() if path_of(name) in idle], group)
     # Before the host waits for the norm. An optimizer of --code has no such method.
     if isinstance(optimizer.optimizer, AdamW):
         optimizer.optimizer.prepare()
