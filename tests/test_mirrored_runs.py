@@ -344,6 +344,25 @@ def test_what_was_undone_goes_although_its_uploader_is_lost(tmp_path, place):
     assert mirror.reports() and mirror.names == {checkpoint(1)}
 
 
+def test_a_step_that_is_made_anew_waits_for_its_own_copy(tmp_path, place):
+    (run := tmp_path / RUN).mkdir()
+    save(run, 2, random.Random(2))
+    mirror, heard = client.Mirror(place, run, 20), []
+    mirror.process.send_signal(signal.SIGSTOP)
+    mirror.upload(checkpoint(2))
+    mirror.go_back(1)
+    shutil.rmtree(run / checkpoint(2))
+    save(run, 2, random.Random(3))
+    mirror.upload(checkpoint(2))
+    mirror.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: heard.extend(mirror.reports()) or not mirror.waiting, 20)
+    with mirror.process:
+        mirror.close()
+    there = manifest(tmp_path / "mirror", 2).read_bytes()
+    assert there == (run / checkpoint(2) / "MANIFEST.json").read_bytes()
+    assert [one for one in heard if "given_up" in one or "mirrored" in one] == heard[-1:]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(toys, tmp_path):
     train_ranks(1, *flags(toys, tmp_path / "whole"))
     again = lost(toys, tmp_path, 1)

@@ -173,6 +173,10 @@ class Mirror:
             except Empty:
                 return reports
             name = report.get("mirrored") or report.get("given_up")
+            # It is of what was undone: of one of the same name that waits, the process says nothing
+            # before it has removed that.
+            if name in self.undone:
+                continue
             if "mirrored" in report:
                 self.names.add(report["mirrored"])
                 # What was asked for and refused, because it was the newest, may be asked for again.
