@@ -107,7 +107,7 @@ IMPORTS = [
     for words, modules in (
         (
             "prepare_data.py --input in --train_tokenizer 300 --output out",
-            "prepare_arguments fabric_llm.base.names datasets fabric_llm.prepare.prepare",
+            "prepare_arguments fabric_llm.prepare.checks datasets fabric_llm.prepare.prepare",
         ),
         (
             "export_hf.py in --output out",
