@@ -181,6 +181,7 @@ CONFIG = Flag(
     None,
     "YAML file of flags; the command line wins over it",
     Optional[str],
+    takes="the name of a YAML file",
     kept=False,
     basic=True,
     path=True,
