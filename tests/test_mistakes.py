@@ -315,7 +315,7 @@ train --config small.yaml
 train --config clock.yaml
     2: line 1 of clock.yaml: max_hours takes a number, not '1:30'.
 train --config map.yaml
-    2: line 2: 'lr' in map.yaml must hold a value, or a list of values, not dict.
+    2: line 2 of map.yaml: lr takes a number, not "{'a': 1}".
 train --config tab.yaml
     2: 'tab.yaml' can't be read as YAML: line 2 is '\tlr: 1', and keys of
 train --config indented.yaml

@@ -298,7 +298,7 @@ def parse(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
     given = _given(program, argv, {"config": CONFIG, **flags})
-    values = {name: one.default for name, one in flags.items()}
+    named = {name: f"--{name}" for name in given}
     if "config" in given:
         config = at_home(given.pop("config"))
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
@@ -306,34 +306,23 @@ def parse(
         if Path(config).name == "arguments.yaml":
             in_config |= dict.fromkeys(removed, Flag(None, "", str))
         in_file, lines = _read_config(program, config, in_config, elsewhere)
-        named = {name: f"line {line} of {config}: {name}" for name, line in lines.items()}
-        values |= _values(program, in_file, flags, named)
-    # The command line wins, wherever --config stands.
-    values |= _values(program, given, flags, {name: f"--{name}" for name in given})
+        # The command line wins, wherever --config stands.
+        given = in_file | given
+        named = {name: f"line {line} of {config}: {name}" for name, line in lines.items()} | named
+    values = {}
+    for name, one in flags.items():
+        value = None
+        # A key of the file without a value is a flag that isn't given.
+        if given.get(name) is not None:
+            try:
+                value = one.value_of(given[name])
+            except ValueError as error:
+                fail(program, with_dash(f"{named[name]} {error}"))
+        values[name] = one.default if value is None else value
     required = [name for name, one in flags.items() if one.is_required]
     if missing := [f"--{name}" for name in required if values[name] is None]:
         usage = about.partition("\n")[0].removeprefix("usage: ")
         fail(program, f"missing: {', '.join(missing)}. It is called like this: {usage}")
-    return values
-
-
-def _values(
-    program: str, given: Mapping[str, Any], flags: Mapping[str, Flag], named: Mapping[str, str]
-) -> dict[str, Any]:
-    """The values of those of the flags that are given. Exit with code 2 for one that is wrong.
-
-    named: what a message calls them.
-    """
-    values = {}
-    for name, one in flags.items():
-        # A key of a file without a value is a flag that isn't given.
-        if given.get(name) is None:
-            continue
-        try:
-            value = one.value_of(given[name])
-        except ValueError as error:
-            fail(program, with_dash(f"{named[name]} {error}"))
-        values[name] = one.default if value is None else value
     return values
 
 
