@@ -120,6 +120,8 @@ train --lr .inf
     2: --lr must be a finite number
 train --lr 1e−4
     2: not '1e−4'. '−' (U+2212, MINUS SIGN) isn't the '-' of a keyboard: type that.
+train small.yaml
+    2: unexpected 'small.yaml'. Did you mean --config small.yaml?
 train --config dashed.yaml
     2: line 1: unknown key '−−lr' in dashed.yaml. See --help. '−' (U+2212, MINUS SIGN) isn't the '-'
 train –lr 1e-4

@@ -353,6 +353,8 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag]) -> dict[str
             f"unexpected {unexpected[0]!r}: every flag is written --name value, and a value with "
             "spaces in quotes."
         )
+        if unexpected[0].endswith((".yaml", ".yml")):
+            sentence = f"unexpected {unexpected[0]!r}. Did you mean --config {unexpected[0]}?"
         fail(program, with_dash(sentence))
     return given
 
