@@ -308,6 +308,8 @@ def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path
     more += ["--checkpoint", work / "checkpoints" / "again" / "step-00000004"]
     train(work, base, "again", "--replay", work / "old", *more)
     [aside] = (work / "checkpoints" / "again").glob("aside-step-00000006-*")
+    card = export(work / "checkpoints" / "again", tmp_path / "again")
+    assert "- step 4: lr: 0.0001 from here on, 0.01 before." in section(card, "Schedule")
     said = {row[0]: row[2] for row in rows(export(aside, tmp_path / "aside"), "Evaluation")}
     losses = keep.read_progress(aside)["eval_losses"]
     assert said == {name: f"{loss:.4f}" for name, loss in losses.items()}

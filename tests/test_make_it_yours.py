@@ -466,7 +466,9 @@ MODEL = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
 LR = {"max_step": 2, "lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, "lr_schedule": "mine"}
 # What reads a table's entry of --code: the entry, and what it must return.
 RETURNS = {
-    lambda: lr_at(0, **LR): [(lambda at: np.nan, "finite numbers: nan")],
+    lambda: lr_at(0, **LR): [
+        (lambda at: np.nan, "finite numbers: nan"), (lambda at: -0.5, "no negative rate: -0.5")
+    ],
     lambda: make_optimizer(MODEL, set(), SimpleNamespace(weight_decay=0, seed=0), ""): [
         (lambda *given: None, "a torch.optim.Optimizer: NoneType")
     ],

@@ -2,6 +2,7 @@
 model's texts do."""
 
 import json
+import shutil
 from copy import deepcopy
 
 import pytest
@@ -43,6 +44,11 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
     assert said("base", "base")[0] == [0]
     code, words = said("base", "lowercase")
     assert code == [2] and "was made with a different tokenizer" in words and "The Quick" in words
+    # Without the model's tokenizer, those of the datasets are compared.
+    shutil.copytree(tmp_path / "base", tmp_path / "none", ignore=shutil.ignore_patterns("token*"))
+    flags = run_of(tmp_path / "none", tmp_path / "base-data", tmp_path, "none")
+    job = Job(1, *flags, "--eval_iters", 1, "--eval_data", f"other={tmp_path / 'lowercase-data'}")
+    assert job.wait() == [2] and "from that of '" in job.output[0], job.output[0]
     code, words = said("base", "ending")
     assert code == [2] and "end with token 7, and texts of" in words
     code, words = said("ending", "ending")

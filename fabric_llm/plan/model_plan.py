@@ -95,18 +95,19 @@ def tokenizer_of(
 ) -> Optional[Any]:
     """The model's tokenizer, or else that of the first dataset that has one. Raises ValueError for
     a dataset of another."""
-    tokenizer = of_model
+    tokenizer, place = of_model, source
     for dataset in datasets:
         of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
         # Where one of them has no tokenizer, there is nothing to compare.
-        if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
+        if None not in (tokenizer, of_data) and (differing := differing_tokens(tokenizer, of_data)):
             raise ValueError(
                 f"{dataset.given!r} was made with a different tokenizer from that of "
-                f"{source!r}{differing}; "
-                f"make it with {command('prepare_data.py', tokenizer=source)}."
+                f"{place!r}{differing}; "
+                f"make it with {command('prepare_data.py', tokenizer=place)}."
             )
         _require_known_end(dataset, of_model, config, source)
-        tokenizer = tokenizer or of_data
+        if tokenizer is None:
+            tokenizer, place = of_data, f"{dataset.given}/tokenizer"
     return tokenizer
 
 

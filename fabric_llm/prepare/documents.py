@@ -648,7 +648,9 @@ def load_splits(kind: str, name: str, revision: Optional[str] = None) -> dict[st
         message = f"{name} is not a complete dataset folder"
         if kind == "hub":
             message = NOWHERE.format(name)
-        raise ValueError(f"{message}: {one_line(error)}") from error
+        # The mode of `reach_hub`, which nobody has asked for by that name.
+        why = one_line(error).replace("OfflineModeIsEnabled", "no answer, or HF_HUB_OFFLINE is set")
+        raise ValueError(f"{message}: {why}") from error
 
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:

@@ -401,6 +401,7 @@ def open_log(run: Run) -> Log:
         "max_step": plan.schedule.max_step,
         "from": str(plan.resume_from or plan.model.source),
         "random": is_random,
+        "changes": plan.changes,
         "torch": torch.__version__,
         "strategy": place.strategy,
         "devices": place.world_size,

@@ -84,11 +84,14 @@ class FewUpdates:
     # `adamw.kept_updates`.
     kept: Optional[float] = None
     in_a_row = 0
+    highest_lr = 0.0
 
-    def warning(self, updated_fraction: float) -> Optional[str]:
+    def warning(self, updated_fraction: float, lr: float) -> Optional[str]:
         """The warning that is due after a step that changed this fraction of the weights."""
         self.in_a_row += 1
-        if updated_fraction >= FEW_UPDATES:
+        self.highest_lr = max(self.highest_lr, lr)
+        # At the end of a decay, few updates are what the schedule is for.
+        if updated_fraction >= FEW_UPDATES or lr < self.highest_lr / 2:
             self.in_a_row = 0
         # Equal, and not at least, so that one row of logged steps gives one warning.
         if self.in_a_row != FEW_UPDATES_LOGS:

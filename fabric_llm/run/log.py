@@ -119,7 +119,7 @@ class Log:
         # What is printed follows from the same numbers.
         left = self.speed.seconds_left(self.schedule.max_step - self.progress.step)
         self.say(lines.of_step(record, self.plan.placement.world_size, left))
-        warning = None if update is None else self.few_updates.warning(update[0])
+        warning = None if update is None else self.few_updates.warning(update[0], record["lr"])
         if warning is not None:
             self.line(warning)
 

@@ -112,7 +112,11 @@ def lr_at(
         if not math.isfinite(left):
             raise Fault(f"--code: the schedule {lr_schedule!r} must return finite numbers: {left}.")
     # The sum may differ from lr in its last bit.
-    return lr if left == 1 else min_lr + (lr - min_lr) * left
+    rate = lr if left == 1 else min_lr + (lr - min_lr) * left
+    # It would raise the loss on purpose.
+    if rate < 0:
+        raise Fault(f"--code: the schedule {lr_schedule!r} must return no negative rate: {rate:g}.")
+    return rate
 
 
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,12 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     for event in events:
         weights["left_out"] += event.get("tensors", ())
     weights |= progress.get("first_weights", {})
+    changes = []
+    for event in events:
+        for one in event.get("changes", ()):
+            if one.startswith(" "):  # a table of rates
+                continue
+            changes.append(f"step {event['step']}: {one}")
     versions = {}
     for name, then in manifest["versions"].items():
         # Those of the run, and those of this export.
@@ -92,6 +98,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         title=title,
         commit=commit,
         left_out=weights["left_out"],
+        changes=changes,
         given=given,
         source=source,
         progress=progress,
