@@ -101,7 +101,8 @@ class Flag:
         }
         # Types in the table become words; the words of a Literal are shown as they are.
         *most, last = (str(names.get(kind, kind)) for kind in self.kinds)
-        return self.takes or ", ".join(most) + " or " * bool(most) + last
+        registered = f" ({', '.join(self.names)})" if self.takes and self.names else ""
+        return self.takes + registered or ", ".join(most) + " or " * bool(most) + last
 
     @property
     def is_required(self) -> bool:

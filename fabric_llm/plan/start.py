@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from math import gcd
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
@@ -83,8 +82,10 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
         spelled += f" / {sharing} that share rows"
     spelled += f" = {micro_batch_size * world_size}"
     if rest:
-        fits = gcd(micro_batch_size, global_batch_size // world_size)
-        advice = f": take --micro_batch_size {fits}" if global_batch_size % world_size == 0 else ""
+        advice, of_rank = "", global_batch_size // world_size
+        if global_batch_size % world_size == 0:
+            fits = max(n for n in range(1, micro_batch_size + 1) if of_rank % n == 0)
+            advice = f": take --micro_batch_size {fits}"
         raise ValueError(
             f"--global_batch_size {global_batch_size} doesn't divide by {spelled}{advice}."
         )
