@@ -246,9 +246,9 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     or not; None without these flags, or if it may be at --mirror."""
     given = _given(argv, "resume", "run_name", "checkpoint", "output_dir", "mirror")
     # Without a name of the run, or one of its checkpoints, no directory is looked for.
-    if str(given.resume).lower() not in ("true", "auto") or not (
-        given.run_name or given.checkpoint
-    ):
+    # As YAML has them, in which a flag of true or false is read.
+    resumes = str(given.resume).lower() in ("true", "yes", "on", "auto")
+    if not resumes or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
     # --checkpoint names a folder in the directory of its run, whatever --output_dir says.

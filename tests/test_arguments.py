@@ -292,7 +292,8 @@ def test_scripts_beside_train():
     export = parse_export(["checkpoints/run", "--output", "hf"])
     assert (export.checkpoint, export.output) == ("checkpoints/run", "hf")
     assert (export.dtype, export.private) == ("auto", True)
-    assert parse_export(["--output", "hf", "--checkpoint", "c"]).checkpoint == "c"
+    for words in ("--output hf --checkpoint c", "c --output hf", "--output hf c"):
+        assert parse_export(words.split()).checkpoint == "c"
 
 
 def test_flags_of_export_hf_are_named_where_they_are_given_to_train():

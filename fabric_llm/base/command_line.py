@@ -298,7 +298,7 @@ def parse(
         fail(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
-    given = _given(program, argv, {"config": CONFIG, **flags})
+    given = _given(program, argv, {"config": CONFIG, **flags}, first)
     named = {name: f"--{name}" for name in given}
     if "config" in given:
         config = at_home(given.pop("config"))
@@ -327,9 +327,9 @@ def parse(
     return values
 
 
-def _given(program: str, argv: list[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
+def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str) -> dict[str, Any]:
     """{flag: its text on the command line, or texts}. Exit with code 2 for one without a value, and
-    for a value without a flag."""
+    for a value without a flag, unless it is that of `first`."""
     # Without abbreviations: a new flag would change what an old abbreviation means.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
@@ -348,6 +348,12 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag]) -> dict[str
         *before, given[name] = texts
         if before:
             _tell_of_repeated(program, name, flags[name], texts)
+    # The flag whose name may be left out may also come last.
+    if first and first not in given and unexpected:
+        if flags[first].kinds == [list[str]]:
+            given[first], unexpected = unexpected, []
+        else:
+            given[first] = unexpected.pop(0)
     # Such as the second word of a text without quotes.
     if unexpected:
         sentence = (

@@ -128,9 +128,9 @@ def predict(
 ) -> Prediction:
     """own: the flags that plan.py alone has. memory_of: a sweep takes one that traces less. Raises
     ValueError and Fault in one sentence for what can't be planned."""
+    here = _here(flags)
     # Devices, batches and model, as train.py would have them.
-    name = "CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name
-    device = accelerators.accelerator(name)
+    device = _device(own, flags)
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
     is_cuda = placement.kind == "cuda"
     devices, nodes = placement.devices, placement.num_nodes
@@ -140,7 +140,6 @@ def predict(
     model, skeleton = _model(flags, placement.kind)
     datasets = _datasets(flags)
     context, assumed = _context(flags, datasets, model.config.get_text_config())
-    here = _here(flags)
     steps, read = _rows_read(own, flags, datasets, context, batch, here)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
 
@@ -432,6 +431,19 @@ def _with_optimizer(assumed: str) -> str:
     return "; ".join(filter(None, [assumed, words * ("optimizer" in register.ONLY)]))
 
 
+def _device(own: Flags, flags: Flags) -> accelerators.Accelerator:
+    """The accelerator that the flags name. Raises ValueError where they name two, and for one that
+    isn't known."""
+    name = own.accelerator_name
+    if flags.devices.accelerator == "cpu":
+        if "accelerator_name" in flags.on_command_line and name.upper() != "CPU":
+            raise ValueError(
+                f"--accelerator cpu and --accelerator_name {name} name two devices: leave out one."
+            )
+        name = "CPU"
+    return accelerators.accelerator(name)
+
+
 def _here(flags: Flags) -> Cursor:
     """Where a run begins, which is a checkpoint if it is resumed. Raises Fault as train.py would
     where there is none."""
@@ -443,8 +455,21 @@ def _here(flags: Flags) -> Cursor:
         return Cursor()
     with same_run.written_by_a_run(checkpoint):
         document = keep.read_progress(checkpoint)
+        _require_same_numbers(flags, checkpoint, document["schedule"])
         progress = keep.Progress(**document["progress"])
         return Cursor(progress.step, progress.position, mixture_of(document).stages)
+
+
+def _require_same_numbers(flags: Flags, checkpoint: Path, then: dict[str, Any]) -> None:
+    """Raises ValueError, as train.py would, for a number on the command line that the run of the
+    checkpoint hasn't. then: its flags."""
+    flat = flags.flat()
+    for name in sorted(flags.on_command_line & then.keys() - {*same_run.overrides(flags)}):
+        if isinstance(flat[name], (int, float)) and flat[name] != then[name]:
+            raise ValueError(
+                f"{str(checkpoint)!r} was written with {name} {then[name]}, not {flat[name]}. To "
+                f"change that on purpose: --resume_override {name}."
+            )
 
 
 def _with_mirror(flags: Flags, here: Cursor, assumed: str) -> str:
