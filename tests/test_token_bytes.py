@@ -150,7 +150,8 @@ def test_letters_that_become_no_token_are_lost_too(prepared):
 
 
 def test_a_set_that_has_lost_bytes_has_no_loss_in_bits_per_byte(toys, prepared, tmp_path):
-    known, unknown = (prepared(unigram(), texts)[0] for texts in (KNOWN, UNKNOWN))
+    tokenizer = unigram()
+    known, unknown = (prepared(tokenizer, texts)[0] for texts in (KNOWN, UNKNOWN))
     beside = ("--eval_data", f"other={unknown}")
     train_ranks(1, *run_of(toys / "llama", known, tmp_path, "run", *beside))
     found = metrics(tmp_path / "run", "eval")[0]
