@@ -142,6 +142,7 @@ def test_a_stop_of_all_processes_that_tokenize(corpus, tmp_path):
     own = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": "tokenizers"}
     words = f"{ROOT}/prepare_data.py --input {corpus} --train_tokenizer 300 --num_workers 2 --output"
     command, how = [sys.executable, *words.split(), "out"], {"text": True, "start_new_session": True}
+    how["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, timeout=120, **how)
     said = "prepare_data.py: error: stopped on request; nothing was written to out.\n"
     assert (done.returncode, done.stderr) == (75, said)
