@@ -86,7 +86,7 @@ def test_a_repository_without_a_model(heard):
 
 def test_offline(heard):
     for said in heard[-1]:
-        words = ("couldn't find them in the cached files", "OfflineModeIsEnabled")
+        words = ("couldn't find them in the cached files", "HF_HUB_OFFLINE is set")
         assert any(word in said for word in words), said
 
 
