@@ -342,7 +342,7 @@ train --config section.yaml
 train --config small.yaml --devices -1
     2: --devices must be positive, not -1.
 train --config read.yaml
-    2: line 1 of read.yaml: max_step takes an integer or None, not '1e2'.
+    2: line 1 of read.yaml: max_step takes an integer, not '1e2'.
 train --config=
     2: --config takes the name of a YAML file, and nothing is given.
 prepare_data
