@@ -112,7 +112,7 @@ def at_home(given: Any) -> Any:
     """
     if isinstance(given, list):
         return [at_home(one) for one in given]
-    return ",".join(os.path.expanduser(part) for part in given.split(","))
+    return re.sub(r"(^|,)\s*(~[^,]*)", lambda part: part[1] + os.path.expanduser(part[2]), given)
 
 
 def comma_separated(given: Optional[str]) -> list[str]:

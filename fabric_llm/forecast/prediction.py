@@ -463,13 +463,11 @@ def _here(flags: Flags) -> Cursor:
 def _require_same_numbers(flags: Flags, checkpoint: Path, then: dict[str, Any]) -> None:
     """Raises ValueError, as train.py would, for a number on the command line that the run of the
     checkpoint hasn't. then: its flags."""
-    flat = flags.flat()
+    flat, differing = flags.flat(), {}
     for name in sorted(flags.on_command_line & then.keys() - {*same_run.overrides(flags)}):
         if isinstance(flat[name], (int, float)) and flat[name] != then[name]:
-            raise ValueError(
-                f"{str(checkpoint)!r} was written with {name} {then[name]}, not {flat[name]}. To "
-                f"change that on purpose: --resume_override {name}."
-            )
+            differing[name] = then[name], flat[name]
+    same_run.refuse(checkpoint, differing)
 
 
 def _with_mirror(flags: Flags, here: Cursor, assumed: str) -> str:

@@ -139,12 +139,12 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     # What isn't named by --resume_override may have changed by mistake.
     allowed = overrides(flags)
     silent = {name: values for name, values in changed.items() if name not in allowed}
-    _refuse(
-        plan,
+    refuse(
+        plan.resume_from,
         fixed,
         f"That can't change within a run; for a new one from its weights: {_new_run_from(plan)}.",
     )
-    _refuse(plan, silent, f"To change that on purpose: --resume_override {','.join(silent)}.")
+    refuse(plan.resume_from, silent)
     # After the flags: a difference among them may be the reason.
     _require_known_base(plan)
     _require_work(plan, flags, is_changed=bool(changed))
@@ -156,13 +156,15 @@ def _new_run_from(plan: Plan) -> str:
     return f"{command(model_name=plan.resume_from)}, without --resume"
 
 
-def _refuse(plan: Plan, differing: dict[str, tuple[Any, Any]], advice: str) -> None:
-    """Raises ValueError if anything differs from the checkpoint."""
+def refuse(checkpoint: Path, differing: dict[str, tuple[Any, Any]], advice: str = "") -> None:
+    """Raises ValueError if anything differs from the checkpoint. differing: {name: (what it was
+    written with, what is now)}. advice: else how flags are changed within a run."""
     if differing:
         # A foreign checkpoint may differ in everything, so only the first differences are listed.
         words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
         first = listed(words, separator="; ")
-        raise ValueError(f"{str(plan.resume_from)!r} was written with {first}. {advice}")
+        usual = f"To change that on purpose: --resume_override {','.join(differing)}."
+        raise ValueError(f"{str(checkpoint)!r} was written with {first}. {advice or usual}")
 
 
 def _require_known_base(plan: Plan) -> None:
