@@ -28,6 +28,7 @@ from fabric_llm.data.sources import parse_eval_data
 from fabric_llm.forecast import shares
 from fabric_llm.plan.checks import MANY_STEPS, MIN_EVALUATIONS, require_set
 from fabric_llm.plan.run_status import read_status
+from fabric_llm.plan.start import may_have_gpu
 from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 from fabric_llm.verify import drill
 
@@ -79,7 +80,9 @@ class Whole:
     values: dict[str, Any]  # the same with those of --config
     budgets: dict[str, float]
     bounds: tuple[float, float]  # of shares, as steering has them
-    steps: int = 0  # as plan.py says, which reads all flags: only then are numbers known to be some
+    # As plan.py says, which reads all flags: only then are numbers known to be some.
+    steps: int = 0
+    sequences: int = 0  # of a step
 
     @property
     def lr(self) -> float:
@@ -186,6 +189,9 @@ def planned(given: Mapping[str, list[str]]) -> dict[str, Any]:
     words = [sys.executable, drill.TRAIN.with_name("plan.py")]
     # What steering needs is given where the run is advised.
     flags = {**given, "forgetting_action": "warn", "json": "true"}
+    # The branches run on this machine, whatever the run is planned for.
+    if not (may_have_gpu() or {"accelerator", "accelerator_name", "like"} & given.keys()):
+        flags["accelerator_name"] = "CPU"
     made = subprocess.run(shlex.split(command(*words, **flags)), capture_output=True, text=True)
     if made.returncode != DONE:
         message = (made.stderr.strip().splitlines() or ["it printed nothing."])[-1]
@@ -339,6 +345,8 @@ def chosen(made: Branches, second_lr: float) -> None:
     if not whole.steers:
         following = f"Steering would follow it, if {REPLAY!r} had a budget as well."
     measured_above = f", though its branch came to {', '.join(above)}" if above else ""
+    if 0 < share * made.steps * whole.sequences < 1:
+        measured_above += f", though its branch was too short to read a row of {REPLAY!r}"
     print(
         f"\nBegin with a share of {share:g}, which by the law keeps the budgets for {made.steps} "
         f"steps{measured_above}. It is no promise for {whole.steps:,}: what is forgotten grows "
@@ -375,6 +383,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         whole = whole_of(given)
         plan = planned(given)
         whole.steps = plan["steps"]
+        whole.sequences = plan["tokens_a_step"] // plan["row_tokens"]
         second_lr = own.second_lr or whole.lr / 2
         if second_lr == whole.lr:
             raise ValueError(f"--second_lr {second_lr:g} is --lr: the two are to be compared.")

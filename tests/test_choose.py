@@ -142,6 +142,28 @@ def test_the_flags_of_plan_alone_are_known():
     assert {*choose.PLAN, *choose.PRINTS} == declared(PlanArguments).keys()
 
 
+def test_a_share_of_less_than_a_row_is_not_called_checked(tmp_path, capsys, monkeypatch):
+    made = choose.Branches(whole_run(f"{RUN} --steer_bounds 0.01:0.9"), tmp_path, 20)
+    made.whole.sequences, made.before = 4, {"new": 2.0, "replay": 1.0}
+
+    def make(of, share, lr):
+        made.made.append({"of": of, "share": share, "lr": lr, "losses": {"new": 1 + share}})
+        made.made[-1]["losses"]["replay"] = 1.05 - 0.1 * share
+        return made.made[-1]["losses"]
+
+    monkeypatch.setattr(made, "make", make)
+    choose.chosen(made, 0.001)
+    assert "Begin with a share of 0.01, " in (out := capsys.readouterr().out)
+    assert "though its branch was too short to read a row of 'replay'" in out
+
+
+def test_branches_are_forecast_where_they_run(toys, monkeypatch):
+    monkeypatch.setattr(choose, "may_have_gpu", lambda: False)
+    given = {"--model_name": toys / "llama", "--train_data_dir": toys / "data", "--max_step": "100"}
+    words = [str(word) for word in flags_of(given)]
+    assert choose.planned(by_flag(words))["on"].endswith("CPU")
+
+
 # ----------------------------------------------------------------------------------------- mistakes
 
 

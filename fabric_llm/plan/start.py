@@ -98,6 +98,11 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     return micro_batch_size, needed, global_batch_size
 
 
+def may_have_gpu() -> bool:
+    """False where torch needn't be asked for the GPUs of this machine."""
+    return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
+
+
 def place(flags: Flags) -> Placement:
     """Devices and strategy, from flags and launcher, without model or data. Raises ValueError."""
     fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
@@ -111,13 +116,9 @@ def place(flags: Flags) -> Placement:
     # These mistakes are told before torch is imported, which counts GPUs.
     strategy_rules.strategy(fsdp.strategy, None, tpu, precision, None, sharding)
     gpus, accelerator = 0, flags.devices.accelerator
-    # Without such files, torch is asked only once it is imported anyway: run/supervision.py calls
+    # Without a GPU's files, torch is asked only once it is imported anyway: run/supervision.py calls
     # this function again.
-    shown = (
-        "torch" in sys.modules
-        or sys.platform != "linux"
-        or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
-    )
+    shown = "torch" in sys.modules or may_have_gpu()
     if accelerator in ("cuda", "gpu") or accelerator == "auto" and shown:
         import torch
 
