@@ -116,7 +116,7 @@ def place(flags: Flags) -> Placement:
     # These mistakes are told before torch is imported, which counts GPUs.
     strategy_rules.strategy(fsdp.strategy, None, tpu, precision, None, sharding)
     gpus, accelerator = 0, flags.devices.accelerator
-    # Without a GPU's files, torch is asked only once it is imported anyway: run/supervision.py calls
+    # Without files of GPUs, torch is asked only once it is imported: run/supervision.py calls
     # this function again.
     shown = "torch" in sys.modules or may_have_gpu()
     if accelerator in ("cuda", "gpu") or accelerator == "auto" and shown:
