@@ -313,8 +313,8 @@ def an_hour_later():
 
 @pytest.mark.longer
 def test_a_run_of_a_few_seconds_stops_by_itself(toys, tmp_path):
-    """A real process and the real clock: it has to make a step first, however late it is."""
-    more = "--max_step 99999999999999999999 --run_name run --max_hours 1e-6".split()
+    """A real process and the real clock: it has to evaluate and make a step, however late it is."""
+    more = "--max_step 99999999999999999999 --run_name run --max_hours 1e-6 --eval_iters 4".split()
     words = [str(TRAIN), *flags(toys, tmp_path, "auto", *more)]
     with started(words, tmp_path, OMP_NUM_THREADS="1") as run:
         out, errors = run.communicate()

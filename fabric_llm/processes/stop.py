@@ -49,6 +49,8 @@ class StopSignal:
         self.requests = 0  # requests that came by signals
         self.run_directory: Optional[Path] = None  # where files may ask
         self.max_hours: Optional[float] = None
+        # Whether a step was made. A start that makes none would be repeated for ever.
+        self.in_steps = False
         self.files: set[str] = set()  # names of the files that have asked
         self.until = 0.0  # monotonic seconds: a signal before that belongs to the same request
         self.pipe = os.pipe()  # Python's C code writes each signal into it at once
@@ -117,7 +119,8 @@ class StopSignal:
         return STOP_FILE in self.files or self.requests > 0 or self.is_out_of_time()
 
     def ask(self) -> tuple[bool, bool]:
-        """(whether to stop, whether to save)."""
+        """At the end of a step: (whether to stop, whether to save)."""
+        self.in_steps = True
         return self.is_to_stop(), SAVE_FILE in self.files
 
     def answer_save(self) -> None:
@@ -125,10 +128,10 @@ class StopSignal:
         self.files.discard(SAVE_FILE)
 
     def is_out_of_time(self) -> bool:
-        """True once this process has run for --max_hours."""
-        return (
-            self.max_hours is not None and time.monotonic() - self.started >= 3600 * self.max_hours
-        )
+        """True once this process has run for --max_hours and made a step."""
+        if self.max_hours is None or not self.in_steps:
+            return False
+        return time.monotonic() - self.started >= 3600 * self.max_hours
 
     def finish(self) -> None:
         """The run is over and saved: ignore signals but Ctrl-C, and remove files, which aren't
