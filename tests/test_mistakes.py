@@ -360,6 +360,8 @@ prepare_data --input a --input b --output c
     2: --input is given 2 times: give all its values behind one --input.
 prepare_data --input a --pattern *.md --pattern=*.txt --output c
     2: --pattern is given 2 times
+prepare_data --input corpus ––output out
+    2: '––output' is among the values of --input. '–' (U+2013, EN DASH) isn't the '-' of a keyboard
 prepare_data --input corpus/*.xml --output out --tokenizer tokenizer
     2: input corpus/*.xml: no file or folder matches this pattern
 export_hf copied --output_dir x

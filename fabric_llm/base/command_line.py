@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin
 from fabric_llm.base.faults import BAD_INPUT, missing_package, printable
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.help import answer_help
-from fabric_llm.base.names import at_home, nearest_of, shown, unknown, with_dash
+from fabric_llm.base.names import DASH, at_home, nearest_of, shown, unknown, with_dash
 
 try:
     import yaml
@@ -360,6 +360,10 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str)
         if None in texts or [] in texts or flags[name] is CONFIG and "" in texts:
             fail(program, f"--{name} takes {flags[name].values}, and nothing is given.")
         *before, given[name] = texts
+        # A list takes all words up to the next flag.
+        for word in given[name] if flags[name].kinds == [list[str]] else ():
+            if re.fullmatch(rf"-?{DASH}+-?\w+(=.*)?", word):
+                fail(program, with_dash(f"{word!r} is among the values of --{name}."))
         if before:
             _tell_of_repeated(program, name, flags[name], texts)
     # The flag whose name may be left out may also come last.

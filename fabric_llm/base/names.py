@@ -95,10 +95,13 @@ def unknown(
     return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}"
 
 
+DASH = "[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]"  # of typesetters
+
+
 def with_dash(sentence: str) -> str:
     """A sentence about words of a command, with advice where they have a dash of typesetters, such
     as a PDF's."""
-    dash = re.search("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]", sentence)
+    dash = re.search(DASH, sentence)
     if dash is None:
         return sentence
     character = f"{dash[0]!r} (U+{ord(dash[0]):04X}, {unicodedata.name(dash[0])})"
