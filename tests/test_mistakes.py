@@ -412,6 +412,8 @@ prepare_data --input corpus --output out --tokenizer ./modle
     2: No tokenizer './modle'
 export_hf checkpoints/rnu --output x
     2: No checkpoint at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?
+export_hf docs/results --output x
+    2: /docs/results'?
 export_hf checkpoints --output x
     2: a run with one: no MANIFEST.json, no step-N. It holds the runs run.
 export_hf checkpoints/run --output x --dtype int8

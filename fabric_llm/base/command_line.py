@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin
 from fabric_llm.base.faults import BAD_INPUT, missing_package, printable
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.help import answer_help
-from fabric_llm.base.names import DASH, at_home, nearest_of, shown, unknown, with_dash
+from fabric_llm.base.names import DASH, ROOT, at_home, nearest_of, shown, unknown, with_dash
 
 try:
     import yaml
@@ -456,7 +456,7 @@ def _read_config(
 def _preset(config: str) -> str:
     """The end of a message about a file that doesn't exist: the preset that its name may mean."""
     # The checkout may not be the working directory.
-    presets = Path(os.path.relpath(Path(__file__).parents[2] / "configs"))
+    presets = Path(os.path.relpath(ROOT / "configs"))
     return nearest_of(presets / f"{Path(config).stem}.yaml", files=True)
 
 

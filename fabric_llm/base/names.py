@@ -18,6 +18,8 @@ from urllib.request import getproxies, proxy_bypass
 
 from fabric_llm.base.faults import printable
 
+ROOT = Path(__file__).resolve().parents[2]  # the checkout
+DASH = "[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]"  # of typesetters
 MAX_CHARACTERS = 300  # of a path
 MOST_NAMED = 10  # of one kind in a sentence
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a data source, and of a set that is evaluated
@@ -93,9 +95,6 @@ def unknown(
     if not words.endswith("?"):
         words += "."
     return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}"
-
-
-DASH = "[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]"  # of typesetters
 
 
 def with_dash(sentence: str) -> str:
@@ -218,6 +217,9 @@ def nearest_of(path: Path, files: bool = False) -> str:
     with a similar name, or the run that is called so."""
     if path.parent == Path() and Path("checkpoints", path).is_dir():
         return f" Did you mean {str(Path('checkpoints', path))!r}?"
+    # The same path in the checkout, for a command that is given elsewhere.
+    if not path.is_absolute() and (ROOT / path).exists():
+        return f" Did you mean {str(ROOT / path)!r}?"
     while not path.parent.exists():  # then the first folder on the way to it that doesn't exist
         path = path.parent
     beside = []
