@@ -1,6 +1,6 @@
 """What a resumed run must have in common with its checkpoint, and what it changes on purpose."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -142,7 +142,8 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     refuse(
         plan.resume_from,
         fixed,
-        f"That can't change within a run; for a new one from its weights: {_new_run_from(plan)}.",
+        f"{_other_data(plan, fixed)}That can't change within a run; for a new one from its "
+        f"weights: {_new_run_from(plan)}.",
     )
     refuse(plan.resume_from, silent)
     # After the flags: a difference among them may be the reason.
@@ -154,6 +155,21 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
 def _new_run_from(plan: Plan) -> str:
     """The flags of a new run that begins with the weights of the checkpoint."""
     return f"{command(model_name=plan.resume_from)}, without --resume"
+
+
+def _other_data(plan: Plan, differing: Iterable[str]) -> str:
+    """A sentence about the datasets whose rows, of which hashes are compared, differ; "" without
+    one."""
+    given = plan.of_each_source(lambda dataset: dataset.given)
+    folders = []
+    for name in differing:
+        fact, _, source = name.partition(" of ")
+        if fact in ("train_rows", "train_fingerprint", "train_sha256"):
+            folders.append(repr(given[source] if source else given))
+    if not folders:
+        return ""
+    listing = " and ".join(dict.fromkeys(folders))
+    return f"{listing} holds other rows than then: bring those back. "
 
 
 def refuse(checkpoint: Path, differing: dict[str, tuple[Any, Any]], advice: str = "") -> None:

@@ -8,6 +8,7 @@ those in OWN.
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -31,6 +32,8 @@ OWN += " --checkpoint null --resume_override null --mirror null"
 # Fields of metrics.jsonl; the others are speed and memory.
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
+# What is only said of a run of so few steps.
+OF_DRILL = re.compile("isn't less than the run's|with --max_step")
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_BETWEEN_LOOKS = 0.2  # at what a run has printed
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
@@ -182,7 +185,7 @@ def show(log: Path, shown: int) -> int:
         file.seek(shown)
         whole, end, _ = file.read().rpartition(b"\n")
     for line in whole.decode(errors="replace").splitlines():
-        if line.startswith(SHOWN):
+        if line.startswith(SHOWN) and not OF_DRILL.search(line):
             print(f"  {line}", flush=True)
     return shown + len(whole) + len(end)
 
