@@ -123,6 +123,23 @@ def test_dropout_of_attention_is_seen(monkeypatch):
     assert capabilities.heads_in_training(made("gpt2"))[1] == toy_config("gpt2").attn_pdrop == 0.1
 
 
+class Called(TorchDispatchMode):
+    names = frozenset()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names |= {function.overloadpacket.__name__.rstrip("_")}
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_evaluation_adds_nothing_in_any_order():
+    """As these do on a GPU: a resumed run would log other last bits."""
+    model, ids = LanguageModel(made("llama"), chunked=True), torch.arange(48).view(2, 24)
+    with torch.no_grad(), Called() as called:
+        model(ids, ids, places=ids % 12)
+        model(ids, ids, questions=torch.arange(2))
+    assert not called.names & {"index_add", "scatter_add", "index_put"}
+
+
 # ------------------------------------------------------------------------------- messages of NCCL
 
 # getNcclDataType of PyTorch's ProcessGroupNCCL.cpp; without what only some GPUs sum.

@@ -68,7 +68,7 @@ def _by_place(
     targets, places = targets.unbind(dim=1)
     # Tokens without a target have a loss of 0 here, so their places don't matter.
     each = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
-    by_place = torch.zeros(PLACES, device=logits.device).index_add_(0, places, each)
+    by_place = _sums_by(places, PLACES, each)
     # The total is computed as it is without places, so that they don't change its last bits.
     return torch.cat([cross_entropy(logits, targets)[None], by_place])
 
@@ -88,9 +88,16 @@ def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
     # With the target's own logit at -inf, the largest one is that of another token.
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     sums = torch.stack([each, (margin > 0).float(), margin], dim=1)
-    return torch.cat(
-        [each.sum()[None], sums.new_zeros(rows, 3).index_add_(0, numbers, sums).flatten()]
-    )
+    return torch.cat([each.sum()[None], _sums_by(numbers, rows, sums).flatten()])
+
+
+def _sums_by(numbers: Tensor, count: int, values: Tensor) -> Tensor:
+    """[count, ...]: for each number below `count` the sum of the values that have it. numbers:
+    int64 [n]. values: [n, ...]."""
+    # Not by index_add_, which on a GPU adds in another order each time: a resumed run must log the
+    # same bits.
+    are_of = torch.arange(count, device=numbers.device)[:, None] == numbers
+    return torch.where(are_of.view(*are_of.shape, *[1] * (values.ndim - 1)), values, 0).sum(dim=1)
 
 
 class LanguageModel(nn.Module):
