@@ -3,9 +3,13 @@ nothing else changes."""
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from ranks import Job, metrics, toy_run
+
+from fabric_llm.run.profile import Profile
 
 STEPS = "--global_batch_size 4 --max_step 6 --eval_iters 1 --eval_step_interval 2 --run_name run"
 
@@ -38,6 +42,19 @@ def test_steps_are_traced_by_rank_0_alone(toys, tmp_path, ranks):
     assert len(costs) == 5 and costs == sorted(costs, reverse=True) and costs[0] > 0
     assert all("Profile of" not in one for one in output[1:])
     assert metrics(tmp_path / "run") == metrics(tmp_path / "plain" / "run")
+
+
+def test_the_costs_on_a_gpu_are_those_of_its_kernels():
+    """torch gives their time to operations and named ranges as well."""
+    times = {"mm": ("CPU", 6), "gemm": ("CUDA", 6), "copy": ("CUDA", 2), "step": ("CUDA", 9)}
+    events = []
+    for key, (kind, time) in times.items():
+        one = {"key": key, "count": 1, "self_device_time_total": time}
+        one["device_type"] = getattr(torch.autograd.DeviceType, kind)
+        events.append(SimpleNamespace(**one, is_user_annotation=key == "step"))
+    profile = Profile(1, 2, None, torch.device("cuda"))
+    said = profile._costs(SimpleNamespace(key_averages=lambda: events))
+    assert [line.split()[::5] for line in said] == [["75.0%", "gemm"], ["25.0%", "copy"]]
 
 
 @pytest.mark.longer

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Optional
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from fabric_llm.base.files import no_link
 
 LARGEST_COSTS = 5  # that are printed
+MAX_CHARACTERS = 100  # of their names: templates of C++ have hundreds
 
 
 class Profile:
@@ -51,16 +53,20 @@ class Profile:
 
     def _costs(self, recorder: profile) -> list[str]:
         # The time of an operation without those that it calls, in microseconds.
-        time_of = "self_cpu_time_total"
-        if self.device.type == "cuda":
+        time_of, on_gpu = "self_cpu_time_total", self.device.type == "cuda"
+        if on_gpu:
             time_of = "self_device_time_total"
         costs = []
         for event in recorder.key_averages():
-            costs.append((getattr(event, time_of), event.count, event.key))
+            # torch gives a kernel's time to the kernel, to the operation that starts it, and to
+            # named ranges around it. The kernels alone add up to the time of the device.
+            is_kernel = event.device_type != DeviceType.CPU and not event.is_user_annotation
+            if is_kernel or not on_gpu:
+                costs.append((getattr(event, time_of), event.count, event.key))
         costs.sort(reverse=True)
         # If nothing was recorded, there is nothing to divide.
         total = sum(cost for cost, *_ in costs) or 1.0
         return [
-            f"  {cost / total:6.1%} {cost / 1e6:9.3f} s {count:8d} x  {name}"
+            f"  {cost / total:6.1%} {cost / 1e6:9.3f} s {count:8d} x  {name[:MAX_CHARACTERS]}"
             for cost, count, name in costs[:LARGEST_COSTS]
         ]
