@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -389,6 +390,20 @@ def test_nothing_holds_an_input_that_is_offloaded(waiting):
     loss = LanguageModel(model)(**inputs)
     assert len(seen) == 2 and [one() for one in seen] == [None, None]
     loss.sum().backward()
+
+
+def test_what_is_pinned_has_pages_of_its_own_until_it_is_freed(monkeypatch):
+    held = {}
+    driver = SimpleNamespace(cudaHostRegister=lambda at, size, _: held.update({at: size}))
+    driver.cudaHostUnregister = held.pop
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    host = offload.pinned(5000)
+    [(at, size)], room = held.items(), host.untyped_storage()
+    assert (at % 4096, len(host), size) == (0, 5000, 8192)
+    assert at == host.data_ptr() and at + size <= room.data_ptr() + room.nbytes()
+    del host
+    assert not held
 
 
 def graphs_of_recomputed_layers(which, shares):

@@ -8,6 +8,7 @@ https://arxiv.org/abs/2506.13996, section 3.3.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -53,9 +54,14 @@ def pinned(size: int) -> Tensor:
     torch's own pinned memory is rounded up to a power of two. Raises RuntimeError where the driver
     can't pin it.
     """
-    host = torch.empty(size, dtype=torch.uint8)
-    cudart = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(host.data_ptr(), size, 0))
+    # Pages are pinned whole, so no other tensor may have a part of them.
+    page = mmap.PAGESIZE
+    room = torch.empty(size + 2 * page, dtype=torch.uint8)
+    host = room[-room.data_ptr() % page :][:size]
+    address, cudart = host.data_ptr(), torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, size + -size % page, 0))
+    # Otherwise the device would copy the freed pages, whatever is at this address by then.
+    weakref.finalize(host, cudart.cudaHostUnregister, address).atexit = False
     return host
 
 
