@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -98,6 +99,15 @@ def test_more_devices_than_there_are(refused, monkeypatch):
     assert "--gpu-bind=none" in refused("--devices", 4)
 
 
+def test_a_driver_that_is_too_old_is_named(refused, monkeypatch):
+    """Not bfloat16, which torch says then that the GPUs don't have."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    error = RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020).")
+    monkeypatch.setattr("torch.cuda.init", Mock(side_effect=error))
+    words = "can't use this machine's GPUs (--accelerator cpu leaves them out): The NVIDIA driver "
+    assert f"{words}on your system is too old (found version 12020)." in refused()
+
+
 def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(
     toys, tmp_path, capsys, monkeypatch
 ):
@@ -105,6 +115,7 @@ def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(
     beside them."""
     counts = iter([0])
     monkeypatch.setattr("torch.cuda.device_count", lambda: next(counts, 2))
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
     with pytest.raises(SystemExit) as exit:
         flags = (*toy_run(toys, tmp_path), "--strategy", "ddp", "--precision", "32-true")
         train.main([str(word) for word in flags])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
-from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
+from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake, one_line
 from fabric_llm.base.machine import cores, return_freed_memory
 from fabric_llm.mirror.address import require_obstore
 from fabric_llm.model import strategy_rules
@@ -139,6 +139,8 @@ def place(flags: Flags) -> Placement:
         raise ValueError(
             f"--devices {devices}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}."
         )
+    if gpus:
+        _require_driver()
     # Once more, since the rules for the devices and their kind can be checked only now.
     strategy = strategy_rules.strategy(
         fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding
@@ -150,6 +152,20 @@ def place(flags: Flags) -> Placement:
         )
     strategy_rules.offload(strategy, fsdp.cpu_offload, batch_sizes(flags, devices, num_nodes)[1])
     return Placement(strategy, sharding, devices, num_nodes, kind, flags.devices.context_parallel)
+
+
+def _require_driver() -> None:
+    """Raises ValueError where PyTorch can't use the GPUs that it has counted."""
+    import torch
+
+    # It counts them by the driver's own library, and would then say that they have no bfloat16.
+    try:
+        torch.cuda.init()
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
+        raise ValueError(
+            f"PyTorch {torch.__version__} can't use this machine's GPUs (--accelerator cpu leaves "
+            f"them out): {one_line(error)[:500].rstrip('.')}."
+        ) from error
 
 
 def require_cores(flags: Flags, placement: Placement) -> None:
