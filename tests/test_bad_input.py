@@ -19,11 +19,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import train
-from fabric_llm.base.faults import as_fault
+from fabric_llm.base.faults import Fault, as_fault
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.run_directory import directory
 from fabric_llm.plan.start import place
+from fabric_llm.run.supervision import _require_device
 from parse_arguments import parse_train
 
 
@@ -106,6 +107,16 @@ def test_a_driver_that_is_too_old_is_named(refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.init", Mock(side_effect=error))
     words = "can't use this machine's GPUs (--accelerator cpu leaves them out): The NVIDIA driver "
     assert f"{words}on your system is too old (found version 12020)." in refused()
+
+
+def test_a_gpu_that_computes_nothing_is_named(monkeypatch):
+    no_kernel, full = RuntimeError("CUDA error: no image\nCUDA kernel"), RuntimeError("out of memory")
+    monkeypatch.setattr("torch.cuda.set_device", Mock(side_effect=[no_kernel, full]))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Tesla V100")
+    for code, words in (2, r"cuda:1 \(Tesla V100\) .* PyTorch .*: CUDA error: no image\."), (79, "out"):
+        with pytest.raises(Fault, match=f"^{words}") as raised:
+            _require_device(torch.device("cuda", 1))
+        assert raised.value.code == code
 
 
 def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(

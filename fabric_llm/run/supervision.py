@@ -134,6 +134,8 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         watch.join(flags.devices.join_timeout)
     try:
         failpoint("joining")
+        if this.placement.kind == "cuda":
+            _require_device(fabric.device)
         fabric.launch()
         failpoint("joined")
         this.rank = fabric.global_rank
@@ -158,6 +160,23 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
     assert fabric.world_size == world_size, (fabric.world_size, world_size)
     watch.begin(flags.devices.hang_timeout)
     signals.end_by(interrupt)  # the watch tells the others when this rank ends
+
+
+def _require_device(device: torch.device) -> None:
+    """Raises Fault (2) where a GPU computes nothing, as one that this PyTorch has no kernels for,
+    or that another process keeps for itself. Otherwise each fast path would seem to fail there."""
+    try:
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        fault = as_fault(error)
+        if fault.code == faults.UNEXPECTED:  # else its own, such as memory
+            name, [words, *_] = torch.cuda.get_device_name(device), str(error).splitlines()
+            fault = Fault(
+                f"{device} ({name}) computes nothing with PyTorch {torch.__version__}: "
+                f"{words.rstrip('.')}."
+            )
+        raise fault from error
 
 
 def _fetch_together(this: ThisRank, flags: Flags) -> None:
