@@ -25,9 +25,11 @@ from transformers import (
 from fabric_llm.average import main, named
 from fabric_llm.base import register
 from fabric_llm.base.files import step_directories
+from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.saving import with_older_names
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import PREFIX
+from fabric_llm.weights import average
 from fabric_llm.weights.average import require_same_model
 
 
@@ -250,10 +252,15 @@ def test_a_sharded_bf16_run_of_two_ranks_is_evaluated_as_it_was(runs, tmp_path, 
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize("no_kernel", [None, "its GPU is too old for it"])
 def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(
-    toys, packed_data, tmp_path, run_average
+    toys, packed_data, tmp_path, run_average, monkeypatch, no_kernel
 ):
     """The token that ends documents of the training data is a word like others there."""
+    made = []
+    note = lambda *args, **more: made.append(LanguageModel(*args, **more)) or made[-1]
+    monkeypatch.setattr(average, "LanguageModel", note)
+    monkeypatch.setattr(average, "no_kernel", lambda *_: no_kernel)
     flags = f"{FLAGS} --run_name run --max_step 1 --precision 32-true".split()
     data = ("--train_data_dir", packed_data, "--eval_data", f"plain={toys / 'data'}")
     train_ranks(1, *toy_run(toys, tmp_path), *flags, *data)
@@ -261,6 +268,7 @@ def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(
     sets = metrics(tmp_path / "run", "eval")[-1]
     losses = {name: one["loss"] for name, one in sets.items()}
     assert note_of(tmp_path)["eval_loss"] == pytest.approx(losses, abs=1e-5)
+    assert {one.is_packed for one in made} == {no_kernel is None}
 
 
 @pytest.mark.longer

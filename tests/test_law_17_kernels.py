@@ -5,8 +5,6 @@ in the place of each, and every family takes the choices that would be made for 
 several generations.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from families import FAMILIES, toy_config
@@ -76,11 +74,9 @@ def varlen(capability, called, dtypes=(torch.float16, torch.bfloat16)):
 def trains_as_chosen(model, capability, precision, monkeypatch):
     """(the choice, sizes that the kernel got) after a backward pass over packed rows with what is
     chosen."""
-    model_plan = SimpleNamespace(precision=precision)
-    plan = SimpleNamespace(placement=SimpleNamespace(kind="cuda"), model=model_plan)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     takes = capabilities.takes_packed_attention(model)
-    if not takes or reference.no_kernel(model, plan) is not None:
+    if not takes or reference.no_kernel(model, "cuda", precision) is not None:
         return "masked", []
     called, most = [], packed_attention.MAX_HEAD_SIZE
     monkeypatch.setattr(packed_attention, "varlen_attn", varlen(capability, called))

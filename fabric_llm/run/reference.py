@@ -216,9 +216,9 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
 
 def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_open: bool) -> str:
     """The attention of a run. is_open: --attention auto leaves it open."""
-    sharing = plan.placement.context_parallel
+    sharing, device = plan.placement.context_parallel, (plan.placement.kind, plan.model.precision)
     if sharing > 1:
-        if (why := no_kernel(reference, plan)) is not None:
+        if (why := no_kernel(reference, *device)) is not None:
             if packed_attention.MIN_CAPABILITY > torch.cuda.get_device_capability():
                 raise ValueError(
                     f"--context_parallel {sharing}: attention has no kernel here: {why}."
@@ -234,7 +234,7 @@ def _choose_attention(reference: PreTrainedModel, plan: Plan, asked: str, is_ope
     # Packed attention would see padding that stands before the text.
     is_packed = plan.data.document_end is not None and not plan.data.pads_before_text()
     if is_open and asked == "sdpa" and is_packed and capabilities.takes_packed_attention(reference):
-        if (why := no_kernel(reference, plan)) is None:
+        if (why := no_kernel(reference, *device)) is None:
             return packed_attention.PACKED
         print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
     return asked
@@ -245,7 +245,8 @@ def _require_packed_attention(reference: PreTrainedModel, plan: Plan) -> None:
     if not capabilities.takes_packed_attention(reference):
         name = type(reference).__name__
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
-    if (why := no_kernel(reference, plan)) is not None:
+    why = no_kernel(reference, plan.placement.kind, plan.model.precision)
+    if why is not None:
         raise ValueError(
             f"--attention packed: PyTorch's kernel for it can't be used: {why}. Take --attention "
             "auto."
@@ -320,15 +321,13 @@ def _choose_tiles(reference: PreTrainedModel) -> list[str]:
     return tiled
 
 
-def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:
+def no_kernel(reference: PreTrainedModel, kind: str, precision: str) -> Optional[str]:
     """Why the kernel of GPUs for packed documents can't be used, in words; None where it can, and
     on CPUs, which have none."""
-    if plan.placement.kind != "cuda":
+    if kind != "cuda":
         return None
     heads = capabilities.heads_in_training(reference)
-    return packed_attention.no_kernel(
-        torch.cuda.get_device_capability(), plan.model.precision, *heads
-    )
+    return packed_attention.no_kernel(torch.cuda.get_device_capability(), precision, *heads)
 
 
 def compares_gradients(plan: Plan) -> bool:

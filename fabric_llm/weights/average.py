@@ -41,6 +41,7 @@ from fabric_llm.plan.data_plan import (
 from fabric_llm.plan.model_plan import require_rows_for
 from fabric_llm.plan.plan import DataPlan
 from fabric_llm.run.build import evaluated_sets
+from fabric_llm.run.reference import no_kernel
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.weights.export import (
     VerificationError,
@@ -358,6 +359,7 @@ def losses_of(run: InRun, config: Any, weights: Source, dtype: torch.dtype) -> d
     # Where the run kept documents apart, they are kept apart here.
     masks = any(batches.document_end is not None for batches in run.sets.values())
     packs = masks and capabilities.takes_packed_attention(model)
+    packs = packs and no_kernel(model, fabric.device.type, run.precision) is None
     attention = capabilities.attention(model, packed_attention.PACKED) if packs else nullcontext()
     with attention:
         # As runs have it, with the loss in chunks where it can.
