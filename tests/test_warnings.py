@@ -23,7 +23,7 @@ FACTS = {
     "unread": (),  # columns
     **{"budgets": {}, "evaluated": {"a": 400, "b": 10**6}},
     "sequences": 64,  # of a step
-    "weights": True,
+    **{"weights": True, "gpus": False},
 }
 
 
@@ -49,6 +49,7 @@ def warned(flags, **facts):
     module = "fabric_llm.plan.warnings"
     with (
         mock.patch(f"{module}.cores", lambda: known.cores),
+        mock.patch(f"{module}.shows_gpus", lambda: known.gpus),
         mock.patch(f"{module}.has_weights", lambda source: known.weights),
     ):
         return list(warnings_of(flags, plan))
@@ -73,6 +74,7 @@ FROM_FACTS = [  # flags, facts, the beginning of the one warning
         "", {"sequences": 2, "context_length": 32767, "positions": None},
         "a step of 2 x 32767 tokens is mostly noise",
     ),
+    ("", {"gpus": True}, "this machine has NVIDIA GPUs, and PyTorch "),
     ("", {"shifted": ["'d'"]}, "the labels of 'd' are already shifted"),
     ("", {"unread": ("loss_mask", "text")}, "columns of 'd' that aren't read: loss_mask, text."),
     ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
@@ -178,6 +180,7 @@ def test_warnings(flags, facts, words):
         ("", {"sequences": 2, "context_length": 32_768, "positions": None}),
         ("", {"sequences": 1, "start_step": 1}),
         ("--lr 4e-3", {}),
+        ("--accelerator cpu", {"gpus": True}),
         # the defaults, as written
         ("--limit_all_gathers true --backward_prefetch BACKWARD_PRE", {"strategy": "fsdp2"}),
         (

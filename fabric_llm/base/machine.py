@@ -71,6 +71,12 @@ def _words(file: Path) -> list[str]:
         return []
 
 
+def shows_gpus(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver shows GPUs here that the environment doesn't hide."""
+    hides = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hides and any((root / "dev").glob("nvidia[0-9]*"))
+
+
 def return_freed_memory() -> None:
     """Have malloc return blocks of more than `KEPT_BLOCK` bytes to the system once they are freed.
     For glibc alone.

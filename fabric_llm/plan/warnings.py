@@ -8,8 +8,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+import torch
+
 from fabric_llm.base.command_line import Flag, Flags
-from fabric_llm.base.machine import cores
+from fabric_llm.base.machine import cores, shows_gpus
 from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import MANY_STEPS, profiled_steps
@@ -45,6 +47,12 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     made_for = positions.length(plan.model.config.get_text_config())
     sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
     lr, warmup = flat["lr"], flat["warmup_steps"]
+    # Such as PyTorch's build for CPUs.
+    if on_cpu and flat["accelerator"] == "auto" and shows_gpus():
+        yield (
+            f"this machine has NVIDIA GPUs, and PyTorch {torch.__version__} sees none of them: the "
+            "run takes the CPU (--accelerator cpu says so on purpose)."
+        )
     if on_cpu and placement.devices > here:
         yield (
             f"{placement.devices} processes share {here} CPU cores and wait for each other: "
