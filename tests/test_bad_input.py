@@ -85,9 +85,8 @@ def test_flags(refused, flags, words):
 def test_text_that_yaml_1_1_takes_for_a_number(refused, tmp_path):
     for text in ("3:5", "'3:5'"):  # base 60 there
         (tmp_path / "flags.yaml").write_text(f"profile: {text}\nmax_step: 2\n")
-        assert "--profile 3:5: the run ends at step 2" in refused(
-            "--config", tmp_path / "flags.yaml"
-        )
+        said = refused("--config", tmp_path / "flags.yaml")
+        assert "--profile 3:5: the run ends at step 2" in said
 
 
 def test_more_devices_than_there_are(refused, monkeypatch):
@@ -360,9 +359,7 @@ def finished(toys, tmp_path_factory):
     ("flags", "words"),
     [
         ("", ["holds checkpoints up to step-00000002", "--resume true", "--run_name"]),
-        (
-            "--resume true --max_step 2", ["is where this run ends", "step 2 of 2", "--max_step"],
-        ),
+        ("--resume true --max_step 2", ["is where this run ends", "step 2 of 2", "--max_step"]),
         (
             "--resume true --max_step 1 --resume_override max_step",
             ["is after step 2, and the run would end after step 1", "--checkpoint"],

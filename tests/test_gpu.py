@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, SLIDING
 from ranks import toy_run
-from test_law_13_fast_paths import batch, causal_lm, gradients, packed
+from test_law_13_fast_paths import batch, causal_lm, gradients, inside_the_compiler, packed
 
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.dataset import open_dataset
@@ -150,9 +150,7 @@ def run(*words):
     return done.stdout
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute"
-)  # torch 2.11's compiler asks for it and hides its warning
+@inside_the_compiler
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_inputs_of_layers_wait_on_the_host(compiles):
     """The same gradients, bit for bit, over several passes, and less memory by the inputs of all

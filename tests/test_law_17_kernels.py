@@ -119,23 +119,6 @@ def test_dropout_of_attention_is_seen(monkeypatch):
     assert capabilities.heads_in_training(made("gpt2"))[1] == toy_config("gpt2").attn_pdrop == 0.1
 
 
-class Called(TorchDispatchMode):
-    names = frozenset()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names |= {function.overloadpacket.__name__.rstrip("_")}
-        return function(*args, **(kwargs or {}))
-
-
-def test_an_evaluation_adds_nothing_in_any_order():
-    """As these do on a GPU: a resumed run would log other last bits."""
-    model, ids = LanguageModel(made("llama"), chunked=True), torch.arange(48).view(2, 24)
-    with torch.no_grad(), Called() as called:
-        model(ids, ids, places=ids % 12)
-        model(ids, ids, questions=torch.arange(2))
-    assert not called.names & {"index_add", "scatter_add", "index_put"}
-
-
 # ------------------------------------------------------------------------------- messages of NCCL
 
 # getNcclDataType of PyTorch's ProcessGroupNCCL.cpp; without what only some GPUs sum.
@@ -144,13 +127,15 @@ SENT |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Messages(TorchDispatchMode):
-    """Keeps (name, dtype, whether it is contiguous) of each tensor that a collective takes."""
+    """Keeps (name, dtype, whether it is contiguous) of each tensor that a collective takes, and
+    the names of all that is called."""
 
     def __init__(self):
         super().__init__()
-        self.sent = set()
+        self.sent, self.called = set(), set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.called.add(function.overloadpacket.__name__.rstrip("_"))
         if function.namespace in ("c10d", "_c10d_functional"):
             for one in tree_leaves((args, kwargs)):
                 if isinstance(one, torch.Tensor):
@@ -184,3 +169,12 @@ def test_nccl_sends_what_ranks_tell_each_other(toys, tmp_path, strategy, precisi
     for sent in (first, *others):
         assert {dtype for _, dtype, _ in sent} <= SENT
         assert all(is_contiguous for *_, is_contiguous in sent), sent
+
+
+def test_an_evaluation_adds_nothing_in_any_order():
+    """As these do on a GPU: a resumed run would log other last bits."""
+    model, ids = LanguageModel(made("llama"), chunked=True), torch.arange(48).view(2, 24)
+    with torch.no_grad(), Messages() as messages:
+        model(ids, ids, places=ids % 12)
+        model(ids, ids, questions=torch.arange(2))
+    assert not messages.called & {"index_add", "scatter_add", "index_put"}
