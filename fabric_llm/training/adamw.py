@@ -224,6 +224,7 @@ class AdamW(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
         self.updates, self.seed, self.elements, self.origins = updates, seed, 0, {}
+        # One list for good, which Fabric's wrapper has as well: its zero_grad() empties it here.
         self.prepared: list[list[Callable[[dict[str, Any]], None]]] = []
         # A parameter without an origin, as in a test, has its place among the parameters as name.
         for number, group in enumerate(self.param_groups):
@@ -252,7 +253,7 @@ class AdamW(torch.optim.Optimizer):
         """Prepare the next `step` as far as it depends neither on the values of gradients nor on
         the learning rate. Called while a GPU still computes gradients, so that this takes no time
         of its own. Until `step` gradients may change in place, as clipping changes them."""
-        self.prepared = [self._launches(group) for group in self.param_groups]
+        self.prepared[:] = [self._launches(group) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -266,11 +267,11 @@ class AdamW(torch.optim.Optimizer):
             trained = [param for param in group["params"] if param.grad is not None]
             if trained:
                 torch._foreach_add_([self.state[param]["step"] for param in trained], 1)
-        self.prepared = []
+        self.prepared.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. A step that is prepared holds gradients, so it is given up as well."""
-        self.prepared = []
+        self.prepared.clear()
         super().zero_grad(set_to_none)
 
     def _launches(self, group: dict[str, Any]) -> list[Callable[[dict[str, Any]], None]]:
