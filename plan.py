@@ -165,8 +165,7 @@ def numbers(prediction: Any) -> dict[str, Any]:
 def show(prediction: Any, own: PlanArguments) -> None:
     """Print a prediction."""
     memory = prediction.memory
-    # One unit for the whole table, so that its numbers can be compared.
-    unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
+    unit, size = memory.unit
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     # The whole process holds about 0.4 GiB more.
     counted = ""

@@ -261,7 +261,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--accelerator_name V9", "--accelerator_name 'V9' isn't known; known are A100-40GB, A100-"),
+        ("--accelerator_name V100", "--accelerator_name 'V100' isn't known; known are A100-40GB, A100-"),
         ("--accelerator_name a100", (
             "--accelerator_name 'a100' isn't known. Did you mean A100-40GB or A100-80GB?"
         )),

@@ -56,7 +56,9 @@ def accelerator(name: str) -> Accelerator:
     names, own = [one.name for one in KNOWN], plain(name)
     # Such as 4090, or H100 SXM.
     close = [one for one in names if own and (own in plain(one) or plain(one) in own)]
-    close = close or nearest(name, names)
+    # Or with other digits: V100 isn't H100 with a wrong letter.
+    letters = [one for one in names if re.sub(r"\d", "", plain(one)) == re.sub(r"\d", "", own)]
+    close = close or nearest(name, letters)
     instead = f". Did you mean {' or '.join(close)}?" if close else f"; known are {listed(names)}."
     raise ValueError(f"--accelerator_name {name!r} isn't known{instead}")
 
