@@ -23,6 +23,7 @@ from fabric_llm.base.command_line import (
     read_yaml,
     yaml_text,
 )
+from fabric_llm.base.files import require_searchable
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.data.sources import SOURCES
@@ -256,6 +257,7 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     if not resumes or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
+    require_searchable(folder.parent)
     # --checkpoint names a folder in the directory of its run, whatever --output_dir says.
     file = (
         Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder

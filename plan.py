@@ -42,7 +42,6 @@ def main(argv: Optional[list[str]] = None) -> int:
         if own.html is not None:
             # Refused before the prediction, which takes seconds.
             files.require_name(Path(own.html), "--html")
-            files.writable(Path(own.html))
             page = page_module("fabric_llm.forecast.page")
             if own.json or own.sweep is not None:
                 raise Fault("--html draws one plan, and takes no --json or --sweep.")

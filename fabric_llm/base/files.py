@@ -305,9 +305,9 @@ def writable(output: Path, wrong: str = "") -> None:
     sentence begins."""
     # The nearest folder that exists is where the first new one would be made.
     place = output.absolute().parent
-    while not os.path.lexists(place):
-        place = place.parent
     try:
+        while not _is_there(place):
+            place = place.parent
         # Permission bits don't tell it, for example on a file system that is read-only.
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
@@ -315,8 +315,27 @@ def writable(output: Path, wrong: str = "") -> None:
         raise Fault(f"{wrong}: {error.strerror}.", UNWRITABLE) from error
 
 
+def _is_there(place: Path) -> bool:
+    """Raises OSError for a folder on the way that can't be searched, unlike os.path.lexists."""
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def require_searchable(folder: Path) -> None:
+    """Raises Fault (73) where a user isn't told whether `folder` has a file."""
+    try:
+        _is_there(folder / MANIFEST)
+    except OSError as error:
+        raise Fault(f"{str(folder)!r} can't be searched: {error.strerror}.", UNWRITABLE) from error
+
+
 def require_name(output: Path, flag: str) -> None:
-    """Raises Fault (2) where `output`, which a flag gives, can't be a file."""
+    """Raises Fault (2) where `output`, which a flag gives, can't be a file, (73) where it can't be
+    written."""
+    writable(output)
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise Fault(f"{flag} {str(output)!r} must name a file in a folder that is there.")
 

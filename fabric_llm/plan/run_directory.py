@@ -42,9 +42,11 @@ def directory(flags: Flags) -> Path:
     Without --run_name, a new run takes the first of DEFAULT, DEFAULT-2, ... that doesn't exist, a
     resumed run the last that exists, and a run with --checkpoint the directory of that checkpoint.
     --checkpoint with --run_name begins a branch. Raises Fault for a name that leads out of
-    --output_dir (2) or is a link (77), for a new run in a directory that holds checkpoints (2), for
-    a resume without a checkpoint, and for a --checkpoint that isn't one (66).
+    --output_dir (2) or is a link (77), for a folder that can't be searched (73), for a new run in a
+    directory that holds checkpoints (2), for a resume without a checkpoint, and for a --checkpoint
+    that isn't one (66).
     """
+    files.require_searchable(Path(flags.checkpoint.output_dir))
     resume, given = flags.checkpoint.resume, given_checkpoint(flags)
     if given is not None:
         # A new run from the weights of a checkpoint names it by --model_name.

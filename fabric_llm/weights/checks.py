@@ -31,6 +31,7 @@ def check(flags: Flags) -> Path:
 def exported_output(output: Path, overwrite: bool) -> None:
     """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies
     in a checkpoint, Fault (73) if it can't be written."""
+    files.writable(output)
     # A checkpoint with a file that its manifest doesn't list counts as damaged.
     if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
         raise ValueError(
@@ -49,7 +50,6 @@ def exported_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{str(output)!r} isn't an exported model, so it isn't replaced; take another --output."
         )
-    files.writable(output)
 
 
 def _is_exported(folder: Path) -> bool:

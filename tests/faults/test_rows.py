@@ -1048,9 +1048,20 @@ def test_a_status_has_room_on_a_full_disk(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_an_output_that_cannot_be_written(toys, tmp_path):
+def test_an_output_that_cannot_be_written(toys, tmp_path, whole):
     (tmp_path / "run").write_text("a file")
     ended_with([73], *flags(toys, tmp_path))
+    # A folder that another user has closed. Root sees into it, unless that right is taken away.
+    closed, rights = tmp_path / "closed", "-dac_override,-dac_read_search"
+    closed.mkdir(0)
+    user = ["setpriv", "--bounding-set", rights, "--inh-caps", rights] * (os.geteuid() == 0)
+    for program, *words in (
+        ("train.py", *flags(toys, closed)), ("export_hf.py", whole, "--output", closed / "x" / "y"),
+        ("plan.py", "--html", closed / "x.html", *flags(toys, tmp_path)),
+    ):
+        command = [*user, sys.executable, ROOT / program, *words]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert (done.returncode, len(done.stderr.splitlines())) == (73, 1), done.stderr
 
 
 # ------------------------------------------------------------------------------- changes on purpose
