@@ -166,7 +166,6 @@ def show(prediction: Any, own: PlanArguments) -> None:
     memory = prediction.memory
     unit, size = memory.unit
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
-    # The whole process holds about 0.4 GiB more.
     counted = ""
     if prediction.seconds.is_host:
         counted = " (of tensors; the steps of a run on CPUs show that of its whole process)"

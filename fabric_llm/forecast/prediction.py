@@ -577,8 +577,7 @@ def _host(flags: Flags, work: Work, skeleton: Any, memory: Memory) -> dict[str, 
     if placement.strategy in ("ddp", "single"):
         shards = 1
 
-    # Python, torch and, on a GPU, CUDA's libraries, in each process.
-    host = {"processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * is_cuda) * GIB)}
+    host = {"processes (assumed)": int(ranks * GIB_OF_A_RANK[placement.kind] * GIB)}
     # On a CPU the device's memory is the host's.
     if not is_cuda:
         host["what devices hold"] = ranks * memory.peak
