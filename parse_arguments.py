@@ -125,19 +125,21 @@ def parse_run(
     flag_groups = [*more, *groups_of_run().values()]
     # A resumed run's file may hold flags that no longer exist. They are read and dropped.
     removed = {*REMOVED, *_flags_of_other_code(resumed, argv, flag_groups)}
-    elsewhere = not_here()
-    for group in more:
-        elsewhere |= dict.fromkeys(declared(group), f"give it to {program} itself, not in a file")
+    # train.py reads the same file, and refuses what it doesn't know.
+    typed = {
+        name: f"a file has flags of train.py alone: give --{name} on the command line"
+        for group in more
+        for name in declared(group)
+    }
     flat = parse(
         program,
         about,
         flag_groups,
         argv,
         of_run=resumed is not None,
-        elsewhere=elsewhere,
+        elsewhere=not_here() | typed,
         removed=removed,
-        # train.py is to take the same file.
-        only_typed=more,
+        only_typed=typed,
     )
     # It raises ValueError for a tracker that doesn't exist.
     trackers.named(flat["logger"])

@@ -289,6 +289,10 @@ def following(
     warnings = [*beyond_positions(prediction.row_tokens, prediction.positions)]
     if own.tokens is not None:  # train.py takes steps
         given["max_step"] = [str(prediction.steps)]
+        if flags.training.max_step is not None:
+            warnings.append(
+                f"--tokens counts, not the max_step {flags.training.max_step} of a file."
+            )
     # The folder has the sizes of a model that the preset names.
     if "config" in given and "model_name" in given and not has_weights(name):
         of_preset = read_yaml(Path(names.at_home(given["config"][-1]))).get("model_name")

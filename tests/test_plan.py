@@ -188,6 +188,7 @@ DATA = "--train_data_dir data/NAME"
         )),
         ("--config configs/demo.yaml", "configs/demo_llama", "--config configs/demo.yaml"),
         ("--devices 2", "", "--devices 2"),  # the demo
+        ("--tokens 9", "--tokens counts, not the max_step 400 of a file.", "--max_step 7"),
     ],
 )  # fmt: skip
 def test_what_follows_trains_the_model_that_was_meant(words, warns, command, monkeypatch):
@@ -195,8 +196,10 @@ def test_what_follows_trains_the_model_that_was_meant(words, warns, command, mon
     own, flags = parse_plan(words.split())
     planned = SimpleNamespace(steps=7, row_tokens=9, positions=9)
     *warnings, last = plan.following(own, words.split(), flags, flags.model.model_name, planned)
-    assert last == f"Next: python train.py {command}"
+    assert last == f"Next: python train.py {command}" and parse_train(command.split())
     sentence = f"Warning: {warns!r} holds no weights: training starts from random ones."
+    if warns.startswith("--tokens"):
+        sentence = f"Warning: {warns}"
     assert warnings == [sentence] * bool(warns)
 
 

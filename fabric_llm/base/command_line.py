@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -267,7 +267,7 @@ def parse(
     of_run: bool = False,
     elsewhere: Mapping[str, str] = {},
     removed: Iterable[str] = (),
-    only_typed: Iterable[type] = (),
+    only_typed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
@@ -275,7 +275,7 @@ def parse(
     the flag whose name may be left out where it comes before all others. of_run: --config is the
     arguments.yaml of a run, which only has flags that are kept. elsewhere: names that are no flags
     here, and what is said of each. removed: flags of earlier versions, which an arguments.yaml may
-    still hold. only_typed: groups whose flags no file holds.
+    still hold. only_typed: flags that no file may hold; `elsewhere` says why.
     """
     # A copy, because flags may be put before it below.
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -305,8 +305,8 @@ def parse(
     if "config" in given:
         config = at_home(given.pop("config"))
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
-        for group in only_typed:
-            in_config = {name: in_config[name] for name in in_config.keys() - declared(group)}
+        for name in only_typed:
+            del in_config[name]
         # They are read, so that an old run can be resumed, and then dropped.
         if Path(config).name == "arguments.yaml":
             in_config |= dict.fromkeys(removed, Flag(None, "", str))

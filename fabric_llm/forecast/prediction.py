@@ -492,6 +492,11 @@ def _rows_read(
     if not is_known or flags.data.context_length:
         contexts = (context,) * len(mix.stages[0].weights)
     if own.tokens is not None:
+        if here.step:
+            raise ValueError(
+                "--tokens says how long a new run is: a resumed one takes --max_step, with "
+                "--resume_override max_step."
+            )
         if "max_step" in flags.on_command_line:
             raise ValueError("--tokens and --max_step are both given: each is the run's length.")
         # Of a step in the middle: each stage has a part of all steps.
