@@ -97,6 +97,7 @@ def place(toys, tmp_path_factory):
         "text": "# a comment\nseed: 7\nlr: fast\n",
         "small": "seed: 7\ndevices: 0\n",
         "clock": "max_hours: 1:30\n",
+        "read": "max_step: 1e2\n",
         "price": "seed: 7\ntokens: 1e9\n",
         "map": "seed: 7\nlr: {a: 1}\n",
         "section": "seed: 7\ntraining:\n  lr: 1\n",
@@ -341,6 +342,10 @@ train --config section.yaml
     2: line 2: 'training' in section.yaml is a section, but such a file has lines of `flag: value` al
 train --config small.yaml --devices -1
     2: --devices must be positive, not -1.
+train --config read.yaml
+    2: line 1 of read.yaml: max_step takes an integer, not '1e2'.
+train --config=
+    2: --config takes the name of a YAML file, and nothing is given.
 plan --config price.yaml
     2: line 2: unknown key 'tokens' in price.yaml. A file has flags of train.py alone: give --tokens on
 prepare_data
