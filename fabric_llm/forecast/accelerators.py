@@ -6,7 +6,7 @@ from math import ceil, log2
 from typing import Any, Optional
 
 from fabric_llm.base.machine import cores
-from fabric_llm.base.names import listed, nearest
+from fabric_llm.base.names import listed
 from fabric_llm.model.flops import of_layers, peak_tflops
 
 
@@ -53,13 +53,19 @@ def accelerator(name: str) -> Accelerator:
     for one in KNOWN:
         if plain(one.name) == plain(name):
             return one
-    names, own = [one.name for one in KNOWN], plain(name)
-    # Such as 4090, or H100 SXM.
-    close = [one for one in names if own and (own in plain(one) or plain(one) in own)]
-    # Or with other digits: V100 isn't H100 with a wrong letter.
-    letters = [one for one in names if re.sub(r"\d", "", plain(one)) == re.sub(r"\d", "", own)]
-    close = close or nearest(name, letters)
-    instead = f". Did you mean {' or '.join(close)}?" if close else f"; known are {listed(names)}."
+
+    def words(text: str) -> set[str]:
+        return set(re.findall("[a-z0-9]+", text.lower()))
+
+    names, own = [one.name for one in KNOWN], words(name)
+    # Such as 4090, or H100 SXM. A name with other letters, such as V100 or H20, is another card's.
+    close = [one for one in names if own and (own <= words(one) or words(one) <= own)]
+    instead = f". Did you mean {' or '.join(close)}?"
+    if not close:
+        instead = (
+            f"; known are {listed(names)}. For another, take one of them, with your "
+            "--device_memory and --mfu."
+        )
     raise ValueError(f"--accelerator_name {name!r} isn't known{instead}")
 
 

@@ -434,14 +434,14 @@ def _with_optimizer(assumed: str) -> str:
 def _device(own: Flags, flags: Flags) -> accelerators.Accelerator:
     """The accelerator that the flags name. Raises ValueError where they name two, and for one that
     isn't known."""
-    name = own.accelerator_name
-    if flags.devices.accelerator == "cpu":
-        if "accelerator_name" in flags.on_command_line and name.upper() != "CPU":
+    name, asked = own.accelerator_name, flags.devices.accelerator
+    if asked != "auto" and "accelerator_name" in flags.on_command_line:
+        if (asked == "cpu") != (name.upper() == "CPU"):
             raise ValueError(
-                f"--accelerator cpu and --accelerator_name {name} name two devices: leave out one."
+                f"--accelerator {asked} and --accelerator_name {name} name two devices: leave out "
+                "one."
             )
-        name = "CPU"
-    return accelerators.accelerator(name)
+    return accelerators.accelerator("CPU" if asked == "cpu" else name)
 
 
 def _here(flags: Flags) -> Cursor:
