@@ -269,6 +269,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
         ("--accelerator_name a100", (
             "--accelerator_name 'a100' isn't known. Did you mean A100-40GB or A100-80GB?"
         )),
+        ("--accelerator_name RTX5900", "--accelerator_name 'RTX5900' isn't known. Did you mean RTX 5090?"),
         ("--accelerator_name H100-SXM", "--accelerator_name 'H100-SXM' isn't known. Did you mean H100?"),
         ("--accelerator cpu --accelerator_name H100", "--accelerator cpu and --accelerator_name H100 name"),
         ("--accelerator gpu --accelerator_name cpu", "--accelerator gpu and --accelerator_name cpu name"),

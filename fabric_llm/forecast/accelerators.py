@@ -60,6 +60,8 @@ def accelerator(name: str) -> Accelerator:
     names, own = [one.name for one in KNOWN], words(name)
     # Such as 4090, or H100 SXM. A name with other letters, such as V100 or H20, is another card's.
     close = [one for one in names if own and (own <= words(one) or words(one) <= own)]
+    # Or with two digits swapped.
+    close = close or [one for one in names if sorted(plain(one)) == sorted(plain(name))]
     instead = f". Did you mean {' or '.join(close)}?"
     if not close:
         instead = (
