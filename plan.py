@@ -164,7 +164,8 @@ def numbers(prediction: Any) -> dict[str, Any]:
 def show(prediction: Any, own: PlanArguments) -> None:
     """Print a prediction."""
     memory = prediction.memory
-    unit, size = memory.unit
+    # One unit for the whole table, so that its numbers can be compared.
+    unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     counted = ""
     if prediction.seconds.is_host:

@@ -96,11 +96,6 @@ class Memory:
     def peak(self) -> int:
         return sum(self.parts.values())
 
-    @property
-    def unit(self) -> tuple[str, int]:
-        """One for all numbers of a plan, so that they can be compared, and its bytes."""
-        return ("GiB", 2**30) if self.peak >= 2**31 else ("MiB", 2**20)
-
 
 def predict_memory(work: Work) -> Memory:
     """The memory of the rank that needs most. It is computed without taking that memory, in a
