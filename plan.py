@@ -19,7 +19,6 @@ from plan_arguments import parse_plan
 
 # Flags that train.py doesn't have.
 OWN = [field.name for field in fields(PlanArguments)]
-GIB = 2**30
 MANY_DEVICES = 1024  # half a minute
 
 
@@ -76,7 +75,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             page.write(Path(own.html), flags, plan, prediction)
         if own.auto and not chosen:
             print("\n--auto: nothing takes less than 80 % of the device.")
-        show_changes(tried)
+        show_changes(tried, prediction.unit)
         # The command at the end has all the changes, so that it can be copied.
         words += chosen
         for change_words, prediction in tried:
@@ -163,9 +162,7 @@ def numbers(prediction: Any) -> dict[str, Any]:
 
 def show(prediction: Any, own: PlanArguments) -> None:
     """Print a prediction."""
-    memory = prediction.memory
-    # One unit for the whole table, so that its numbers can be compared.
-    unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
+    memory, (unit, size) = prediction.memory, prediction.unit
     print(f"{prediction.model}, {prediction.parameters / 1e6:,.1f} M parameters; {prediction.on}\n")
     counted = ""
     if prediction.seconds.is_host:
@@ -253,7 +250,8 @@ def show_sweep(own: Any, rows: list[Any], hidden: dict[str, str], assumed: list[
         documents = [{**row._asdict(), "prediction": numbers(row.prediction)} for row in rows]
         print(json.dumps({"rows": documents, "hidden": hidden, "assumptions": assumed}, indent=2))
         return
-    lines = [[*rows[0].cells()], *([*row.cells().values()] for row in rows)]
+    unit = rows[0].prediction.unit
+    lines = [[*rows[0].cells(unit)], *([*row.cells(unit).values()] for row in rows)]
     # Each column is as wide as its longest cell.
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
@@ -262,8 +260,8 @@ def show_sweep(own: Any, rows: list[Any], hidden: dict[str, str], assumed: list[
     print("\nAssumed", *assumed, sep="\n  ")
 
 
-def show_changes(tried: list[tuple[list[str], Any]]) -> None:
-    """Print what to change, where it doesn't fit."""
+def show_changes(tried: list[tuple[list[str], Any]], unit: tuple[str, int]) -> None:
+    """Print what to change, where it doesn't fit. unit: that of the plan above."""
     if not tried:
         return
     until = "; none takes less than 80 % of the device"
@@ -272,8 +270,8 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
     print(f"\nWhat to change, the cheapest first, one after the other{until}:")
     for change, one in tried:
         print(
-            f"  {' '.join(change):<90}{one.memory.peak / GIB:8.2f} GiB  {100 * one.used:3.0f} %  "
-            f"{one.seconds.step:8.3g} s a step"
+            f"  {' '.join(change):<90}{one.memory.peak / unit[1]:8.2f} {unit[0]}  "
+            f"{100 * one.used:3.0f} %  {one.seconds.step:8.3g} s a step"
         )
 
 

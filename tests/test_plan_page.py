@@ -151,8 +151,9 @@ def test_without_data_the_page_has_the_memory(toys, tmp_path):
     flags = "--context_length 128 --max_step 9 --device_memory 2 --auto true".split()
     drawn = preview(tmp_path, "--model_name", toys / "llama", *flags)
     [memory] = [chart for chart in drawn.data["charts"] if chart["name"] == "memory"]
-    assert f"{sum(trace['x'][0] for trace in memory['traces']):.2f} GiB" in drawn.text
-    assert [shape["x0"] for shape in memory["layout"]["shapes"]] == pytest.approx([1.6, 1.9, 2.0])
+    assert f"{sum(trace['x'][0] for trace in memory['traces']):,.2f} MiB" in drawn.text
+    lines = [shape["x0"] / 1024 for shape in memory["layout"]["shapes"]]
+    assert lines == pytest.approx([1.6, 1.9, 2.0]) and "GiB" not in drawn.text
     assert "optimizer state" in drawn.text and "Curves" not in drawn.text
 
 

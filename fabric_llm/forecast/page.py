@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.forecast.prediction import CLOSE, GIB, NO, Prediction
+from fabric_llm.forecast.prediction import CLOSE, NO, Prediction
 from fabric_llm.plan import checks, make_plan, run_directory, start
 from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.plan.plan import Plan
@@ -45,7 +45,7 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
     drawn: dict[str, Any] = {"title": prediction.model, "lead": prediction.on}
     if plan is not None:
         drawn = _drawing(flags, plan, prediction.on)
-    peak = prediction.memory.peak
+    peak, (unit, size) = prediction.memory.peak, prediction.unit
     # Where the memory of the device isn't known, there is no fraction of it.
     below = "of a device"
     if prediction.used:
@@ -61,15 +61,15 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
         )
     # A run of unknown length may keep as many as it writes, which then are of one size each.
     kept = prediction.kept_checkpoints
-    disk = f"{prediction.checkpoint_bytes * (kept or 1) / GIB:,.2f} GiB"
+    disk = f"{prediction.checkpoint_bytes * (kept or 1) / size:,.2f} {unit}"
     if kept is None:
         disk += " a checkpoint"
-    at_peak = "Memory at the peak", f"{peak / GIB:,.2f} GiB", below
+    at_peak = "Memory at the peak", f"{peak / size:,.2f} {unit}", below
     headline = [*drawn.pop("headline", []), at_peak, time, ("Disk", disk, costs)]
     # The last row of the table is the sum.
     parts = {**prediction.memory.parts, "together": peak}
     rows = [
-        [name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()
+        [name, f"{held / size:,.2f}", f"{100 * held / peak:.1f} %"] for name, held in parts.items()
     ]
     shown = {name: page.shown(value) for name, value in flags.flat().items()}
     # `pop`, because what is left in `drawn` is passed on as keywords.
@@ -78,8 +78,10 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], prediction: Predicti
         "Plan of a run",
         "Nothing was trained.",
         {"memory": "Memory", **drawn.pop("sections", {}), "flags": "Flags"},
-        memory=(["Part", "GiB", "Of the peak"], rows),
-        bars=[figures.bars(prediction.memory.parts, prediction.device_bytes, (CLOSE, NO))],
+        memory=(["Part", unit, "Of the peak"], rows),
+        bars=[
+            figures.bars(prediction.memory.parts, prediction.device_bytes, (CLOSE, NO), unit, size)
+        ],
         runs=[{"headline": headline, "flags": shown}],
         **drawn,
     )

@@ -96,6 +96,11 @@ class Prediction:
         return self.memory.peak / self.device_bytes if self.device_bytes else 0.0
 
     @property
+    def unit(self) -> tuple[str, int]:
+        """(name, bytes) of one unit for all sizes, so that they can be compared."""
+        return ("GiB", GIB) if self.memory.peak >= 2 * GIB else ("MiB", 2**20)
+
+    @property
     def left(self) -> Optional[int]:
         """Steps that are left, None where it isn't known how many."""
         return None if self.steps is None else max(self.steps - self.done, 0)

@@ -10,7 +10,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.forecast.changes import changed
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
-from fabric_llm.forecast.prediction import GIB, Prediction, predict
+from fabric_llm.forecast.prediction import Prediction, predict
 from fabric_llm.plan.start import batch_sizes
 
 OF_A_NODE = 8  # devices of a node, where --devices is "auto"
@@ -28,9 +28,9 @@ class Row(NamedTuple):
     efficiency: float
     none_hidden: float  # the same, if messages were sent while nothing is computed
 
-    def cells(self) -> dict[str, str]:
+    def cells(self, unit: tuple[str, int]) -> dict[str, str]:
         """{title of a column: what the row has there}: hours and money only where the length of the
-        run, and a price, are known."""
+        run, and a price, are known. unit: `Prediction.unit`, the same for all rows."""
         one = self.prediction
         used = "not known"
         if one.device_bytes:
@@ -42,7 +42,7 @@ class Row(NamedTuple):
             "devices": f"{self.devices:,}",
             "tokens a step": f"{one.tokens_a_step:,}",
             "sharding": self.sharding,
-            "GiB": f"{one.memory.peak / GIB:,.1f}",
+            unit[0]: f"{one.memory.peak / unit[1]:,.1f}",
             "used": used,
             "step, s": f"{one.seconds.step:.3g}",
             "messages, s": f"{one.seconds.messages:.3g}",

@@ -305,24 +305,30 @@ def upright(place: float, color: str, **more: Any) -> Shape:
     }
 
 
-def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float]) -> Chart:
+def bars(
+    parts: dict[str, int],
+    device_bytes: int | None,
+    limits: Sequence[float],
+    unit: str,
+    size: int,
+) -> Chart:
     """One bar of a device's memory by its parts, and upright lines at what the device has, and at
-    the fractions of that in `limits`."""
-    bar = {"y": ["At the peak"], "orientation": "h", "hovertemplate": "%{x:,.2f} GiB"}
+    the fractions of that in `limits`. unit: of the axis, which has so many bytes."""
+    bar = {"y": ["At the peak"], "orientation": "h", "hovertemplate": f"%{{x:,.2f}} {unit}"}
     # One trace for each part, which plotly stacks into one bar.
     traces, lines = [], []
-    for name, size in parts.items():
-        traces.append(go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json())
+    for name, held in parts.items():
+        traces.append(go.Bar(bar, x=[held / size], name=name).to_plotly_json())
     if device_bytes:
         for fraction in (*limits, 1.0):
             label = {"text": f"{100 * fraction:.0f} % ", "textangle": 0}
             label |= {"textposition": "end", "xanchor": "right"}
-            lines.append(upright(fraction * device_bytes / 2**30, MUTED, label=label))
+            lines.append(upright(fraction * device_bytes / size, MUTED, label=label))
     layout = {
         "barmode": "stack",
         "hovermode": "closest",
         "showlegend": True,
         "shapes": lines,
-        "xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
     }
     return {"name": "memory", "traces": traces, "layout": layout}
