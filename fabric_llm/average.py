@@ -22,7 +22,7 @@ from fabric_llm.base.command_line import option, parse
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.base.names import command, nearest_of
+from fabric_llm.base.names import command, no_folder
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep
 from fabric_llm.mirror.fetch import local
@@ -97,10 +97,8 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
                 cached = try_to_load_from_cache(name, "config.json")
                 path = Path(cached).parent if isinstance(cached, str) else path
         if not path.is_dir():
-            raise ValueError(
-                f"No checkpoint, run or model at {name!r}, here or in the hub's "
-                f"cache.{nearest_of(path)}"
-            )
+            instead = " Nor is it in the hub's cache."
+            raise ValueError(no_folder("checkpoint, run or model", path, instead))
         # A checkpoint or a model is a part by itself, and a run stands for its newest checkpoints.
         if (path / MANIFEST).is_file() or (path / "config.json").is_file():
             folders.append(path)

@@ -123,7 +123,7 @@ def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        ("nowhere --prompt w1", 2, "No checkpoint at 'nowhere'."),
+        ("nowhere --prompt w1", 2, "No checkpoint at 'nowhere' (from '/"),
         (
             "{runs}/sharded --prompt w1",
             2,

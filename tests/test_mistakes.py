@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ranks import instead
 
 from arguments import ROOT
+from fabric_llm.base import names
 from fabric_llm.plan import start
 from parse_arguments import parse_train
 
@@ -169,7 +171,7 @@ train --max_step 1e3
 train --activation_checkpointing
     2: takes none, full, every:N (such as every:2), selective or offload, and nothing is given.
 train --train_data_dir nowhere
-    2: No dataset at 'nowhere'. Make one with prepare_data.py
+    2: '). Make one with prepare_data.py
 train --train_data_dir long-running
     2: No dataset at 'long-running' yet: its preparation isn't finished. Wait for it, or repeat
 train --train_data_dir preparde
@@ -182,8 +184,8 @@ train --fsdp full_shard
     2: Did you mean --strategy fsdp or fsdp2?
 train --train_data_dir null --replay data
     2: --replay goes with --train_data_dir;
-train --eval_data a=sets/lnog
-    2: --eval_data: No dataset at 'sets/lnog'. Did you mean 'sets/long'?
+train --eval_data a=stes/long
+    2: --eval_data: No dataset at 'stes/long'. Did you mean 'sets/long'?
 train --devices 100000 --global_batch_size 100000
     2: would only wait for each other: take --devices
 train --devices 100000 --global_batch_size 100000
@@ -275,7 +277,7 @@ train --resume true --checkpoint checkpoints/run
 train --resume true
     66: (step-N) in 'checkpoints/model-data', which isn't there (from
 train --resume true --checkpoint nowhere
-    66: 'nowhere' isn't a checkpoint: it has no MANIFEST.json.
+    66: No checkpoint at 'nowhere' (from '/
 train --lr fast
     2: --lr takes a number, not 'fast'.
 train --resume true --checkpoint checkpoints/run/step-5
@@ -590,6 +592,16 @@ def test_all_unknown_flags_are_told_at_once(tmp_path):
     )
     assert "NestedArg" not in nested
     assert "flags: --optim.lr (did you mean --lr?), --lr.max (did you mean --lr?). See" in nested
+
+
+def test_a_folder_is_looked_for_from_above_and_at_home(tmp_path, monkeypatch):
+    for folder in ("data/mine", "below"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "below")
+    monkeypatch.setenv("HOME", "/h")
+    said = "No run at 'data/mine'. Did you mean '../data/mine'?"
+    assert names.no_folder("run", Path("data/mine")) == said
+    assert names.at_home("~/a, ~/b,c~/d,~") == "/h/a, /h/b,c~/d,/h"
 
 
 def test_none_of_a_tutorial_is_a_flag_that_isnt_given(tmp_path):

@@ -285,7 +285,7 @@ def test_it_ends_like_train_py_where_the_tokenizer_is_another(toys, tmp_path):
         )),
         ("--rope foo", "--rope takes theta:THETA"),
         ("--tokens 1e9", "--tokens and --max_step are both given: each is the run's length."),
-        ("--like nowhere", "No run at 'nowhere'."),
+        ("--like nowhere", "No run at 'nowhere' (from '/"),
         ("--mfu 45", "--mfu must be less than 1, such as 0.45, not 45"),
     ],
 )

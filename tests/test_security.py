@@ -930,7 +930,7 @@ MIXTURES = {  # the value of --data_mix -> words of the sentence
     ),
     "escapes": (
         '{sources: {a: {path: "\\e[31mp\\nx", weight: 1}}}',
-        "No dataset at '\\x1b[31mp\\nx'. Make one with",
+        "No dataset at '\\x1b[31mp\\nx' (from '/",
     ),
 }
 HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sentence

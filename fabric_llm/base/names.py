@@ -114,7 +114,8 @@ def at_home(given: Any) -> Any:
     """
     if isinstance(given, list):
         return [at_home(one) for one in given]
-    return re.sub(r"(^|,)\s*(~[^,]*)", lambda part: part[1] + os.path.expanduser(part[2]), given)
+    # A blank may follow a comma.
+    return re.sub(r"((?:^|,)\s*)(~[^/,]*)", lambda at: at[1] + os.path.expanduser(at[2]), given)
 
 
 def comma_separated(given: Optional[str]) -> list[str]:
@@ -212,14 +213,25 @@ def is_path(name: str) -> bool:
     return "/" in name.rstrip("/") and os.path.isdir(os.path.dirname(name.rstrip("/")))
 
 
+def no_folder(what: str, path: Path, instead: str = "") -> str:
+    """The sentence about a folder that doesn't exist. instead: its end where no other is meant."""
+    meant, where = nearest_of(path), ""
+    # Most often the command is run in another directory than before.
+    if not meant and not path.is_absolute():
+        where = f" (from {os.getcwd()!r})"
+    return f"No {what} at {str(path)!r}{where}.{meant or instead}"
+
+
 def nearest_of(path: Path, files: bool = False) -> str:
     """The end of a message about `path`, which doesn't exist: a folder, or with `files` a file,
-    with a similar name, or the run that is called so."""
+    with a similar name, the run that is called so, or what has the same name seen from a directory
+    above, or from that of the programs."""
     if path.parent == Path() and Path("checkpoints", path).is_dir():
         return f" Did you mean {str(Path('checkpoints', path))!r}?"
-    # The same path in the checkout, for a command that is given elsewhere.
-    if not path.is_absolute() and (ROOT / path).exists():
-        return f" Did you mean {str(ROOT / path)!r}?"
+    whole = path
+    for place in (*Path.cwd().parents, ROOT) if not path.is_absolute() else ():
+        if (there := place / path).is_dir() or files and there.is_file():
+            return f" Did you mean {os.path.relpath(there)!r}?"
     while not path.parent.exists():  # then the first folder on the way to it that doesn't exist
         path = path.parent
     beside = []
@@ -232,4 +244,10 @@ def nearest_of(path: Path, files: bool = False) -> str:
     longer = [name for name in beside if name.startswith(path.name) and not files]
     if not close and len(longer) == 1:
         close = longer
-    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+    if not close:
+        return ""
+    meant = path.with_name(close[0])
+    # What comes behind it may be right.
+    if (meant / whole.relative_to(path)).exists():
+        meant /= whole.relative_to(path)
+    return f" Did you mean {str(meant)!r}?"

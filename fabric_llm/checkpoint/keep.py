@@ -18,7 +18,7 @@ from typing import Any, Optional
 from fabric_llm.base import files
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, STEP_NAME, step_directories
-from fabric_llm.base.names import listed, nearest_of
+from fabric_llm.base.names import listed, no_folder
 from fabric_llm.data.periods import PROBES
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -204,7 +204,7 @@ def checkpoint_at(path: str | Path) -> Path:
     is none."""
     path = Path(path)
     if not path.is_dir():
-        raise ValueError(f"No checkpoint at {str(path)!r}.{nearest_of(path)}")
+        raise ValueError(no_folder("checkpoint", path))
     checkpoint = path if (path / MANIFEST).is_file() else files.latest(path)
     if checkpoint is None:
         # One that lost its manifest, as by a copy in part.

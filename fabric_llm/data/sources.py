@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.names import NAME, at_home, comma_separated, command, listed, nearest_of
+from fabric_llm.base.names import NAME, at_home, comma_separated, command, listed, no_folder
 from fabric_llm.data.periods import PROBES
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
@@ -102,8 +102,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
                 "'first=data/a:0.8,second=data/b:0.2'."
             )
         made = command("prepare_data.py", output=folder)
-        instead = nearest_of(folder) or f" Make one with {made} --input ..."
-        raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
+        raise ValueError(no_folder("dataset", folder, f" Make one with {made} --input ..."))
     if not source_of(folder):
         message = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
         if (folder.parent / "dataset_dict.json").is_file():

@@ -21,7 +21,7 @@ from fabric_llm.base.faults import (
     Fault,
 )
 from fabric_llm.base.files import MANIFEST, no_link
-from fabric_llm.base.names import command, listed
+from fabric_llm.base.names import command, listed, no_folder
 from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
@@ -342,6 +342,8 @@ def require_checkpoint(given: Path) -> None:
         return
     instead = ""
     beside = [] if given.is_dir() else files.checkpoints(given.parent)
+    if not beside and not given.exists():
+        raise Fault(no_folder("checkpoint", given), NO_CHECKPOINT)
     if (newest := files.latest(given)) is not None:
         instead = f" It is a run: its newest is {command(checkpoint=newest)}."
     elif beside:

@@ -19,7 +19,7 @@ import numpy as np
 
 from fabric_llm.base import command_line, files
 from fabric_llm.base.faults import DONE, STOPPED, Fault
-from fabric_llm.base.names import listed, nearest_of
+from fabric_llm.base.names import listed, no_folder
 from fabric_llm.checkpoint.keep import METRICS_UNDONE
 from fabric_llm.data.periods import PROBES
 from fabric_llm.plan import run_status
@@ -101,7 +101,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """What the run directory `folder` says. Raises Fault (2) if it isn't one."""
     if not folder.is_dir():
-        raise Fault(f"No run at {str(folder)!r}.{nearest_of(folder)}")
+        raise Fault(no_folder("run", folder))
     # A common mistake: the checkpoint inside of the run is given instead.
     if (folder / "trainer").is_dir():
         raise Fault(f"{str(folder)!r} is a checkpoint; its run is {str(folder.parent)!r}.")

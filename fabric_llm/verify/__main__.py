@@ -24,7 +24,7 @@ from typing import Any, Optional
 from fabric_llm.base import files, register
 from fabric_llm.base.ending import Parser, in_one_sentence
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, Fault, unwritten
-from fabric_llm.base.names import at_home, command, listed, nearest_of
+from fabric_llm.base.names import at_home, command, listed, no_folder
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.mirror.fetch import local
@@ -143,10 +143,10 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
     if given.run is not None:
         arguments = Path(given.run) / "arguments.yaml"
         # The flags of a run are in the file that it wrote at its start.
+        if not arguments.parent.is_dir():
+            raise Fault(no_folder("run", arguments.parent))
         if not arguments.is_file():
-            raise Fault(
-                f"No run at {given.run!r}: it has no {arguments.name}.{nearest_of(Path(given.run))}"
-            )
+            raise Fault(f"{given.run!r} isn't a run: it has no {arguments.name}.")
         # Flags behind it win over those of the run.
         flags = ["--config", str(arguments), *flags]
     # Printed and in the certificate, so that the same drill can be repeated.
@@ -165,7 +165,7 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
     """Make the certificate of a run, without versions and date."""
     run = Path(given.run)
     if not run.is_dir():
-        raise Fault(f"No run at {str(run)!r}.{nearest_of(run)}")
+        raise Fault(no_folder("run", run))
     # The logs that a checkpoint is compared with are in its run.
     if (run / files.MANIFEST).is_file():
         raise Fault(
