@@ -292,7 +292,6 @@ def parse(
     flags = {name: one for group in [*sections.values()][1:] for name, one in group.items()}
     if first and argv and not argv[0].startswith("-"):
         argv = [f"--{first}", *argv]
-    argv = _with_negative_numbers(argv)
     # Unknown flags are answered here, with the flags that may be meant. What is a flag is decided
     # as argparse does.
     written = [word.partition("=")[0] for word in argv if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
@@ -331,19 +330,6 @@ def parse(
     return values
 
 
-def _with_negative_numbers(argv: list[str]) -> list[str]:
-    """The words of a command line, where a number such as -1e-4 is joined to the flag before it:
-    argparse takes it for another flag."""
-    words: list[str] = []
-    for word in argv:
-        is_number = re.match(r"-(\.?\d|\.?inf)", word, re.I)
-        if is_number and words and re.fullmatch(r"--\w+", words[-1]):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
-
-
 def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str) -> dict[str, Any]:
     """{flag: its text on the command line, or texts}. Exit with code 2 for one without a value, and
     for a value without a flag, unless it is that of `first`."""
@@ -357,8 +343,11 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str)
     namespace, unexpected = parser.parse_known_args(argv)
     given = {}
     for name, texts in vars(namespace).items():
-        if None in texts or [] in texts or flags[name] is CONFIG and "" in texts:
-            fail(program, f"--{name} takes {flags[name].values}, and nothing is given.")
+        if None in texts or [] in texts:
+            dash = ""
+            if not {str, int, float}.isdisjoint(flags[name].kinds):
+                dash = f" A value that begins with a dash is written --{name}=VALUE."
+            fail(program, f"--{name} takes {flags[name].values}, and nothing is given.{dash}")
         *before, given[name] = texts
         # A list takes all words up to the next flag.
         for word in given[name] if flags[name].kinds == [list[str]] else ():
@@ -428,13 +417,8 @@ def _read_config(
             f"{'nothing' if values is None else 'no such lines'}.",
         )
     # Values have no line numbers, so the text is read once more as nodes.
-    lines = {}
-    for key, (node, of_value) in zip([*values], yaml.compose(text, Loader=_Loader).value):
-        lines[str(key)] = node.start_mark.line + 1
-        # A message quotes a number or `yes` as it is written. Text must be text in the file, too.
-        is_plain = isinstance(of_value, yaml.ScalarNode) and of_value.style is None
-        if key in flags and {str, list[str]}.isdisjoint(flags[key].kinds) and is_plain:
-            values[key] = values[key] if values[key] is None else of_value.value
+    nodes = yaml.compose(text, Loader=_Loader).value
+    lines = {str(key): node.start_mark.line + 1 for key, (node, _) in zip(values, nodes)}
     others = [str(key) for key in values if key not in flags]
     for name in others:
         if isinstance(values.get(name), dict):
