@@ -109,6 +109,8 @@ def place(toys, tmp_path_factory):
         "colon": "seed: 7\nlr 1\n",
         "unclosed": "seed: 7\nrun_name: 'mine\n",
         "number": "run_name: 12\n",
+        "written": "lr: 1e-4\nmax_step: 1e2\n",
+        "boolean": "run_name: yes\n",
     }.items():
         (folder / f"{name}.yaml").write_text(text)
     return folder
@@ -118,7 +120,7 @@ GOOD = ("--model_name", "model", "--train_data_dir", "data")
 # A command, then its exit code and words of the sentence. train.py has the flags of GOOD as well.
 MISTAKES = r"""
 train --lr -1
-    2: --lr must be positive, not -1.0.
+    2: --lr must be positive, not -1.
 train --lr .inf
     2: --lr must be a finite number
 train --lr 1e−4
@@ -158,7 +160,7 @@ train --train_data_dir hf
 train --forgetting_action steer --eval_step_interval 5 --max_step 20
     2: --forgetting_action steer keeps budgets: give --forgetting_budget, each above 0.
 train --max_hours 0
-    2: --max_hours must be positive, not 0.0.
+    2: --max_hours must be positive, not 0.
 train --devices 0
     2: --devices must be positive, not 0.
 train --precision bf16
@@ -194,7 +196,7 @@ train --train_data_dir corpus
 train --train_data_dir corpus/a.txt
     2: 'corpus/a.txt' is a file. If it holds text, make it with prepare_data.py
 train --lr -1e-4
-    2: A value that begins with a dash is written --lr=VALUE.
+    2: --lr must be positive, not -1e-4.
 train --train_data_dir data/train
     2: 'data/train' isn't a dataset folder: it has no dataset_dict.json. Did you mean 'data'?
 train --model_name ./modle
@@ -265,6 +267,20 @@ train --resume true --run_name other
     66: '); other runs there are 'run'.
 train --config
     2: --config takes the name of a YAML file, and nothing is given.
+train --config=
+    2: --config takes the name of a YAML file, and nothing is given.
+train --output_dir=
+    2: --output_dir takes text, and nothing is given.
+train --lr -.inf
+    2: --lr must be positive, not -.inf.
+train --max_step -inf
+    2: --max_step takes an integer, not '-inf'.
+train --config written.yaml
+    2: line 2 of written.yaml: max_step takes an integer, not '1e2'.
+train --config boolean.yaml
+    2: line 1 of boolean.yaml: run_name takes text, not 'yes': write it in quotes.
+train --run_name -_run
+    2: A value that begins with a dash is written --run_name=VALUE.
 train --train_data_dir data,corpus
     2: Several are a mixture, such as --data_mix
 train --resume true --checkpoint checkpoints/run
@@ -320,7 +336,7 @@ train --config small.yaml
 train --config clock.yaml
     2: line 1 of clock.yaml: max_hours takes a number, not '1:30'.
 train --config map.yaml
-    2: line 2 of map.yaml: lr takes a number, not "{'a': 1}".
+    2: line 2 of map.yaml: lr takes a number, not '{a: 1}'.
 train --config tab.yaml
     2: 'tab.yaml' can't be read as YAML: line 2 is '\tlr: 1', and keys of
 train --config indented.yaml
@@ -334,7 +350,7 @@ train --config unclosed.yaml
 train --config number.yaml
     2: line 1 of number.yaml: run_name takes text, not '12': write it in
 train --ema_decay 5
-    2: --ema_decay must be less than 1, not 5.0.
+    2: --ema_decay must be less than 1, not 5.
 train --config section.yaml
     2: line 2: 'training' in section.yaml is a section, but such a file has lines of `flag: value` al
 train --config small.yaml --devices -1

@@ -39,6 +39,8 @@ SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mi
 MAX_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
 MAX_DIGITS = 1000
 MAX_DEPTH = 50
+# What argparse takes for a flag, as of negative numbers it only knows those such as -1 and -0.5.
+NEGATIVE = re.compile(r"-\.?(\d|(inf|infinity|nan)$)", re.I)
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,19 @@ class Flag:
         """Whether it has no default, and its type doesn't take None."""
         return self.default is None and type(None) not in get_args(self.type)
 
-    def value_of(self, given: Any) -> Any:
+    def value_of(self, given: Any, written: Optional[str] = None) -> Any:
         """The text of a command line, or the value of a YAML file, in the flag's type; None for a
-        flag that isn't given. Raises ValueError with the end of a sentence."""
-        value = self._typed(given)
+        flag that isn't given. Raises ValueError with the end of a sentence.
+
+        written: how the file has it, which the sentence quotes.
+        """
+        written = str(given) if written is None else written
+        value = self._typed(given, written)
         if wrong := self.out_of_range(value):
-            raise ValueError(wrong)
+            raise ValueError(f"must be {wrong}, not {shown(written)}.")
+        # Such as that of a variable that the shell doesn't have. It would be the current folder.
+        if self.path and (given == "" or isinstance(given, list) and "" in given):
+            raise ValueError(f"takes {self.values}, and nothing is given.")
         # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Libraries don't open
         # such names of files either, but `input`, a list, is opened here.
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
@@ -122,7 +131,7 @@ class Flag:
         # In quotes, or after an equals sign, the shell leaves `~` as it is.
         return at_home(value) if self.path and value is not None else value
 
-    def _typed(self, given: Any) -> Any:
+    def _typed(self, given: Any, written: str) -> Any:
         """As `value_of`, whatever its range."""
         # In a file a text with commas may be a list, and one item of a list may stand alone.
         if self.kinds == [str] and _is_texts(given):
@@ -152,12 +161,12 @@ class Flag:
             if fits:
                 return float(value) if kind is float else value
         # In a file 12 is a number.
-        is_unquoted = str in self.kinds and re.fullmatch(r"[\w.+-]+", str(given))
+        is_unquoted = str in self.kinds and re.fullmatch(r"[\w.+-]+", written)
         quotes = ": write it in quotes" if is_unquoted else ""
-        raise ValueError(f"takes {self.values}, not {shown(given)!r}{quotes}.")
+        raise ValueError(f"takes {self.values}, not {shown(written)!r}{quotes}.")
 
     def out_of_range(self, value: Any) -> str:
-        """What is wrong with a number, as the end of a sentence; "" if nothing is, or for other
+        """What a number must be and isn't, in words; "" if it is within its range, and for other
         values."""
         if not isinstance(value, (int, float)):
             return ""
@@ -175,7 +184,7 @@ class Flag:
             words = "a finite number"
         else:
             return ""
-        return f"must be {words}, not {value}."
+        return words
 
 
 CONFIG = Flag(
@@ -294,22 +303,27 @@ def parse(
         argv = [f"--{first}", *argv]
     # Unknown flags are answered here, with the flags that may be meant. What is a flag is decided
     # as argparse does.
-    written = [word.partition("=")[0] for word in argv if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
-    if others := [name for name in written if name.removeprefix("--") not in {"config", *flags}]:
+    names = [
+        word.partition("=")[0]
+        for word in argv
+        if re.match(r"-+[A-Za-z][^ ]*(=|$)", word) and not NEGATIVE.match(word)
+    ]
+    if others := [name for name in names if name.removeprefix("--") not in {"config", *flags}]:
         fail(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
     given = _given(program, argv, {"config": CONFIG, **flags}, first)
-    named = {name: f"--{name}" for name in given}
-    if "config" in given:
-        config = at_home(given.pop("config"))
+    named, written = {name: f"--{name}" for name in given}, dict[str, str]()
+    config = _value_of(program, CONFIG, given.pop("config", None), "--config")
+    if config is not None:
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
         for name in only_typed:
             del in_config[name]
         # They are read, so that an old run can be resumed, and then dropped.
         if Path(config).name == "arguments.yaml":
             in_config |= dict.fromkeys(removed, Flag(None, "", str))
-        in_file, lines = _read_config(program, config, in_config, elsewhere)
+        in_file, lines, written = _read_config(program, config, in_config, elsewhere)
+        written = {name: text for name, text in written.items() if name not in given}
         # The command line wins, wherever --config stands.
         given = in_file | given
         named = {name: f"line {line} of {config}: {name}" for name, line in lines.items()} | named
@@ -318,16 +332,23 @@ def parse(
         value = None
         # A key of the file without a value is a flag that isn't given.
         if given.get(name) is not None:
-            try:
-                value = one.value_of(given[name])
-            except ValueError as error:
-                fail(program, with_dash(f"{named[name]} {error}"))
+            value = _value_of(program, one, given[name], named[name], written.get(name))
         values[name] = one.default if value is None else value
     required = [name for name, one in flags.items() if one.is_required]
     if missing := [f"--{name}" for name in required if values[name] is None]:
         usage = about.partition("\n")[0].removeprefix("usage: ")
         fail(program, f"missing: {', '.join(missing)}. It is called like this: {usage}")
     return values
+
+
+def _value_of(
+    program: str, one: Flag, given: Any, named: str, written: Optional[str] = None
+) -> Any:
+    """`one.value_of`. Exit with code 2 for what it doesn't take. named: the flag in a sentence."""
+    try:
+        return one.value_of(given, written)
+    except ValueError as error:
+        fail(program, with_dash(f"{named} {error}"))
 
 
 def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str) -> dict[str, Any]:
@@ -340,7 +361,7 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str)
     for name, one in flags.items():
         nargs = "*" if one.kinds == [list[str]] else "?"
         parser.add_argument(f"--{name}", nargs=nargs, action="append")
-    namespace, unexpected = parser.parse_known_args(argv)
+    namespace, unexpected = parser.parse_known_args(_joined(argv, flags))
     given = {}
     for name, texts in vars(namespace).items():
         if None in texts or [] in texts:
@@ -373,6 +394,20 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str)
     return given
 
 
+def _joined(argv: list[str], flags: Mapping[str, Flag]) -> list[str]:
+    """`argv` with each negative number behind the equals sign of its flag."""
+    joined = argv[:1]
+    for word in argv[1:]:
+        dashes, name = joined[-1][:2], joined[-1][2:]
+        # Behind an equals sign argparse reads one word, and a list may have several.
+        takes_one = dashes == "--" and name in flags and flags[name].kinds != [list[str]]
+        if takes_one and NEGATIVE.match(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def _tell_of_repeated(program: str, name: str, one: Flag, texts: list[Any]) -> None:
     """Exit with code 2 where a list is given again, or --config; warn where a folder of what is
     trained on or a text with commas is. texts: what is given to the flag, each time.
@@ -398,8 +433,9 @@ def _tell_of_repeated(program: str, name: str, one: Flag, texts: list[Any]) -> N
 
 def _read_config(
     program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """({key: value}, {key: line}) of the file. Exit with code 2 unless its keys are known."""
+) -> tuple[dict[str, Any], dict[str, int], dict[str, str]]:
+    """({key: value}, {key: line}, {key: the value as it is written}) of the file. Exit with code 2
+    unless its keys are known."""
     try:
         text = yaml_text(Path(config))
         values = load_yaml(text, repr(config))
@@ -419,6 +455,7 @@ def _read_config(
     # Values have no line numbers, so the text is read once more as nodes.
     nodes = yaml.compose(text, Loader=_Loader).value
     lines = {str(key): node.start_mark.line + 1 for key, (node, _) in zip(values, nodes)}
+    written = {str(key): _written(node, text) for key, (_, node) in zip(values, nodes)}
     others = [str(key) for key in values if key not in flags]
     for name in others:
         if isinstance(values.get(name), dict):
@@ -434,7 +471,14 @@ def _read_config(
     if others:
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
         fail(program, with_dash(f"{config}: {unknown('key', shown, flags, elsewhere)}"))
-    return values, lines
+    return values, lines, written
+
+
+def _written(node: Any, text: str) -> str:
+    """The value of a node of YAML as `text` has it, without the quotes around it."""
+    if isinstance(node, yaml.ScalarNode):
+        return node.value
+    return text[node.start_mark.index : node.end_mark.index].strip()
 
 
 def _preset(config: str) -> str:
