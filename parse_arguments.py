@@ -23,7 +23,6 @@ from fabric_llm.base.command_line import (
     read_yaml,
     yaml_text,
 )
-from fabric_llm.base.files import require_searchable
 from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.data.sources import SOURCES
@@ -112,7 +111,8 @@ def parse_run(
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     # An explicit model, dataset or file says what to train, so arguments.yaml isn't looked for.
     wanted = None if named else _arguments_of_resumed_run(argv)
-    resumed = wanted if wanted is not None and wanted.is_file() else None
+    # False as well in a folder that can't be searched, of which run_directory has a sentence.
+    resumed = wanted if wanted is not None and os.path.isfile(wanted) else None
     of_data = {"data_mix", "replay", "replay_fraction"} & on_command_line
     demo = not named and wanted is None and not of_data
     if demo or resumed is not None:
@@ -259,9 +259,8 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     if not resumes or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
-    require_searchable(folder.parent)
     # --checkpoint names a folder in the directory of its run, whatever --output_dir says.
     file = (
         Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder
     ) / "arguments.yaml"
-    return file if file.is_file() or given.mirror is None else None
+    return file if os.path.isfile(file) or given.mirror is None else None

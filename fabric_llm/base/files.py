@@ -316,20 +316,14 @@ def writable(output: Path, wrong: str = "") -> None:
 
 
 def _is_there(place: Path) -> bool:
-    """Raises OSError for a folder on the way that can't be searched, unlike os.path.lexists."""
+    """Raises PermissionError in a folder that can't be searched, unlike os.path.lexists."""
     try:
         place.lstat()
-    except (FileNotFoundError, NotADirectoryError):
+    except PermissionError:
+        raise
+    except OSError:
         return False
     return True
-
-
-def require_searchable(folder: Path) -> None:
-    """Raises Fault (73) where a user isn't told whether `folder` has a file."""
-    try:
-        _is_there(folder / MANIFEST)
-    except OSError as error:
-        raise Fault(f"{str(folder)!r} can't be searched: {error.strerror}.", UNWRITABLE) from error
 
 
 def require_name(output: Path, flag: str) -> None:

@@ -46,7 +46,6 @@ def directory(flags: Flags) -> Path:
     directory that holds checkpoints (2), for a resume without a checkpoint, and for a --checkpoint
     that isn't one (66).
     """
-    files.require_searchable(Path(flags.checkpoint.output_dir))
     resume, given = flags.checkpoint.resume, given_checkpoint(flags)
     if given is not None:
         # A new run from the weights of a checkpoint names it by --model_name.
