@@ -1,6 +1,7 @@
 """What users do wrong is answered before torch is imported, which takes seconds: by one sentence
 and the table's code."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,8 +14,8 @@ import pytest
 from ranks import instead
 
 from arguments import ROOT
-from fabric_llm.base import names
-from fabric_llm.plan import start
+from fabric_llm.base import faults, names
+from fabric_llm.plan import run_directory, start
 from parse_arguments import parse_train
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
@@ -609,6 +610,25 @@ def test_a_folder_is_looked_for_from_above_and_at_home(tmp_path, monkeypatch):
     said = "No run at 'data/mine'. Did you mean '../data/mine'?"
     assert names.no_folder("run", Path("data/mine")) == said
     assert names.at_home("~/a, ~/b,c~/d,~") == "/h/a, /h/b,c~/d,/h"
+
+
+def test_what_cannot_be_written_in_the_output_directory_is_no_mistake(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(faults.Fault) as refused:
+        patch.setattr(os, "listdir", refuse)
+        run_directory.directory(parse_train([*GOOD, "--output_dir", str(tmp_path)]))
+    assert refused.value.code == 73 and f"{str(tmp_path)!r} can't be written" in str(refused.value)
+    run_directory.lock(run)
+    denied = PermissionError(errno.EACCES, "Permission denied", str(run / "metrics.jsonl"))
+    gone = FileNotFoundError(errno.ENOENT, "No such file", str(run / "x"), None, str(run / "y"))
+    assert [faults.as_fault(error).code for error in (denied, gone)] == [73, 1]
+    shutil.rmtree(run)
+    assert str(faults.as_fault(gone)) == f"{str(run / 'y')!r} can't be written: No such file."
+    run_directory.unlock(run)
+    assert faults.as_fault(denied).code == 2
 
 
 def test_none_of_a_tutorial_is_a_flag_that_isnt_given(tmp_path):

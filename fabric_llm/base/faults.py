@@ -1,6 +1,7 @@
 """Exit codes, and `Fault`, the exception that carries one of them and a sentence for the user."""
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Optional
@@ -44,6 +45,10 @@ _PEER_WORDS = (
     "recvValue failed",
 )
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")  # modules of errors
+# Absolute paths of folders in which this process makes files: what goes wrong with them is no
+# mistake in an input.
+OUTPUTS: set[str] = set()
+_UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
 # Of libraries such as tokenizers, whose errors have no errno.
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -115,6 +120,8 @@ def as_fault(error: BaseException) -> Fault:
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return Fault(words, SAVE_FAILED)
+    if isinstance(error, OSError) and _is_of_output(error):
+        return unwritten(error.filename2 or error.filename, error)  # the second: of a rename
     # What writes has a fault of its own, see `unwritten`.
     if isinstance(error, PermissionError) and error.filename:
         return Fault(f"{str(error.filename)!r} can't be opened: {error.strerror}.")
@@ -135,6 +142,15 @@ def as_fault(error: BaseException) -> Fault:
     if any(word in words for word in _DISK_WORDS):
         return Fault(words, SAVE_FAILED)
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether a file can't be used in one of OUTPUTS, or one of these isn't there any more."""
+    for folder in OUTPUTS:
+        if os.path.abspath(error.filename or "").startswith(os.path.join(folder, "")):
+            # Without one in a folder that is there, this package has made a mistake.
+            return error.errno in _UNUSABLE or not os.path.isdir(folder)
+    return False
 
 
 def unwritten(path: object, error: OSError) -> Fault:

@@ -17,8 +17,10 @@ from fabric_llm.base.faults import (
     BAD_INPUT,
     DONE,
     NO_CHECKPOINT,
+    OUTPUTS,
     UNWRITABLE,
     Fault,
+    unwritten,
 )
 from fabric_llm.base.files import MANIFEST, no_link
 from fabric_llm.base.names import command, listed, no_folder
@@ -56,7 +58,9 @@ def directory(flags: Flags) -> Path:
             require_checkpoint(given)
         if flags.checkpoint.run_name is None:
             return no_link(given.parent)
-    folder = no_link(Path(flags.checkpoint.output_dir) / _name(flags))
+    folder = Path(flags.checkpoint.output_dir) / _name(flags)
+    _names_in(folder)
+    no_link(folder)
     if flags.save.mirror is None:
         require_any(flags, folder)
     # A new run would mix its checkpoints with those of another one.
@@ -116,9 +120,7 @@ def _name(flags: Flags) -> str:
     if flags.demo and flags.checkpoint.resume is True:
         _require_demo_alone(parent, default)
     # The folder is read once, instead of asking for each of up to 10,000 names.
-    last, there = None, set()
-    if parent.is_dir():
-        there.update(os.listdir(parent))
+    last, there = None, _names_in(parent)
     for numbered in (default, *(f"{default}-{k}" for k in range(2, 10_000))):
         # Gaps are skipped, because the last of all runs is the one that goes on.
         if numbered in there:
@@ -126,6 +128,18 @@ def _name(flags: Flags) -> str:
         elif not flags.checkpoint.resume:
             return numbered
     return last or default
+
+
+def _names_in(folder: Path) -> set[str]:
+    """What is in an output directory, nothing if it isn't there. Raises Fault (73) where one can't
+    look into it."""
+    try:
+        os.stat(os.path.join(folder, "."))  # to look into it takes another right than to list it
+        return set(os.listdir(folder))
+    except PermissionError as error:
+        raise unwritten(folder, error) from error
+    except OSError:
+        return set()
 
 
 def _require_demo_alone(parent: Path, default: str) -> None:
@@ -240,6 +254,7 @@ def lock(folder: Path) -> None:
         )
     # It stays open, because closing it would release the lock.
     _locks[folder] = descriptor
+    OUTPUTS.add(os.path.abspath(folder))
 
 
 def created_parent(folder: Path) -> Optional[Path]:
@@ -252,6 +267,7 @@ def unlock(folder: Path) -> None:
     """Release the lock, for a process that goes on after its run has ended."""
     if folder in _locks:
         os.close(_locks.pop(folder))
+        OUTPUTS.discard(os.path.abspath(folder))
 
 
 def leave(fault: Fault, has_plan: bool = True) -> None:
