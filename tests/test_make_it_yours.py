@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import own
 from fabric_llm.data.own import HEAD, Stream
-from fabric_llm.model.language_model import losses_to_log
+from fabric_llm.model.language_model import losses_to_log, require_sum
 from fabric_llm.plan import same_run
 from fabric_llm.plan.start import report_errors
 from fabric_llm.run.metrics import of_code
@@ -48,7 +49,7 @@ def again(at):
     return 0.5 * (1 + math.cos(math.pi * at.done))
 
 
-@register.loss()
+@register.loss
 def loss(logits, targets, flags):
     return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
 
@@ -225,6 +226,19 @@ def strength(at):
     assert exit_code == 77 and "may have come with it and isn't run" in said, said
 
 
+def test_a_loss_that_is_a_mean_is_refused_and_others_are_not(monkeypatch):
+    losses = {
+        "sum": lambda logits, *_: logits.logsumexp(-1).sum(),
+        "its own model's": lambda *_: {}["input_ids"],
+        "mean": lambda logits, *_: logits.logsumexp(-1).mean(),
+    }
+    monkeypatch.setitem(register.LOADED, "flags", None)
+    for name, loss in losses.items():
+        monkeypatch.setitem(register.ONLY, "loss", (loss, ()))
+        with pytest.raises(Fault, match="must be a sum") if name == "mean" else nullcontext():
+            require_sum(97)
+
+
 HEADER = "from fabric_llm.base import register\n"
 SCHEDULE = '@register.schedule("a")\ndef a(at): ...\n'
 FLAG = HEADER + "@register.flags\nclass Mine:\n    {} = register.option(1)\n    '''a text'''\n"
@@ -238,6 +252,7 @@ MISTAKES = {
         HEADER + '@register.loss(adds=["z", "z"])\ndef loss(*given): ...\n',
         "line 2: its loss adds a name twice: z, z.",
     ),
+    "no name": (HEADER + "@register.metric\ndef mine(at): ...\n", "line 2: its decorator takes a name"),
     "twice": (HEADER + SCHEDULE * 2, "line 4: it registers the schedule 'a' twice."),
     "ours": (HEADER + SCHEDULE.replace('"a"', '"cosine"'), "schedule 'cosine' already"),
     "a metric of ours": (

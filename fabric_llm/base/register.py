@@ -59,6 +59,9 @@ def loss(adds: Iterable[str] = ()) -> Register:
     adds: names of what it adds to the log. Then f returns a tuple: the loss, and for each name a
     sum over targets, of which the log gets the mean.
     """
+    # Without parentheses: @register.loss
+    if callable(adds):
+        return loss()(adds)
 
     def register(function: Any) -> Any:
         if len(set(names := tuple(adds))) < len(names):
@@ -117,6 +120,10 @@ def flags(group: type) -> type:
 
 
 def _into(table: Table, name: str, words: str) -> Register:
+    # Otherwise the name is the function that the decorator stands above, which nothing would call.
+    if not isinstance(name, str):
+        raise Fault(f'its decorator takes a name, such as @register.metric("mine"), not {name!r}.')
+
     def register(entry: Any) -> Any:
         # The second one would replace the first without a word.
         if name in table:
@@ -192,6 +199,15 @@ def folders_of_run(inside: Path) -> set[Path]:
     return {inside.resolve().parent, inside.parent.resolve()}
 
 
+def in_words() -> str:
+    """What the module has registered, for the first lines of a run."""
+    words = [f"the {name}" for name in ONLY]
+    kinds = {"schedule": SCHEDULES, "source": SOURCES, "metric": METRICS, "tracker": TRACKERS}
+    for kind, table in {**kinds, "flags": FLAGS}.items():
+        words += [f"the {kind} {name}" for name in table]
+    return f"--code {LOADED['code']} registers {', '.join(words) or 'nothing here'}."
+
+
 def added_by_loss() -> tuple[str, ...]:
     """Names of what the registered loss adds to the log."""
     return ONLY["loss"][1] if "loss" in ONLY else ()
@@ -255,7 +271,9 @@ def _spec(code: str, runs: Collection[Path]) -> Any:
             )
     if is_file:
         if not Path(code).is_file():
-            raise Fault(f"--code {code!r} isn't a file.{nearest_of(Path(code), files=True)}")
+            what = "is a folder" if Path(code).is_dir() else "isn't a file"
+            near = "" if Path(code).is_dir() else nearest_of(Path(code), files=True)
+            raise Fault(f"--code {code!r} {what}.{near}")
         # A loader, because importlib has none for other suffixes than .py.
         loader = SourceFileLoader(MODULE, os.path.abspath(code))
         return importlib.util.spec_from_file_location(MODULE, loader.path, loader=loader)

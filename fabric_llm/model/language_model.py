@@ -50,6 +50,26 @@ def losses_to_log(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([trained.float(), *(one.detach().float() for one in added)])
 
 
+def require_sum(vocabulary: int) -> None:
+    """Raises Fault (2) where the loss of --code is a mean over targets, with which parts of a batch
+    would count by other weights. vocabulary: columns of the logits. All ranks call it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, vocabulary, generator=generator)
+    targets = torch.arange(8) % vocabulary
+    try:
+        once, twice = (
+            losses_to_log(logits.repeat(times, 1), targets.repeat(times))[0] for times in (1, 2)
+        )
+    # It may need more than logits, such as what its own model was given.
+    except Exception:
+        return
+    if (twice - once).abs() < (twice - 2 * once).abs():
+        raise Fault(
+            'the loss of --code must be a sum over targets, such as by reduction="sum": of the '
+            f"same targets twice it is {twice:.4g}, and of them once {once:.4g}."
+        )
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies of all targets, float32 scalar, in nats. Evaluations report it,
     whatever is trained.

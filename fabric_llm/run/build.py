@@ -183,6 +183,8 @@ def build_model(run: Run, loaded: reference.Reference) -> None:
         chunked=chunked,
         adds=register.added_by_loss(),
     )
+    if "loss" in register.ONLY:
+        language_model.require_sum(plan.model.config.get_text_config().vocab_size)
     model.idle = loaded.chosen.idle
     # Buffers that no file holds, such as the frequencies of RoPE, are computed on the CPU.
     weights.compute_buffers(model.causal_lm)
@@ -446,6 +448,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
         f"{' or '.join(map(str, plan.data.contexts))} tokens a step, "
         f"{plan.schedule.max_step} steps; {plan.run_directory}"
     )
+    if register.LOADED:
+        print(register.in_words())
     if plan.model.rope:
         print(plan.model.rope)
     for line in freezing.tied_both_ways(skeleton, flags.training.freeze, flags.training.train_only):
