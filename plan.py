@@ -30,7 +30,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         # After the flags are parsed, so that --help and mistakes don't wait for torch.
         with without_collection():
             from fabric_llm.forecast import changes, sweep  # import torch
-            from fabric_llm.forecast.prediction import require_trainable
+            from fabric_llm.forecast.reads import require_trainable
 
         # As it was given: sentences and the last line name the model, not the folder of its sizes.
         name = flags.model.model_name
@@ -108,7 +108,7 @@ def given_by_data(plan: Any) -> dict[str, int]:
 def predicted(own: PlanArguments, flags: Any) -> Any:
     """What the flags alone give, after a line about what takes minutes to compute."""
     from fabric_llm.forecast import changes
-    from fabric_llm.forecast.prediction import devices_of_node
+    from fabric_llm.forecast.accelerators import devices_of_node
 
     world = devices_of_node(flags) * flags.devices.num_nodes
     if world > MANY_DEVICES:

@@ -21,9 +21,9 @@ import plan
 from benchmarks import published
 from fabric_llm.base import register
 from fabric_llm.base.machine import cores
-from fabric_llm.forecast import changes, prediction, trace
+from fabric_llm.forecast import changes, prediction, reads, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes
-from fabric_llm.forecast.prediction import ROW
+from fabric_llm.forecast.reads import ROW
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from parse_arguments import parse_train
 from plan_arguments import parse_plan
@@ -231,7 +231,7 @@ def test_a_plan_refuses_the_data_that_train_py_refuses(words, toys, tmp_path):
     own, flags = parse_plan(words.format(**places).split())
     said = ""
     try:
-        prediction.require_trainable(own, flags, 3, flags.model.model_name)
+        reads.require_trainable(own, flags, 3, flags.model.model_name)
     except ValueError as error:
         said = str(error)
     expected = UNTRAINABLE[words].format(**places)

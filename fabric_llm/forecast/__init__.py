@@ -5,6 +5,7 @@ trace         `Ledger`, `Layers`: a step on fake tensors, of which all storages 
 compiled      `CompiledLayers`: what a compiled layer keeps, from one that was run eagerly
 memory        `predict_memory`: bytes of a rank on its device, and the moment of a step at which it
               needs most
+reads         `beginning`, `rows_read`: where a run begins, and the rows that it reads from there on
 prediction    `predict`: memory of device and host, disk, time and money of a run, from flags and a
               config.json
 changes       `until_it_fits`, `fastest`: other flags, where these don't fit, or for a shorter step

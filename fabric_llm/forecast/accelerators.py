@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, Optional
 
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.machine import cores
 from fabric_llm.base.names import listed
 from fabric_llm.model.flops import of_layers, peak_tflops
@@ -29,6 +30,7 @@ class Accelerator:
 
 # A guess, for one core with AVX2 in float32: two reach 0.1 in docs/results/speed.md.
 CPU_TFLOPS = 0.125
+MAX_DEVICES = 1024  # of a node
 KNOWN = [
     Accelerator("A100-40GB", 39.4, 300, 0.45),
     Accelerator("A100-80GB", 79.2, 300, 0.45),
@@ -69,6 +71,30 @@ def accelerator(name: str) -> Accelerator:
             "--device_memory and --mfu."
         )
     raise ValueError(f"--accelerator_name {name!r} isn't known{instead}")
+
+
+def named(own: Flags, flags: Flags) -> Accelerator:
+    """The accelerator that the flags name; own: those that plan.py alone has. Raises ValueError
+    where they name two, and for one that isn't known."""
+    name, asked = own.accelerator_name, flags.devices.accelerator
+    is_named = asked != "auto" and "accelerator_name" in flags.on_command_line
+    if is_named and (asked == "cpu") != (name.upper() == "CPU"):
+        raise ValueError(
+            f"--accelerator {asked} and --accelerator_name {name} name two devices: leave out one."
+        )
+    return accelerator("CPU" if asked == "cpu" else name)
+
+
+def devices_of_node(flags: Flags) -> int:
+    """Of a node, as the flags name them. Raises ValueError for more than a node can have."""
+    devices = 1 if flags.devices.devices == "auto" else flags.devices.devices
+    # To trace a step takes the longer the more there are: of a mistyped number it wouldn't end.
+    if devices > MAX_DEVICES:
+        raise ValueError(
+            f"--devices {devices}: these are the devices of one machine, at most {MAX_DEVICES:,} "
+            "here. Give --num_nodes as well, or --sweep devices=8..4096 for more and more nodes."
+        )
+    return devices
 
 
 # Seconds that a message takes to begin, to be passed on over NVLink, and to be passed on to another

@@ -1,13 +1,9 @@
 """Flags and a config.json -> what a run needs: memory of device and host, disk, time and money.
 Nothing is loaded or started."""
 
-import json
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from math import ceil, lcm
+from math import lcm
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
@@ -17,13 +13,8 @@ import numpy as np
 from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.checkpoint import keep
-from fabric_llm.data import mixture_text
-from fabric_llm.data.mixture import mixture_of
-from fabric_llm.data.periods import ENDLESS, Stage
-from fabric_llm.data.sources import open_source, source_of
-from fabric_llm.data.stages import Cursor, last_step, lay_out
-from fabric_llm.forecast import accelerators, trace
+from fabric_llm.forecast import accelerators, reads, trace
+from fabric_llm.forecast.accelerators import devices_of_node
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.mirror.fetch import local
 from fabric_llm.model import (
@@ -38,25 +29,19 @@ from fabric_llm.model import (
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.attention import resolve_attention
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.plan import checks, fetched, run_directory, same_run
-from fabric_llm.plan.data_plan import plan_data
-from fabric_llm.plan.model_plan import model_plan, require_rows_for, require_shares, tokenizer_of
+from fabric_llm.plan import checks
+from fabric_llm.plan.model_plan import model_plan, require_shares
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.schedule import plan_schedule
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.report import reading
 from fabric_llm.training import adamw
 
 GIB = 2**30
-MAX_DEVICES = 1024  # of a node
 # Fractions of a device's memory above which a run doesn't fit, and may not fit (Fujii et al.,
 # https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
 # The fraction of a step's operations that is computed a second time: a forward pass is a third.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
-ROW = 2048  # tokens: prepare_data.py's --context_length, where nothing is said
-# Of a dataset: training rows and tokens in each, None where it doesn't say so.
-Size = Optional[tuple[int, int]]
 # What --cpu_offload keeps in the host's memory.
 OFFLOADED = frozenset({trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE})
 
@@ -133,9 +118,9 @@ def predict(
 ) -> Prediction:
     """own: the flags that plan.py alone has. memory_of: a sweep takes one that traces less. Raises
     ValueError and Fault in one sentence for what can't be planned."""
-    here = _here(flags)
+    here = reads.beginning(flags)
     # Devices, batches and model, as train.py would have them.
-    device = _device(own, flags)
+    device = accelerators.named(own, flags)
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
     is_cuda = placement.kind == "cuda"
     devices, nodes = placement.devices, placement.num_nodes
@@ -143,9 +128,9 @@ def predict(
     # Called for its error, as a run would raise it.
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     model, skeleton = _model(flags, placement.kind)
-    datasets = _datasets(flags)
-    context, assumed = _context(flags, datasets, model.config.get_text_config())
-    steps, read = _rows_read(own, flags, datasets, context, batch, here)
+    datasets = reads.sizes(flags)
+    context, assumed = reads.context_length(flags, datasets, model.config.get_text_config())
+    steps, read = reads.rows_read(own, flags, datasets, context, batch, here)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
 
     # Memory of a device, and of the host.
@@ -203,7 +188,7 @@ def predict(
         link_bytes=link_bytes,
         network_bytes=network_bytes,
         price=price,
-        assumed=_with_optimizer(_with_mirror(flags, here, assumed)),
+        assumed=_with_optimizer(reads.with_mirror(flags, here, assumed)),
         positions=positions.length(model.config.get_text_config()),
         row_tokens=context,
     )
@@ -226,31 +211,6 @@ def _hours(
         of_step = replace(seconds, compute=seconds.compute * less, exchange=exchange)
         total += rows / batch * of_step.step
     return total / 3600
-
-
-def require_trainable(own: Flags, flags: Flags, steps: Optional[int], source: str) -> None:
-    """Raises ValueError and Fault as train.py would for a new run, where the flags name its data
-    and that is here. steps: those of --tokens. source: how sentences name the model."""
-    has_data = flags.data.train_data_dir or flags.data.data_mix
-    # The demo makes its data, and a resumed run is compared with its checkpoint.
-    if not has_data or flags.demo or flags.checkpoint.resume:
-        return
-    if own.tokens is not None:
-        flags = replace(flags, training=replace(flags.training, max_step=steps))
-    checks.check_flags(flags)
-    evaluated = map(Path, checks.evaluated_on(flags))
-    # A plan needs no dataset, so one that isn't here is no mistake.
-    is_here = all(source_of(Path(given)) for given in checks.trained_on(flags))
-    if is_here and all(folder.is_dir() for folder in evaluated):
-        batches = batch_sizes(flags, devices_of_node(flags), flags.devices.num_nodes)
-        # stdout may be read as JSON, and a warning isn't part of it.
-        with redirect_stdout(sys.stderr):
-            data, mix = plan_data(flags, {})
-            plan_schedule(flags, batches, data.sources, mix, {})
-            config = loading.load_config(flags.model.model_name)
-            require_rows_for(config.get_text_config(), data.opened, source)
-            tokenizer = loading.tokenizer_beside(flags.model.model_name)
-            tokenizer_of(data.opened, tokenizer, config, source)
 
 
 def _launch(own: Flags, work: Work, memory: Memory, parameters: list[Any]) -> float:
@@ -330,18 +290,6 @@ def _kept_checkpoints(flags: Flags, steps: Optional[int]) -> Optional[int]:
     return min(saves, kept)
 
 
-def devices_of_node(flags: Flags) -> int:
-    """Of a node, as the flags name them. Raises ValueError for more than a node can have."""
-    devices = 1 if flags.devices.devices == "auto" else flags.devices.devices
-    # To trace a step takes the longer the more there are: of a mistyped number it wouldn't end.
-    if devices > MAX_DEVICES:
-        raise ValueError(
-            f"--devices {devices}: these are the devices of one machine, at most {MAX_DEVICES:,} "
-            "here. Give --num_nodes as well, or --sweep devices=8..4096 for more and more nodes."
-        )
-    return devices
-
-
 def _place(flags: Flags, kind: str) -> Placement:
     """The devices that the flags name, which needn't be here."""
     fsdp, devices = flags.fsdp, devices_of_node(flags)
@@ -401,135 +349,10 @@ def tflops_of(run: Path) -> float:
     return median(reached) * (1 + _recomputed(checks.activation_checkpointing(asked)))
 
 
-def _datasets(flags: Flags) -> list[Size]:
-    """The size of each dataset that the flags name."""
-    if not flags.data.data_mix and flags.data.train_data_dir is None:
-        return []
-    datasets: list[Size] = []
-    for given in checks.trained_on(flags):
-        # A source of --code has to be opened. Others say their size in their manifest.
-        folder = fetched.folder(given, whole=False)
-        if source_of(folder) in register.SOURCES:
-            opened = open_source(folder, "size", flags)
-            datasets.append((len(opened.train), opened.context_length))
-        else:
-            datasets.append(declared_rows(folder))
-    return datasets
-
-
-def _context(flags: Flags, datasets: Sequence[Size], text_config: Any) -> tuple[int, str]:
-    """(tokens of a row, "" or in words what was assumed of them)."""
-    if flags.data.context_length:
-        return flags.data.context_length, ""
-    if contexts := [one[1] for one in datasets if one is not None]:
-        return max(contexts), ""
-    # Neither flags nor data say it, so it is assumed, and said so.
-    most = getattr(text_config, "max_position_embeddings", None) or ROW
-    if most < ROW:
-        return most, f"rows of {most:,} tokens, the model's positions (--context_length)"
-    return ROW, f"rows of {ROW:,} tokens, as prepare_data.py makes them (--context_length)"
-
-
 def _with_optimizer(assumed: str) -> str:
     """What was assumed of the data, and of an optimizer of --code, whose state isn't known."""
     words = "the state of AdamW for the optimizer of --code"
     return "; ".join(filter(None, [assumed, words * ("optimizer" in register.ONLY)]))
-
-
-def _device(own: Flags, flags: Flags) -> accelerators.Accelerator:
-    """The accelerator that the flags name. Raises ValueError where they name two, and for one that
-    isn't known."""
-    name, asked = own.accelerator_name, flags.devices.accelerator
-    if asked != "auto" and "accelerator_name" in flags.on_command_line:
-        if (asked == "cpu") != (name.upper() == "CPU"):
-            raise ValueError(
-                f"--accelerator {asked} and --accelerator_name {name} name two devices: leave out "
-                "one."
-            )
-    return accelerators.accelerator("CPU" if asked == "cpu" else name)
-
-
-def _here(flags: Flags) -> Cursor:
-    """Where a run begins, which is a checkpoint if it is resumed. Raises Fault as train.py would
-    where there is none."""
-    if not flags.checkpoint.resume:
-        return Cursor()
-    folder = run_directory.directory(flags)
-    checkpoint = run_directory.given_checkpoint(flags) or keep.newest_valid(folder, False)[0]
-    if checkpoint is None:
-        return Cursor()
-    with same_run.written_by_a_run(checkpoint):
-        document = keep.read_progress(checkpoint)
-        _require_same_numbers(flags, checkpoint, document["schedule"])
-        progress = keep.Progress(**document["progress"])
-        return Cursor(progress.step, progress.position, mixture_of(document).stages)
-
-
-def _require_same_numbers(flags: Flags, checkpoint: Path, then: dict[str, Any]) -> None:
-    """Raises ValueError, as train.py would, for a number on the command line that the run of the
-    checkpoint hasn't. then: its flags."""
-    flat, differing = flags.flat(), {}
-    for name in sorted(flags.on_command_line & then.keys() - {*same_run.overrides(flags)}):
-        if isinstance(flat[name], (int, float)) and flat[name] != then[name]:
-            differing[name] = then[name], flat[name]
-    same_run.refuse(checkpoint, differing)
-
-
-def _with_mirror(flags: Flags, here: Cursor, assumed: str) -> str:
-    """What was assumed, and that a run begins anew whose checkpoints may lie on a mirror."""
-    words = "the whole run, as none of its checkpoints is on this machine"
-    is_elsewhere = flags.checkpoint.resume and flags.save.mirror and not here.step
-    return "; ".join(filter(None, [assumed, words * bool(is_elsewhere)]))
-
-
-def _rows_read(
-    own: Flags, flags: Flags, datasets: Sequence[Size], context: int, batch: int, here: Cursor
-) -> tuple[Optional[int], dict[int, int]]:
-    """(the last step, {tokens of a row: how many of such rows are read from `here` on}), (None, {})
-    where neither flags nor datasets say how many. batch: sequences of a step."""
-    steps, epochs = flags.training.max_step, flags.training.number_epochs
-    mix = mixture_text.mix_of(flags.data.data_mix, flags.data.train_data_dir)
-    known = [one for one in datasets if one is not None]
-    # One dataset of unknown size leaves the whole unknown.
-    is_known = bool(datasets) and len(known) == len(datasets)
-    rows, contexts = tuple(one[0] for one in known), tuple(one[1] for one in known)
-    # A length that was given is that of all rows.
-    if not is_known or flags.data.context_length:
-        contexts = (context,) * len(mix.stages[0].weights)
-    if own.tokens is not None:
-        if here.step:
-            raise ValueError(
-                "--tokens says how long a new run is: a resumed one takes --max_step, with "
-                "--resume_override max_step."
-            )
-        if "max_step" in flags.on_command_line:
-            raise ValueError("--tokens and --max_step are both given: each is the run's length.")
-        # Of a step in the middle: each stage has a part of all steps.
-        begins, tokens = [*(stage.begins for stage in mix.stages), 1], 0
-        for stage, start, end in zip(mix.stages, begins, begins[1:]):
-            tokens += batch * _length(stage, contexts) * (end - start)
-        steps = ceil(own.tokens / tokens)
-    if steps is None and (not is_known or rows[0] == ENDLESS):
-        return None, {}
-    # Laid out over the run by positions, as far as its datasets are known.
-    stages: tuple[Stage, ...] = (mix.stages[0]._replace(begins=0),)
-    if is_known and flags.data.data_mix:
-        # What is read too often is refused where a run would be.
-        stages, end, last = lay_out(mix, rows, batch, steps, epochs, here, shortens=True)
-    elif steps is None:
-        end = rows[0] * epochs
-        last = last_step(here.step, here.position, end, batch)
-    if steps is not None:
-        end, last = here.position + (steps - here.step) * batch, steps
-    read: dict[int, int] = defaultdict(int)
-    for stage, after in zip(stages, [*(one.begins for one in stages[1:]), end]):
-        read[_length(stage, contexts)] += max(after - max(stage.begins, here.position), 0)
-    return last, dict(read)
-
-
-def _length(stage: Stage, contexts: Sequence[int]) -> int:
-    """Tokens of the rows that a stage reads, which all have one length."""
-    return next(length for length, weight in zip(contexts, stage.weights) if weight)
 
 
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
@@ -617,17 +440,3 @@ def _host(flags: Flags, work: Work, skeleton: Any, memory: Memory) -> dict[str, 
         layers = len(weights.repeated_layers(skeleton))
         host["inputs of layers"] = tokens * width * element_bytes * layers
     return host
-
-
-def declared_rows(folder: Path) -> Size:
-    """As a manifest of prepare_data.py says, unchecked; None without a manifest."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        numbers = manifest["splits"]["train"]["rows"], manifest["context_length"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    # Rows that aren't packed may be shorter than the context.
-    are_counts = all(type(number) is int for number in numbers)
-    if not manifest.get("packed") or not are_counts:
-        return None
-    return numbers
