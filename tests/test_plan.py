@@ -124,6 +124,8 @@ def test_micro_batches_of_any_size_become_smaller(toys):
     _, flags = parse_plan(llama(toys, "--micro_batch_size 4 --global_batch_size 12"))
     found = [one for devices in changes.DEVICES for one in devices(flags)]
     assert [one["devices"] for one in found] == [2, 3, 4, 6, 8]
+    assert [*changes._of_the_state(parse_plan(words := llama(toys, "--precision 32-true"))[1])]
+    assert not [*changes._of_the_state(parse_plan([*words, "--resume", "auto"])[1])], "it stays"
     smaller = {one["global_batch_size"] for one in found if one["devices"] < 8}
     assert smaller == {12}, "smaller micro-batches keep the batch"
 

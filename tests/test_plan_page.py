@@ -87,8 +87,8 @@ def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
     assert drawn.lines("lr")[0]["x"] == [21, 22, 23, 24, 25] and "from 20 to 25" in drawn.text
     assert run.is_dir() and "5 steps of" in drawn.text
     resumed = (*map(str, flags[4:8]), "--resume", "true")
-    for length in (("--max_step", 25), ("--tokens", 1e6)):
-        assert ended(plan.main, *resumed, *length) == 2
+    for change in (("--max_step", 25), ("--tokens", 1e6), ("--seed", 5), ("--precision", "bf16-mixed")):
+        assert ended(plan.main, *resumed, *change) == 2
     for max_step, left in ((25, 5), (20, 0)):
         found = said(*flags, *more[:-1], max_step)
         assert (found["done"], found["steps"], found["tokens"]) == (20, max_step, left * found["tokens_a_step"])

@@ -210,7 +210,8 @@ def _of_the_state(flags: Flags) -> Iterator[Change]:
         yield {"strategy": "fsdp"}
     if flags.fsdp.sharding_strategy != "FULL_SHARD":
         yield {"sharding_strategy": "FULL_SHARD"}
-    if flags.model.precision != "bf16-true":
+    # A resumed run keeps its precision.
+    if flags.model.precision != "bf16-true" and not flags.checkpoint.resume:
         yield {"precision": "bf16-true"}
 
 

@@ -43,19 +43,22 @@ def beginning(flags: Flags) -> Cursor:
         return Cursor()
     with same_run.written_by_a_run(checkpoint):
         document = keep.read_progress(checkpoint)
-        _require_same_numbers(flags, checkpoint, document["schedule"])
+        _require_same(flags, checkpoint, document["fixed"], False)
+        _require_same(flags, checkpoint, document["schedule"], True)
         progress = keep.Progress(**document["progress"])
         return Cursor(progress.step, progress.position, mixture_of(document).stages)
 
 
-def _require_same_numbers(flags: Flags, checkpoint: Path, then: dict[str, Any]) -> None:
-    """Raises ValueError, as train.py would, for a number on the command line that the run of the
-    checkpoint hasn't. then: its flags."""
+def _require_same(flags: Flags, checkpoint: Path, then: dict[str, Any], may_change: bool) -> None:
+    """Raises ValueError, as train.py would, for a value on the command line that the run of the
+    checkpoint hasn't. then: its flags. may_change: by --resume_override."""
     flat, differing = flags.flat(), {}
     for name in sorted(flags.on_command_line & then.keys() - {*same_run.overrides(flags)}):
-        if isinstance(flat[name], (int, float)) and flat[name] != then[name]:
+        # Texts that may change mean the same in several forms, and None is what a run left open.
+        kinds = (int, float) if may_change else (type(then[name]),)
+        if isinstance(flat[name], kinds) and flat[name] != then[name]:
             differing[name] = then[name], flat[name]
-    same_run.refuse(checkpoint, differing)
+    same_run.refuse(checkpoint, differing, may_change)
 
 
 def with_mirror(flags: Flags, here: Cursor, assumed: str) -> str:

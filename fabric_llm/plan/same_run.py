@@ -139,22 +139,17 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     # What isn't named by --resume_override may have changed by mistake.
     allowed = overrides(flags)
     silent = {name: values for name, values in changed.items() if name not in allowed}
-    refuse(
-        plan.resume_from,
-        fixed,
-        f"{_other_data(plan, fixed)}That can't change within a run; for a new one from its "
-        f"weights: {_new_run_from(plan)}.",
-    )
-    refuse(plan.resume_from, silent)
+    refuse(plan.resume_from, fixed, False, _other_data(plan, fixed))
+    refuse(plan.resume_from, silent, may_change=True)
     # After the flags: a difference among them may be the reason.
     _require_known_base(plan)
     _require_work(plan, flags, is_changed=bool(changed))
     return _changes(plan, flags, changed, now)
 
 
-def _new_run_from(plan: Plan) -> str:
+def _new_run_from(checkpoint: Optional[Path]) -> str:
     """The flags of a new run that begins with the weights of the checkpoint."""
-    return f"{command(model_name=plan.resume_from)}, without --resume"
+    return f"{command(model_name=checkpoint)}, without --resume"
 
 
 def _other_data(plan: Plan, differing: Iterable[str]) -> str:
@@ -172,15 +167,26 @@ def _other_data(plan: Plan, differing: Iterable[str]) -> str:
     return f"{listing} holds other rows than then: bring those back. "
 
 
-def refuse(checkpoint: Path, differing: dict[str, tuple[Any, Any]], advice: str = "") -> None:
-    """Raises ValueError if anything differs from the checkpoint. differing: {name: (what it was
-    written with, what is now)}. advice: else how flags are changed within a run."""
-    if differing:
-        # A foreign checkpoint may differ in everything, so only the first differences are listed.
-        words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
-        first = listed(words, separator="; ")
-        usual = f"To change that on purpose: --resume_override {','.join(differing)}."
-        raise ValueError(f"{str(checkpoint)!r} was written with {first}. {advice or usual}")
+def refuse(
+    checkpoint: Optional[Path],
+    differing: dict[str, tuple[Any, Any]],
+    may_change: bool,
+    about_data: str = "",
+) -> None:
+    """Raises ValueError if anything differs from the checkpoint. differing: {name: (then, now)}.
+    may_change: by --resume_override."""
+    if not differing:
+        return
+    advice = (
+        f"{about_data}That can't change within a run; for a new one from its weights: "
+        f"{_new_run_from(checkpoint)}."
+    )
+    if may_change:
+        advice = f"To change that on purpose: --resume_override {','.join(differing)}."
+    # A foreign checkpoint may differ in everything, so only the first differences are listed.
+    words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
+    first = listed(words, separator="; ")
+    raise ValueError(f"{str(checkpoint)!r} was written with {first}. {advice}")
 
 
 def _require_known_base(plan: Plan) -> None:
@@ -210,7 +216,7 @@ def _require_known_base(plan: Plan) -> None:
             f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this "
             f"run, so what it forgets of it isn't known. {advice} it out by --resume_override "
             "forgetting_budget; or begin a run whose budgets count from this checkpoint: "
-            f"{_new_run_from(plan)}."
+            f"{_new_run_from(plan.resume_from)}."
         )
 
 
