@@ -298,12 +298,12 @@ def following(
         if of_preset is not None:
             name = of_preset
             left.append("model_name")
-    # Of what it does without flags, and of a run that exists, train.py knows the data and weights.
-    if not flags.demo and not flags.checkpoint.resume:
-        if not has_weights(name):
-            warnings.append(without_weights(name))
-        if not flags.data.train_data_dir and not flags.data.data_mix:
-            given["train_data_dir"] = ["data/NAME"]
+    # The demo's model has none on purpose, and a run that exists has its own.
+    if not flags.demo and not flags.checkpoint.resume and not has_weights(name):
+        warnings.append(without_weights(name))
+    # A resumed run has its data from its arguments.yaml, unless --model_name is given.
+    if not flags.data.train_data_dir and not flags.data.data_mix:
+        given["train_data_dir"] = ["data/NAME"]
     for flag in left:
         given.pop(flag, None)
     command = names.command("python", "train.py", **given)

@@ -190,6 +190,7 @@ DATA = "--train_data_dir data/NAME"
         )),
         ("--config configs/demo.yaml", "configs/demo_llama", "--config configs/demo.yaml"),
         ("--devices 2", "", "--devices 2"),  # the demo
+        ("--resume auto --model_name m", "", f"--resume auto --model_name m {DATA}"),
         ("--tokens 9", "--tokens counts, not the max_step 400 of a file.", "--max_step 7"),
     ],
 )  # fmt: skip
