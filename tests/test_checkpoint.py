@@ -422,17 +422,23 @@ def test_prune_counts_what_was_moved_aside_and_takes_it_first(tmp_path):
     assert names(tmp_path) == [*aside[:2], "step-00000002", "step-00000004", "step-00000006"]
 
 
-def test_a_kill_while_a_checkpoint_is_moved_aside_leaves_it_pinned(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_kill_while_one_is_moved_aside_leaves_it_pinned(tmp_path, monkeypatch, is_renamed):
     def killed(path, target, rename=Path.rename):
-        rename(path, target)
+        if is_renamed:
+            rename(path, target)
         raise KeyboardInterrupt
 
     found_checkpoint(tmp_path, 2)
     (tmp_path / "step-00000002.pinned").touch()
-    monkeypatch.setattr(Path, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
         retention.move_aside(tmp_path, 0)
-    assert [retention.is_pinned(path) for path in tmp_path.iterdir() if path.is_dir()] == [True]
+    for _ in range(2):
+        [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
+        assert retention.is_pinned(folder) and folder.name.startswith("aside") == is_renamed
+        retention.sweep(tmp_path)
+    assert names(tmp_path) == [folder.name, f"{folder.name}.pinned"]
 
 
 def test_prune_leaves_one_to_go_back_to(tmp_path):

@@ -33,7 +33,8 @@ def put_aside(paths: Iterable[Path]) -> list[str]:
         # The random suffix lets one step be moved aside more than once.
         aside = path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")
         pin = path.with_name(f"{path.name}.pinned")
-        # Pinned before it is renamed, and the former pin removed after: a kill leaves one too many.
+        # Pinned before it is renamed, and the former pin removed after: a kill leaves one too many,
+        # which `sweep` removes.
         if is_pinned(path):
             aside.with_name(f"{aside.name}.pinned").touch()
         names.append(path.rename(aside).name)
@@ -172,11 +173,18 @@ def _rows_of(document: dict[str, Any], of_set: Optional[str]) -> str:
 
 
 def sweep(run_directory: Path) -> list[str]:
-    """Remove what a killed save or prune left, and return its names."""
+    """Remove what a killed save, prune or `put_aside` left, and return its names."""
     # .tmp-step-* of saves, .trash-* of removals, .STATUS.json-* and the like of
     # `files.write_atomically`.
     left = r"\.((tmp|trash)-(aside-)?step-|(STATUS|arguments|metrics|samples)\.\w+-[0-9a-f]{8}$)"
     there = [path for path in run_directory.glob(".*") if re.match(left, path.name)]
+    for pin in run_directory.glob("aside-step-*.pinned"):
+        former = pin.with_name(re.sub(r"aside-(step-\d+)-.*", r"\1.pinned", pin.name))
+        # It was to be pinned, or its former pin wasn't removed, which would pin the next one.
+        if not pin.with_suffix("").is_dir():
+            there.append(pin)
+        elif former.exists() and not former.with_suffix("").is_dir():
+            there.append(former)
     return sorted(path.name for path in there if _discard(path))
 
 
