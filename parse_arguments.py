@@ -117,8 +117,9 @@ def parse_run(
     demo = not named and wanted is None and not of_data
     if demo or resumed is not None:
         # A run stays in its directory, also if it was moved since its file was written.
-        place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
-        # In front of the user's words: of a flag that is there twice the later value wins.
+        # Over that of the file, and not over what the user has typed.
+        is_placed = resumed is None or "output_dir" in on_command_line
+        place = [] if is_placed else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     # First, because the flags and schedules that it registers are parsed with all others.
     _load_code(argv, more)

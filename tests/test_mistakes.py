@@ -666,13 +666,16 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
     assert "oversubscribe" not in flags.kept(), "the next machine is another one"
 
 
-def test_what_is_trained_on_that_is_given_again_is_told(capsys):
+def test_a_flag_that_is_given_again_with_another_value_is_told_once(capsys, monkeypatch):
     words = "--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5"
     assert parse_train(words.split()).training.lr == 2e-3
-    assert capsys.readouterr().err == ""
-    parse_train("--model_name m --train_data_dir d --train_data_dir e".split())
-    said = "Warning: --train_data_dir is given 2 times: e counts, not d.\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == "Warning: --lr is given 2 times: 2e-3 counts, not 1e-3.\n"
+    later = ("RANK", "1"), ("TORCHELASTIC_RESTART_COUNT", "1"), ("FABRIC_LLM_AGAIN", " --x=1")
+    for name, value in later:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            parse_train(words.split())
+        assert capsys.readouterr().err == "", name
     parse_train("--model_name m --train_data_dir d --eval_data=a=b --eval_data c=d".split())
     said = (
         "Warning: --eval_data is given 2 times: c=d counts, not a=b. It takes all of them in "

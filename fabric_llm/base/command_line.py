@@ -409,10 +409,10 @@ def _joined(argv: list[str], flags: Mapping[str, Flag]) -> list[str]:
 
 
 def _tell_of_repeated(program: str, name: str, one: Flag, texts: list[Any]) -> None:
-    """Exit with code 2 where a list is given again, or --config; warn where a folder of what is
-    trained on or a text with commas is. texts: what is given to the flag, each time.
+    """Exit with code 2 where a list is given again, or --config; warn where any other flag is, with
+    another value. texts: what is given to the flag, each time.
 
-    Of any other flag the last value counts without a word, as elsewhere.
+    It isn't refused, since scripts put what differs behind flags that they have.
     """
     *before, last = texts
     many = f"--{name} is given {len(texts)} times"
@@ -422,10 +422,11 @@ def _tell_of_repeated(program: str, name: str, one: Flag, texts: list[Any]) -> N
     # Only the last file would be read.
     if one is CONFIG:
         fail(program, f"{many}: take one file, and flags for what differs.")
-    has_commas = "comma-separated" in one.values + one.help
-    is_what = one.path and one.how is False
-    # A warning only where the user may have meant both values.
-    if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
+    # A run that starts again, by itself or by torchrun, has the same words, and more of its own.
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_restarted |= "FABRIC_LLM_AGAIN" in os.environ
+    if {*before} - {last} and is_rank_zero() and not is_restarted:
+        has_commas = "comma-separated" in one.values + one.help
         all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
         message = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
         print(printable(message), file=sys.stderr, flush=True)
