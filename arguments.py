@@ -345,15 +345,15 @@ class TrainingArguments:
     )
     """steps of linear warm-up"""
     decay_steps: Optional[int] = what(
-        None, above=0, needs="lr_schedule wsd infinite", takes="a number of steps"
+        None, above=0, needs="lr_decay, lr_schedule wsd infinite", takes="a number of steps"
     )
     """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
-    decay_shape: Literal[tuple(DECAYS)] = what("sqrt", needs="lr_schedule wsd infinite")
+    decay_shape: Literal[tuple(DECAYS)] = what("sqrt", needs="lr_decay, lr_schedule wsd infinite")
     """wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"""
-    cooldown_steps: Optional[int] = what(None, at_least=0, needs="lr_schedule infinite")
+    cooldown_steps: Optional[int] = what(None, at_least=0, needs="lr_decay, lr_schedule infinite")
     """infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a
     quarter of the run)"""
-    constant_lr: Optional[float] = what(None, above=0, needs="lr_schedule infinite")
+    constant_lr: Optional[float] = what(None, above=0, needs="lr_decay, lr_schedule infinite")
     """infinite: rate of the stable phase (default: the mean of lr and min_lr)"""
     weight_decay: float = what(0.1, at_least=0, aliases="wd adam_weight_decay")
     """decoupled weight decay, on matrices only"""
@@ -427,7 +427,9 @@ class EvaluationArguments:
     )
     """steps between evaluations (default: none)"""
     eval_data: Optional[str] = basic_setting(
-        None, takes="name=folder, comma-separated, such as general=data/general,code=data/code"
+        None,
+        needs="eval_iters",
+        takes="name=folder, comma-separated, such as general=data/general,code=data/code",
     )
     """other validation sets, name=folder,...; of prepare_data.py or any with input_ids, made with
     the model's tokenizer; the loss of each is also given in bits per byte of text"""
@@ -469,7 +471,7 @@ class SaveArguments:
     """with keep_last: keep those of multiples of so many steps as well"""
     keep_best: int = setting(1, at_least=0, needs="keep_last, eval_iters")
     """with keep_last: keep so many with the lowest validation loss at their step as well"""
-    keep_best_of: Optional[str] = setting(None)
+    keep_best_of: Optional[str] = setting(None, needs="keep_last, eval_iters, keep_best")
     """validation set whose loss that is (default: the training data's; of a mixture their mean,
     weighted by the shares)"""
     async_save: bool = setting(

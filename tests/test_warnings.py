@@ -124,10 +124,22 @@ FROM_FLAGS = """
     --bf16_updates has no effect with --precision bf16-mixed.
 --min_lr 1e-6 --lr_decay false
     --min_lr has no effect with --lr_decay false.
---lr_schedule linear --lr_decay false
-    --lr_schedule has no effect with --lr_decay false.
---number_epochs 3 --max_step 100
+--number_epochs 1 --max_step 100
     --number_epochs has no effect with --max_step 100.
+--number_epochs 3 --max_step 100 --min_lr 0 --lr_decay true
+    --number_epochs has no effect with --max_step 100.
+--lr_schedule constant --min_lr 1e-6
+    --min_lr has no effect with --lr_schedule constant.
+--lr_schedule infinite --lr_decay false --decay_steps 5 --constant_lr 1e-5
+    --lr_schedule, --decay_steps and --constant_lr have no effect with --lr_decay false.
+--lr_schedule cosine --lr_decay false
+    --lr_schedule has no effect with --lr_decay false.
+--eval_data a=b --eval_iters 0
+    --eval_data has no effect with --eval_iters 0.
+--eval_step_interval 100
+    --eval_step_interval 100 isn't less than the run's 100 steps: it adds no evaluation.
+--keep_best_of d
+    --keep_best_of has no effect without --keep_last.
 --resume_override lr
     --resume_override has no effect without --resume.
 --decay_steps 5 --decay_shape linear

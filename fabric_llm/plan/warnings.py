@@ -1,7 +1,7 @@
 """Warnings: valid flags that are probably a mistake, such as those without an effect.
 
 A flag counts as given if it differs from its default, since arguments.yaml of a resumed run holds
-all flags.
+all flags, or if it says what is trained and is on the command line.
 """
 
 import math
@@ -66,7 +66,9 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     sharded = placement.strategy in ("fsdp", "fsdp2")
     if flat["sharding_strategy"] == "HYBRID_SHARD" and sharded and placement.num_nodes == 1:
         yield "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."
-    yield from _without_effect(flat, flags.declared(), placement.strategy)
+    yield from _without_effect(flags, placement.strategy)
+    if flat["lr_schedule"] == "constant" and flat["lr_decay"] and flat["min_lr"]:
+        yield "--min_lr has no effect with --lr_schedule constant."
     if lr > LARGEST_LR:
         yield (
             f"--lr {lr:g} is far above what language models are trained with: AdamW moves each "
@@ -103,6 +105,8 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "no --save_step_interval: the only checkpoint comes at the end, a crash loses all "
             "before it."
         )
+    if (every := flat["eval_step_interval"]) is not None and every >= last and flat["eval_iters"]:
+        yield f"--eval_step_interval {every} {short}: it adds no evaluation."
     # A rewind goes back to a checkpoint, and none is written on the way.
     if interval is None and plan.data.budgets and flat["forgetting_action"] == "rewind":
         yield (
@@ -159,26 +163,28 @@ def _of_budgets(data: DataPlan) -> Iterator[str]:
             )
 
 
-def _without_effect(
-    flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy: str
-) -> Iterator[str]:
+def _without_effect(flags: Flags, strategy: str) -> Iterator[str]:
     """Flags that are given without what they need. Flags that miss the same share a sentence."""
-    known = {**flat, "strategy": strategy}
+    declared: Mapping[str, Flag] = flags.declared()
+    known: Mapping[str, Any] = {**flags.flat(), "strategy": strategy}
     without: dict[str, list[str]] = {}  # what is missing -> flags that need it
-    for name, value in flat.items():
+    for name, value in flags.flat().items():
+        # A typed default is meant where it says what is trained, and not only how.
+        is_typed = name in flags.on_command_line and declared[name].how is False
         # Neither ddp nor one device shards, so NO_SHARD describes them.
-        if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):
+        is_true = value == "NO_SHARD" and strategy in ("ddp", "single")
+        if value is None or value == declared[name].default and not is_typed or is_true:
             continue
         # Such as "strategy fsdp fsdp2": a flag, and the values that it may have; without values
         # any will do that counts as true.
-        for need in filter(None, flags[name].needs.split(",")):
+        for need in filter(None, declared[name].needs.split(",")):
             needed, *values = need.split()
             # Of a value with commas, one of the parts is enough.
             given = set(str(known[needed]).lower().split(","))
             if given & set(values) or not values and known[needed]:
                 continue
             missing = f"with --{needed} {str(known[needed]).lower()}"
-            if known[needed] == flags[needed].default:
+            if known[needed] == declared[needed].default:
                 missing = f"without --{' '.join([needed, ' or '.join(values)]).strip()}"
             without.setdefault(missing, []).append(f"--{name}")
             break
