@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import unicodedata
@@ -197,7 +198,7 @@ def test_what_shares_13_words_is_left_out_listed_and_counted(drawn, clean):
         assert one["sha256"] == sealed["sha256"]
     said = summary(manifest)
     assert f"left out   {len(left_out)} documents, " in said
-    assert "have fewer than 13 words and can't be found" in said
+    assert re.search(r"of its \d+ documents \d+ have fewer than 13 words and can't be found", said)
     assert "contaminated.jsonl" in manifest["written"]
 
 
@@ -227,6 +228,13 @@ def test_packed_rows_are_taken_apart_where_documents_end(packing, expected):
     rows = [{"input_ids": np.array(ids)} for ids in ([5, 6, 7, 8], [9, 0, 3, 0], [4, 2])]
     found = contamination._documents(rows, packing, 0)
     assert [ids.tolist() for ids in found if len(ids)] == expected
+
+
+def test_a_document_that_best_fit_cuts_counts_once(tmp_path):
+    texts, given = ["one word, and others " * 30, "short"], {"context_length": 64}
+    folder = made_set(tmp_path / "set", texts, packing="best_fit", **given)
+    about = contamination.read(str(folder)).about
+    assert (about["texts"], about["are"], about["short"]) == (2, "documents", 1)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -75,8 +75,8 @@ class EvaluationSet(NamedTuple):
     # Of its 13-grams, sorted, and 2**64 - 1 as the last, so that `searchsorted` gives each hash a
     # place in the array. uint64
     hashes: np.ndarray
-    # For the manifest: `path`, `sha256` of its manifest, `texts`, `short` ones, and `documents`
-    # that share words with it.
+    # For the manifest: `path`, `sha256` of its manifest, how many `texts` it has, what these `are`,
+    # `short` ones, and `documents` that share words with it.
     about: dict[str, Any]
 
     def save(self, folder: Path) -> str:
@@ -113,6 +113,11 @@ def read(name: str) -> EvaluationSet:
         tokenizer = Tokenizer.from_file(str(Path(name, "tokenizer", "tokenizer.json")))
         about: dict[str, Any] = {"path": name, "sha256": manifest["sha256"]}
         packing, end = manifest.get("packing"), manifest.get("eos_token_id")
+        begins = manifest.get("bos_token_id")
+        # Texts of tasks are counted as they are read. Rows may have a document in several parts.
+        about |= {"documents": 0, "texts": 0, "are": "contexts with a choice", "short": 0}
+        if packing is not None:
+            about |= {"texts": manifest["splits"]["validation"]["documents"], "are": "documents"}
     except Exception as error:  # tokenizers raises no other
         raise ValueError(
             f"--decontaminate {name}: this isn't a dataset of prepare_data.py: {one_line(error)}"
@@ -126,7 +131,6 @@ def read(name: str) -> EvaluationSet:
     if "validation" not in splits:
         raise ValueError(f"--decontaminate {name}: this has no split 'validation'")
     documents = _documents(splits["validation"].with_format("numpy"), packing, end)
-    about |= {"documents": 0, "texts": 0, "short": 0}
     hashes = [np.array([2**64 - 1], np.uint64)]
     # Some at a time: tasks have the same context again and again.
     while some := list(islice(documents, TEXTS_AT_ONCE)):
@@ -135,12 +139,18 @@ def read(name: str) -> EvaluationSet:
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
             parts = list(grams(text))
             found += [of_part for _, of_part in parts]
+            about["texts"] += packing is None
             # Padding has no words, and is no text.
-            if parts:
-                about["texts"] += 1
+            if parts and (packing != "best_fit" or _is_whole(ids, begins, end)):
                 about["short"] += len(parts[0][0]) < GRAM
         hashes.append(np.unique(np.concatenate(found)))
     return EvaluationSet(np.unique(np.concatenate(hashes)), about)
+
+
+def _is_whole(ids: np.ndarray, begins: Optional[int], end: Optional[int]) -> bool:
+    """Whether tokens are a document, and no part of one that best_fit has cut. The last part of one
+    shows only where a document begins with a token of its own."""
+    return bool(ids[-1] == end and begins in (None, end, ids[0]))
 
 
 def _documents(rows: Any, packing: Optional[str], end: Optional[int]) -> Iterator[np.ndarray]:

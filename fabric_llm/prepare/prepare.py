@@ -571,7 +571,7 @@ def _of_evaluation(
         said = f"{one['documents']:,} of them with {shown(one['path'])}"
         if one["short"]:
             said += (
-                f"; of its {one['texts']:,} texts {one['short']:,} have fewer than "
+                f"; of its {one['texts']:,} {one['are']} {one['short']:,} have fewer than "
                 f"{contamination.GRAM} words and can't be found"
             )
         yield "", said
