@@ -456,8 +456,8 @@ def test_a_set_that_is_none_is_refused_in_one_sentence(clean, tmp_path, capsys):
     assert "can't be read as a list of splits" in refused(capsys, folder, *out, without)
     itself = ("--output", output, "--overwrite", "true", "--decontaminate", output)
     assert "--decontaminate names the output" in refused(capsys, folder, *itself)
-    for words in ("", " , "):
-        assert "--decontaminate names no dataset" in refused(capsys, folder, *out, words)
+    for words, message in (("", "mine, and nothing is given"), (" , ", "names no dataset")):
+        assert message in refused(capsys, folder, *out, words)
     address = "s3://bucket/tasks"
     assert f"{address}: it takes folders, no addresses" in refused(capsys, folder, *out, address)
     shutil.copytree(folder / "one", tmp_path / "pieces")
