@@ -548,7 +548,8 @@ def test_pattern_and_exclude_choose_the_files_of_a_folder(make, tmp_path):
     for name in names.split():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(f"# {name}\n" * 20)
-    manifest = make(tmp_path / "in", pattern=["*.py"], exclude=["tests"], seed=1)
+    manifest = make(tmp_path / "in", pattern=["*.py"], exclude=["tests", "a.py,b.py"], seed=1)
+    assert "--exclude a.py,b.py: nothing in the folders has this name" in summary(manifest)
     read = [str(Path(file["path"]).relative_to(tmp_path / "in")) for file in manifest["files"]]
     assert read == ["a.py", "b.py", "c/q.py", "deep/e.py", "k/x.py", "z/y.py"]
 

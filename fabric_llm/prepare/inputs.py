@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base import work_folder
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.names import comma_separated, is_path, nearest_of
+from fabric_llm.base.names import comma_separated, is_path, nearest_of, shown
 from fabric_llm.mirror.address import is_address
 
 PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that may follow each of KINDS
@@ -142,6 +142,7 @@ class InputFiles:
 
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
+    excluded: set[str] = field(default_factory=set)  # what of --exclude names anything
     twice: int = 0  # links and names that lead to a file or folder which is read already
     # {dataset [split]: rows, None: not known}
     splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)
@@ -192,6 +193,13 @@ def find_sources(
             else:
                 input_files.sources.append(source)
             read.add(identity)
+    # What was to be held out may be trained on.
+    for one in exclude:
+        if one not in input_files.excluded:
+            input_files.notes.append(
+                f"--exclude {shown(one)}: nothing in the folders has this name (several are given "
+                "with spaces, each without its folder)"
+            )
     if list(pattern) != DEFAULT_PATTERNS:
         # Whoever names patterns doesn't want the others.
         for name in input_files.not_read.keys() - {NO_FILE}:
@@ -327,7 +335,9 @@ def _files_of(
 
     def is_excluded(name: str) -> bool:
         # A name may have a bracket of its own.
-        return name in exclude or any(fnmatch.fnmatchcase(name, one) for one in exclude)
+        found = [one for one in exclude if name == one or fnmatch.fnmatchcase(name, one)]
+        input_files.excluded.update(found)
+        return bool(found)
 
     walked_through = {identity_of(folder)}
     for root, walked, names in os.walk(folder, onerror=refuse, followlinks=True):
