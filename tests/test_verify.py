@@ -123,6 +123,7 @@ def test_every_damaged_file_is_named(run, capsys):
     flip(run / PART)
     (run / "step-00000004" / "config.json").unlink()
     (run / "step-00000006" / "more.txt").write_text("x")
+    (run / "step-00000006" / ".DS_Store").write_text("no damage")
     code, out, error = verified(capsys, run)
     wrong = [line for line in out.splitlines() if "WRONG" in line]
     assert code == 66 and len(wrong) == 3

@@ -249,7 +249,9 @@ def unlisted(folder: Path, listed: Mapping[str, Any]) -> set[str]:
     them."""
     # An index of weights holds no more than names of files that are listed. Older checkpoints
     # didn't list it.
-    return set(files_in(folder)) - listed.keys() - {MANIFEST, WEIGHT_INDEX}
+    others = set(files_in(folder)) - listed.keys() - {MANIFEST, WEIGHT_INDEX}
+    # Nothing opens hidden files, such as .DS_Store and .nfs*, which systems leave anywhere.
+    return {name for name in others if not re.search(r"(^|/)\.", name)}
 
 
 def check_files(
