@@ -55,8 +55,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = f"nothing was written to {output}"
         from fabric_llm.weights import checks
 
-        arguments.checkpoint = local(arguments.checkpoint)
+        typed, arguments.checkpoint = arguments.checkpoint, local(arguments.checkpoint)
         source = checks.check(arguments)
+        # The card names an address, not the cache of this machine.
+        arguments.checkpoint = typed
         # transformers must know a model class of the run's own code before it opens the checkpoint.
         register.load_of_run(source)
         # These import torch, which --help and mistakes don't wait for.

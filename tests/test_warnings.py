@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig
 from fabric_llm.data.columns import shifts_labels
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model.positions import length
-from fabric_llm.plan.warnings import warnings_of
+from fabric_llm.plan.warnings import _of_columns, warnings_of
 from parse_arguments import parse_train
 
 FACTS = {
@@ -283,3 +283,11 @@ def test_rank_0_says_it_once(toys, tmp_path):
     assert warnings[1].startswith("Warning: rows hold 24 tokens, but the model was made for 16")
     assert warnings[2] == "Warning: --sharding_strategy has no effect with --strategy ddp."
     assert "Warning: " not in job.output[1]
+
+
+def test_a_copy_without_its_manifest_is_named(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    copied = Has(manifest={}, folder=tmp_path, given="copy")
+    data = Has(opened=[copied], shifted_labels=tuple)
+    [said] = _of_columns(data)
+    assert said.startswith("'copy' has a tokenizer of prepare_data.py and no manifest.json")

@@ -1,6 +1,7 @@
 """Addresses of object storage, and how they are opened. obstore is imported only here, in `store`
 and when it is needed."""
 
+import os
 import re
 from datetime import timedelta
 from importlib.util import find_spec
@@ -37,7 +38,8 @@ def require(address: str, flag: str, is_folder: bool = False) -> None:
             "credentials (environment, profile, role of the machine) is asked for them."
         )
     if url.scheme not in SCHEMES or not is_address(address):
-        meant = f" Did you mean file://{quote(address)}?" * address.startswith("/")
+        is_path = address.startswith(("/", ".", "~"))
+        meant = f" Did you mean file://{quote(os.path.abspath(address))}?" * is_path
         raise Fault(f"{flag} {shown(address)!r} must begin with one of {known}.{meant}")
     if url.scheme == "file" and (url.netloc or len(url.path) < 2):
         raise Fault(f"{flag} {shown(address)!r} must name a folder, such as file:///mnt/mirror.")

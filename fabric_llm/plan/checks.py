@@ -13,7 +13,7 @@ from typing import Optional, Union
 
 from fabric_llm.base import register
 from fabric_llm.base.command_line import Flags, is_rank_zero
-from fabric_llm.base.names import comma_separated, flag_meant, nearest
+from fabric_llm.base.names import comma_separated, command, flag_meant, nearest
 from fabric_llm.data import mixture_text
 from fabric_llm.data.periods import ONE_SET, PROBES
 from fabric_llm.data.sources import (
@@ -75,9 +75,11 @@ def _why_needed(flags: Flags) -> str:
         return why
     # With one of these the run's own arguments.yaml isn't read.
     if {"model_name", "train_data_dir", "config"} & flags.on_command_line:
+        file = Path(flags.checkpoint.output_dir, flags.checkpoint.run_name or "", "arguments.yaml")
+        with_these = f": with them, give {command(config=file)}" * file.is_file()
         return (
             f"{why}; a resumed one takes its flags from arguments.yaml only without --model_name, "
-            "--train_data_dir and --config"
+            f"--train_data_dir and --config{with_these}"
         )
     folder, given = run_directory.directory(flags), run_directory.given_checkpoint(flags)
     # A branch takes the flags of the run that it begins from.

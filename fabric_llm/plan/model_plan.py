@@ -164,7 +164,8 @@ def require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source:
             )
         if longest is not None and dataset.context_length > longest and not rotary:
             rows = f"Rows of {dataset.given!r} hold {dataset.context_length} tokens"
-            raise ValueError(f"{rows}, but {source!r} has positions for {longest}.")
+            shorter = command("prepare_data.py", context_length=longest)
+            raise ValueError(f"{rows}, but {source!r} has positions for {longest}: {shorter}.")
 
 
 def require_model_can(plan: Plan, skeleton: Any) -> None:

@@ -45,24 +45,12 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     context_length = plan.data.dataset.context_length
     # None where the configuration names no number of positions.
     made_for = positions.length(plan.model.config.get_text_config())
-    sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
-    lr, warmup = flat["lr"], flat["warmup_steps"]
-    # Such as PyTorch's build for CPUs.
-    if on_cpu and flat["accelerator"] == "auto" and shows_gpus():
-        yield (
-            f"this machine has NVIDIA GPUs, and PyTorch {torch.__version__} sees none of them: the "
-            "run takes the CPU (--accelerator cpu says so on purpose)."
-        )
-    if on_cpu and placement.devices > here:
-        yield (
-            f"{placement.devices} processes share {here} CPU cores and wait for each other: "
-            f"take --devices {here} at most."
-        )
+    sequences, lr, warmup = plan.schedule.global_batch_size, flat["lr"], flat["warmup_steps"]
+    if placement.kind == "cpu":
+        yield from _of_cpus(flat, placement.devices)
     yield from beyond_positions(context_length, made_for)
     yield from _of_columns(plan.data)
     yield from _of_budgets(plan.data)
-    if flat["cpu_offload"] and on_cpu:
-        yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
     sharded = placement.strategy in ("fsdp", "fsdp2")
     if flat["sharding_strategy"] == "HYBRID_SHARD" and sharded and placement.num_nodes == 1:
         yield "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."
@@ -97,7 +85,8 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"the run reads {', '.join(often)}: beyond {MAX_EPOCHS} epochs, text teaches less "
             "and less (arXiv 2305.16264)."
         )
-    if (interval := flat["save_step_interval"]) is not None and interval >= last:
+    interval = flat["save_step_interval"]
+    if interval is not None and interval >= last:
         yield f"--save_step_interval {interval} {short}: the only checkpoint comes at the end."
     # Whoever keeps the last few expects several checkpoints.
     elif interval is None and (last - done >= MANY_STEPS or (flat["keep_last"] or 1) > 1):
@@ -117,12 +106,30 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
 
 
+def _of_cpus(flat: Mapping[str, Any], devices: int) -> Iterator[str]:
+    """Of a run on CPUs."""
+    # Such as PyTorch's build for CPUs.
+    if flat["accelerator"] == "auto" and shows_gpus():
+        yield (
+            f"this machine has NVIDIA GPUs, and PyTorch {torch.__version__} sees none of them: the "
+            "run takes the CPU (--accelerator cpu says so on purpose)."
+        )
+    if devices > cores():
+        yield (
+            f"{devices} processes share {cores()} CPU cores and wait for each other: "
+            f"take --devices {cores()} at most."
+        )
+    if flat["cpu_offload"]:
+        yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
+
+
 def beyond_positions(context_length: int, made_for: Optional[int]) -> Iterator[str]:
     """Of rows that are longer than the model's positions."""
     if made_for is not None and context_length > made_for:
         yield (
             f"rows hold {context_length} tokens, but the model was made for {made_for} "
-            "positions, and has seen none beyond."
+            "positions, and has seen none beyond: prepare shorter rows (--context_length), or see "
+            "docs/long_context.md."
         )
 
 
@@ -139,8 +146,14 @@ def _of_columns(data: DataPlan) -> Iterator[str]:
             "place. A model shifts them itself, so it learns the token after next: write labels "
             "that equal input_ids where there is a target, or leave the column out."
         )
-    # A column such as a mask with another name would be ignored silently.
     for dataset in data.opened:
+        # As of a copy: the rows alone don't tell what is padding, and where documents end.
+        if not getattr(dataset, "manifest", True) and (dataset.folder / "tokenizer").is_dir():
+            yield (
+                f"{dataset.given!r} has a tokenizer of prepare_data.py and no manifest.json: its "
+                "documents aren't kept apart, and its padding is trained on. Copy it again."
+            )
+        # A column such as a mask with another name would be ignored silently.
         if unread := getattr(dataset, "unread", ()):
             yield (
                 f"columns of {dataset.given!r} that aren't read: {', '.join(unread)}. What "

@@ -95,6 +95,11 @@ def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
     # What can't be opened or loaded fails here, before anything is written.
     evaluation = [contamination.read(name) for name in comma_separated(flags.decontaminate)]
     tokenizer = None if flags.tokenizer is None else packing_tokenizer(flags.tokenizer)
+    if tokenizer is not None and tokenizer.model_max_length < flags.context_length:
+        input_files.notes.append(
+            f"rows hold {flags.context_length:,} tokens, but {shown(flags.tokenizer)} says that "
+            f"its model takes {tokenizer.model_max_length:,} (--context_length)"
+        )
     needs = (
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "
         "65,536"

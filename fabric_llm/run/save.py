@@ -278,7 +278,9 @@ def wait_for_mirror(run: Run) -> None:
     if mirror is None:
         return
     if mirror.waiting and (seconds := mirror.seconds_left()):
-        print(f"Waiting until {mirror.waiting[-1]} is at {mirror.address}: {seconds:.0f} s.")
+        print(
+            f"Waiting until {mirror.waiting[-1]} is at {mirror.address}, at most {seconds:.0f} s."
+        )
         sys.stdout.flush()
     # Since StopSignal.finish signals are ignored, and Ctrl-C would raise here. The mirror's process
     # then has a few seconds, not the rest of the time (Mirror.close).
