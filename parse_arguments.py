@@ -35,6 +35,7 @@ NOT_A_FLAG = {
     "optim optimizer optimizer_name optim_type": (
         "the optimizer is AdamW; --code registers another (docs/make_it_yours.md)"
     ),
+    "betas adam_betas": "they are --beta1 and --beta2",
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft "
     "adapter load_in_4bit load_in_8bit quantize": (
         "all parameters train, or those of --train_only: there are no adapters"

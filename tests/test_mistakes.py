@@ -110,6 +110,8 @@ def place(toys, tmp_path_factory):
         "colon": "seed: 7\nlr 1\n",
         "unclosed": "seed: 7\nrun_name: 'mine\n",
         "number": "run_name: 12\n",
+        "switch": "--lr: 1\non: 2\n",
+        "two": "lr: 1\n---\nlr: 2\n",
         "written": "lr: 1e-4\nmax_step: 1e2\n",
         "boolean": "run_name: yes\n",
     }.items():
@@ -326,6 +328,12 @@ train --config smollm2_135m
     2: /configs/smollm2_135m.yaml'?
 train --config configs/smolm2_135m.yaml
     2: /configs/smollm2_135m.yaml'?
+train --config switch.yaml
+    2: switch.yaml: unknown keys: '--lr' in line 1 (did you mean --lr?), 'on' in line 2. See --help.
+train --config two.yaml
+    2: line 2 is '---', and a file has one document, without `---` in the middle.
+train --no-compile true
+    2: unknown flag --no-compile. Did you mean --compile false?
 train --config typo.yaml
     2: line 2: unknown key 'learning_rat' in typo.yaml. Did you mean --lr?
 train --config typos.yaml
@@ -573,6 +581,7 @@ ELSEWHERE = {  # what people paste from tutorials of other trainers -> what trai
     "push_to_hub": "it is --push_to_hub of export_hf.py",
     "hub_model_id": "it is --push_to_hub of export_hf.py",
     "mfu": "it is --mfu of plan.py",
+    "betas": "they are --beta1 and --beta2",
     "optim": "the optimizer is AdamW; --code registers another (docs/make_it_yours.md)",
     "lora_r": "all parameters train, or those of --train_only: there are no adapters",
     "trust_remote_code": "leave it out: code that comes with a model is never run",

@@ -366,7 +366,7 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str)
     for name, texts in vars(namespace).items():
         if None in texts or [] in texts:
             dash = ""
-            if not {str, int, float}.isdisjoint(flags[name].kinds):
+            if str in flags[name].kinds:
                 dash = f" A value that begins with a dash is written --{name}=VALUE."
             fail(program, f"--{name} takes {flags[name].values}, and nothing is given.{dash}")
         *before, given[name] = texts
@@ -455,9 +455,11 @@ def _read_config(
         )
     # Values have no line numbers, so the text is read once more as nodes.
     nodes = yaml.compose(text, Loader=_Loader).value
-    lines = {str(key): node.start_mark.line + 1 for key, (node, _) in zip(values, nodes)}
-    written = {str(key): _written(node, text) for key, (_, node) in zip(values, nodes)}
-    others = [str(key) for key in values if key not in flags]
+    # A key is text as well, also one that YAML reads as true, such as `on`.
+    values = {key.value: value for (key, _), value in zip(nodes, values.values())}
+    lines = {key.value: key.start_mark.line + 1 for key, _ in nodes}
+    written = {key.value: _written(node, text) for key, node in nodes}
+    others = [key for key in values if key not in flags]
     for name in others:
         if isinstance(values.get(name), dict):
             fail(
@@ -616,6 +618,8 @@ def _reason(error: BaseException, text: str) -> str:
     if not at:
         # Messages of yaml have several lines and quote the text.
         return " ".join(str(error).split())[:300].rstrip(".")
+    if problem == "but found another document":
+        problem = "a file has one document, without `---` in the middle"
     if re.match(_LAYOUT, problem):
         problem = (
             "keys of one level begin in the same column, without tabs, a colon and a space follow "

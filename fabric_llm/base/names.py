@@ -62,12 +62,15 @@ def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str]
     for known, one in flags.items():
         for word in (known, *one.aliases.split()):
             flag_of[word] = known
-    name = name.replace("-", "_").lower()
+    name = name.lstrip("-").replace("-", "_").lower()
     # Of `optimizer.lr` the whole comes first, then the last part.
     exact = [name, *reversed(name.split("."))]
     # A name with a known answer isn't guessed at.
     if name in elsewhere and name not in flag_of:
         return elsewhere[name]
+    # As argparse, and others, switch a flag off.
+    if (off := name.removeprefix("no_")) != name and bool in getattr(flags.get(off), "kinds", ()):
+        return f"did you mean --{off} false?"
     # The first letter is hardly ever mistyped.
     same_letter = [word for word in flag_of if word[0] == name[:1]]
     meant = [flag_of[word] for word in (*exact, *nearest(name, same_letter)) if word in flag_of]
