@@ -615,15 +615,13 @@ REFUSED = [  # a file that comes with a good one, other arguments, and what is s
         ("chats.jsonl", CHAT % name, {}, f'has no field "text", but a chat in "{said}": .*{APPLY}')
         for name, said in ((b"messages", "messages"), (b"conversations", "conversations"))
     ),
-    ("bad.jsonl", '{"text": "café"}\n'.encode("latin-1"), {}, "by iconv -f LATIN1 "),
     *(
-        (f"bad.{name}", content.encode(encoding), {}, "by iconv -f UTF-16 ")
-        for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")
-        for name, content in (
-            ("jsonl", '{"text": "café"}\n'),
-            ("json", '[{"text": "café"}]'),
-            ("csv", "text,id\ncafé,1\n"),
-        )
+        ("bad.jsonl", '{"text": "café"}\n'.encode(encoding), {}, r"UTF-.* by iconv -f ")
+        for encoding in ("latin-1", "utf-16")
+    ),
+    *(
+        ("bad.csv", "text,id\ncafé,1\n".encode(encoding), {}, r"UTF-8: .* by iconv -f ")
+        for encoding in ("utf-16", "utf-32")
     ),
     *(
         ("a.txt", b"x", {"document_separator": given}, "must have 1 to 1000 bytes of UTF-8, or")

@@ -262,13 +262,6 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _unless_utf16(content: str | bytes, message: str) -> str:
-    """What is wrong with a part of a file that can't be read: JSON and names of columns have no NUL
-    bytes, and ASCII in UTF-16 or UTF-32 has."""
-    has_nul = b"\0" in content if isinstance(content, bytes) else "\0" in content
-    return UTF16 if has_nul else message
-
-
 def _no_field(text_field: str, present: Iterable[str]) -> str:
     # Only the first MAX_FIELDS are named: a table may have thousands of columns.
     names = list(present)
@@ -276,7 +269,7 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
         return "holds tokens, not text: it is a dataset for --train_data_dir"
     # The names of the columns of a whole file.
     if any("\0" in name or not _is_utf8(name) for name in names):
-        return _unless_utf16("".join(names), NOT_UTF8)
+        return NOT_UTF8
     if chats := [name for name in names if name in CHATS]:
         return f'has no field "{text_field}", but a chat in "{chats[0]}": {OF_CHATS}'
     # What should be several columns was read as one.
@@ -306,10 +299,9 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
             try:
                 record = JSON.decode(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                yield BadRecord(number, _unless_utf16(line, NOT_UTF8))
+                yield BadRecord(number, NOT_UTF8)
             except (ValueError, RecursionError) as error:
-                message = f"is not valid JSON: {one_line(error)}"
-                yield BadRecord(number, _unless_utf16(line, message))
+                yield BadRecord(number, f"is not valid JSON: {one_line(error)}")
             else:
                 yield _text_of(record, text_field, number)
         # The range ends behind a line, so this is exactly its end.
@@ -355,8 +347,7 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
                 raise damage from None
             # No more text is read for it, and where the next element begins can't be known.
             if is_all or len(buffer) - at > RECORD_BYTES:
-                message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
-                yield _unless_utf16(buffer, message)
+                yield f"is not valid JSON: {one_line(error)}; what comes after it is not read"
                 return
             # As much again as there is: a long element isn't parsed anew for each block.
             block, damage = read_block(file, max(BLOCK_BYTES, len(buffer) - at))
