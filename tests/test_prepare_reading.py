@@ -615,13 +615,16 @@ REFUSED = [  # a file that comes with a good one, other arguments, and what is s
         ("chats.jsonl", CHAT % name, {}, f'has no field "text", but a chat in "{said}": .*{APPLY}')
         for name, said in ((b"messages", "messages"), (b"conversations", "conversations"))
     ),
+    ("bad.jsonl", b'{"text": "caf\xe9"}\n', {}, r"UTF-.* by iconv -f LATIN1"),
     *(
-        ("bad.jsonl", '{"text": "café"}\n'.encode(encoding), {}, r"UTF-.* by iconv -f ")
-        for encoding in ("latin-1", "utf-16")
-    ),
-    *(
-        ("bad.csv", "text,id\ncafé,1\n".encode(encoding), {}, r"UTF-8: .* by iconv -f ")
-        for encoding in ("utf-16", "utf-32")
+        (name, text.encode(code), more, f"{name} is {code}, not UTF-8: .* -f {code} -t")
+        for name, text, more in (
+            ("bad.jsonl", '{"text": "中文 café"}\n{"text": "中"}\n', {}),
+            ("bad.csv", "text,id\n中文 café,1\n", {}),
+            ("bad.json", '[{"text": "a"}]', {}),
+            ("bad.md", "One text.\n\nAnother.", {"document_separator": "\n\n"}),
+        )
+        for code in ("UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32", "UTF-32LE", "UTF-32BE")
     ),
     *(
         ("a.txt", b"x", {"document_separator": given}, "must have 1 to 1000 bytes of UTF-8, or")

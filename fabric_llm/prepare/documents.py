@@ -36,7 +36,19 @@ BLOCK_BYTES = 2**20  # of plain text, read at once
 PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
 NOT_UTF8 = "is not valid UTF-8: convert it, such as by iconv -f LATIN1 -t UTF-8"
-UTF16 = "is UTF-16 or binary, as its NUL bytes say: convert it, such as by iconv -f UTF-16 -t UTF-8"
+OTHER_TEXT = "is {0}, not UTF-8: convert it, such as by iconv -f {0} -t UTF-8"
+BINARY = "is binary, as its NUL bytes say: take it out, or convert it to text in UTF-8"
+# Bytes that tell which of 2 or 4 a character takes, in what order: its mark, or which of the first
+# characters' bytes are NUL, as they are mostly ASCII. UTF-32 comes first: its mark begins as the
+# other's.
+MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+NULS = {"0111": "UTF-32LE", "1110": "UTF-32BE", "0101": "UTF-16LE", "1010": "UTF-16BE"}
+FIRST_BYTES = 16  # that are looked at
 CHATS = ("messages", "conversations")  # fields of data for chats
 OF_CHATS = (
     "write each chat as one text, such as by tokenizer.apply_chat_template(chat, tokenize=False)"
@@ -93,8 +105,13 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
     try:
         with nullcontext() if opens_it_itself else opened(part.path) as file:
             # Only text and JSON lines are read from the middle, and neither is then compressed.
-            if file is not None and part.start:
-                file.seek(part.start)
+            if file is not None:
+                # A line of such a file is no whole text, so the whole file is refused.
+                first = cast(io.BufferedReader, file).peek(FIRST_BYTES)[:FIRST_BYTES]
+                if not part.is_one_document and (name := wide_text(first)):
+                    raise ValueError(f"{part.path} {OTHER_TEXT.format(name)}")
+                if part.start:
+                    file.seek(part.start)
             yield from READERS[part.kind](part, text_field, file)
     # What could be read before a damage is used. The rest counts as one bad record.
     except Exception as error:
@@ -241,14 +258,27 @@ def _text_of(record: Any, text_field: str, number: int, place: str = "field") ->
 def _document(number: int, content: str | bytes) -> Record:
     """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such
     as "\\ud800"."""
-    # English in UTF-16 has a NUL in every second byte, and may pass for valid UTF-8.
-    if isinstance(content, bytes) and 3 * content.count(0) > len(content):
-        return BadRecord(number, UTF16)
     if isinstance(content, bytes):
+        # English in UTF-16 has a NUL in every second byte, and may pass for valid UTF-8.
+        if name := wide_text(content[:FIRST_BYTES]):
+            return BadRecord(number, OTHER_TEXT.format(name))
+        if 3 * content.count(0) > len(content):
+            return BadRecord(number, BINARY)
         content = content.decode(errors="surrogateescape")
     if not _is_utf8(content):
         return BadRecord(number, NOT_UTF8)
     return number, content
+
+
+def wide_text(first: bytes) -> str:
+    """UTF-16 or UTF-32, as iconv calls it, for the first bytes of a text; "" for UTF-8 and what
+    isn't known."""
+    for mark, name in MARKS.items():
+        if first.startswith(mark):
+            return name
+    # Of each fourth byte, whether most are NUL.
+    each = [first[place::4] for place in range(4)]
+    return NULS.get("".join(str(int(2 * some.count(0) > len(some))) for some in each), "")
 
 
 def _is_utf8(text: str) -> bool:
