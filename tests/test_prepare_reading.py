@@ -615,6 +615,7 @@ REFUSED = [  # a file that comes with a good one, other arguments, and what is s
         ("chats.jsonl", CHAT % name, {}, f'has no field "text", but a chat in "{said}": .*{APPLY}')
         for name, said in ((b"messages", "messages"), (b"conversations", "conversations"))
     ),
+    ("bad.csv", b"id\ttext\n1\ta\n", {}, r"seem to be separated by '\\t', where \.csv has commas"),
     ("bad.jsonl", b'{"text": "caf\xe9"}\n', {}, r"UTF-.* by iconv -f LATIN1"),
     *(
         (name, text.encode(code), more, f"{name} is {code}, not UTF-8: .* -f {code} -t")

@@ -303,7 +303,7 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
     if chats := [name for name in names if name in CHATS]:
         return f'has no field "{text_field}", but a chat in "{chats[0]}": {OF_CHATS}'
     # What should be several columns was read as one.
-    if len(names) == 1 and (found := [mark for mark in ";|" if mark in names[0]]):
+    if len(names) == 1 and (found := [mark for mark in ";|\t," if mark in names[0]]):
         return (
             f"has one column, {shown(names[0], 60)!r}: its columns seem to be separated by "
             f"{found[0]!r}, where .csv has commas and .tsv tabs: convert it"
