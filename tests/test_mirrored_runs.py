@@ -388,6 +388,12 @@ def test_a_damaged_checkpoint_on_the_disk_is_mended_from_its_copy(toys, tmp_path
     said = ended(Job(1, *words))
     assert said.count("Warning: ") == 1 and f"mended from its copy at {place}/{RUN}." in said
     same_files(tmp_path / "mirror" / RUN, last.parent)
+    for harm in (flip, Path.unlink):
+        flip(last / "config.json")
+        harm(last / "MANIFEST.json")
+        said = ended(Job(1, *words))
+        assert "MANIFEST.json" in said and "mended" in said and "can't take" not in said, said
+        same_files(tmp_path / "mirror" / RUN, last.parent)
     flip(last / "config.json")
     assert "mended" in ended(Job(1, *words, "--checkpoint", last))
     for folder in (last, tmp_path / "mirror" / RUN / last.name):

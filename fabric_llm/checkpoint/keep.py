@@ -163,9 +163,9 @@ def verified(path: Path, hashes: bool = False, mend: Optional[Mend] = None) -> d
         raise Fault(
             f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED
         )
-    if not (path / MANIFEST).is_file():
-        raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
     try:
+        if not (path / MANIFEST).is_file():
+            raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
         files.check_folder(path, hashes)
     except Fault as fault:
         if fault.code != NO_CHECKPOINT or mend is None or not mend(path, str(fault)):

@@ -1,7 +1,9 @@
 """What --mirror means for a run: what it brings back before it begins, and what it says of it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import files
@@ -10,6 +12,8 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import retention
 from fabric_llm.plan import run_directory, run_status
+
+PROGRESS = "trainer/progress.json"
 
 if TYPE_CHECKING:
     from fabric_llm.mirror.client import Mirror, Report
@@ -37,6 +41,9 @@ def open_mirror(flags: Flags, directory: Path) -> "Mirror":
             "--resume true, or take another --run_name."
         )
     here = files.step_directories(directory)
+    for path in here[-2:]:  # before the mirror's process is given them, see below
+        if problem := _mend_manifest(store, path):
+            say(f"Warning: {problem} {_mended(mirror, path)}")
     # A disk that was mirrored last knows of rewinds of which the mirror may not have heard. Where
     # another one was, the run may have gone on there.
     went_on = bool(here) and not mirror.is_own and _put_aside_what_was_left(store, mirror, here)
@@ -95,7 +102,7 @@ def mend(mirror: Optional["Mirror"], path: Path, problem: str) -> bool:
 
     store = Store(mirror.address, in_run=True)
     # Another one of the same name may be of steps that were undone.
-    if not _is_same(store, path):
+    if not _is_same(store, path) and _mend_manifest(store, path) is None:
         return False
     try:
         fetch.mend(store, path)
@@ -104,8 +111,49 @@ def mend(mirror: Optional["Mirror"], path: Path, problem: str) -> bool:
             raise
         say(f"Warning: {fault}")
         return False
-    say(f"Warning: {problem} It was mended from its copy at {mirror.address}/{path.parent.name}.")
+    say(f"Warning: {problem} {_mended(mirror, path)}")
     return True
+
+
+def _mended(mirror: "Mirror", path: Path) -> str:
+    return f"It was mended from its copy at {mirror.address}/{path.parent.name}."
+
+
+def _mend_manifest(store: "Store", path: Path) -> Optional[Fault]:
+    """Replace the manifest of a checkpoint here, if it is damaged, by that of its copy, where both
+    say the same of their progress. Returns what was wrong with it, None if it wasn't replaced."""
+    from fabric_llm.mirror.download import patiently
+
+    problem = _problem_of_manifest(path)
+    if problem is None:
+        return None
+    place = f"{path.parent.name}/{path.name}/{MANIFEST}"
+    content = patiently(store, lambda: store.content(place)) or b""
+    # A name that is swept where a kill leaves it.
+    with TemporaryDirectory(prefix=".tmp-step-", dir=path.parent) as folder:
+        copy = Path(folder) / MANIFEST
+        copy.write_bytes(content)
+        if _problem_of_manifest(copy.parent):
+            return None
+        with suppress(KeyError, Fault):
+            of_progress = {PROGRESS: files.read(copy.parent)["files"][PROGRESS]}
+            files.check_files(path, of_progress, True, "", NO_CHECKPOINT)
+            files.fsync(copy)
+            copy.replace(path / MANIFEST)
+            files.fsync(path)
+            return problem
+    return None
+
+
+def _problem_of_manifest(folder: Path) -> Optional[Fault]:
+    """How it is damaged. Raises Fault (77)."""
+    try:
+        files.read(folder)
+    except Fault as fault:
+        if fault.code != NO_CHECKPOINT:
+            raise
+        return fault
+    return None
 
 
 def newest(
