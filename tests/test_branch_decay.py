@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from ranks import Job, metrics, toy_run, train_ranks
+from ranks import Job, metrics, saved, toy_run, train_ranks
 
 from fabric_llm.training.schedule import lr_at
 from fabric_llm.verify import __main__ as verify
@@ -67,7 +67,12 @@ def test_a_restart_of_the_same_command_goes_on(trunk):
     more = ("--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto")
     words = branch(trunk, "wsd", 4, *more)
     assert Job(1, *words, failpoint="between_steps:count=3").wait() == [-9]
-    train_ranks(1, *words)
+    # Nor does it matter that the run was resumed by itself meanwhile.
+    itself = [*words[: words.index("--checkpoint")], *words[words.index("--output_dir") :]]
+    job = Job(1, *itself, "--save_step_interval", 1, failpoint="between_steps:count=2")
+    assert job.wait() == [-9] and saved(trunk / "restarted") == [6, 7]
+    job = Job(1, *words)
+    assert job.wait() == [0] and "before, and goes on from its newest" in job.output[0]
     assert metrics(trunk / "restarted", "step")[-1] == 8
     train_ranks(1, *branch(trunk, "wsd", 4, "--run_name", "undisturbed"))
     assert metrics(trunk / "restarted", "loss") == metrics(trunk / "undisturbed", "loss")

@@ -397,5 +397,8 @@ def _goes_on_from(directory: Path, given: Path) -> bool:
             # moved since, so the names count; older checkpoints have none.
             begun, own = document.get("branch_of", str(given.resolve())), given.resolve().parent
             is_of_it = is_own or Path(str(begun)).parent.name == own.name
-            return went_back and is_of_it and path.resolve() != given.resolve()
+            goes_on = went_back and is_of_it and path.resolve() != given.resolve()
+            if goes_on:
+                print(f"The run began at {given} before, and goes on from its newest checkpoint.")
+            return goes_on
     return False

@@ -105,7 +105,8 @@ def facts(plan: Plan, schedule: Schedule, flags: Flags) -> dict[str, Any]:
         "code": register.LOADED.get("code"),
         "model_name": plan.model.name,
         "config_file": plan.model.config_file,
-        "rolled_back_to": None if given is None else given.name,
+        # Also once it was resumed without --checkpoint: a repeated command must not go back again.
+        "rolled_back_to": plan.resumed.get("rolled_back_to") if given is None else given.name,
         "branch_of": None if plan.branch_point is None else str(plan.branch_point.resolve()),
     }
 
