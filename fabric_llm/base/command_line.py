@@ -36,6 +36,8 @@ except ModuleNotFoundError as error:  # here, since no command has begun that co
 Flags = Any
 LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mistake
+# The environment variable of a run that has started again by itself: the flags with which it did.
+AGAIN = "FABRIC_LLM_AGAIN"
 MAX_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
 MAX_DIGITS = 1000
 MAX_DEPTH = 50
@@ -424,7 +426,7 @@ def _tell_of_repeated(program: str, name: str, one: Flag, texts: list[Any]) -> N
         fail(program, f"{many}: take one file, and flags for what differs.")
     # A run that starts again, by itself or by torchrun, has the same words, and more of its own.
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    is_restarted |= "FABRIC_LLM_AGAIN" in os.environ
+    is_restarted |= AGAIN in os.environ
     if {*before} - {last} and is_rank_zero() and not is_restarted:
         has_commas = "comma-separated" in one.values + one.help
         all_of_them = ". It takes all of them in one, with commas" if has_commas else ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Optional
 
-from fabric_llm.base.command_line import is_rank_zero
+from fabric_llm.base.command_line import AGAIN, is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
 from fabric_llm.base.machine import die_with
 from fabric_llm.processes.stop import SIGNALS, STARTED
@@ -27,8 +27,6 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent holds t
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 # The environment variable of a started rank with the id of the process that it must not outlive.
 PARENT = "FABRIC_LLM_PARENT"
-# That of a run that has started again by itself: the flags with which it did.
-AGAIN = "FABRIC_LLM_AGAIN"
 SECONDS_TO_AGREE = 60.0  # on a port, for a rank 0 that first ends what it does
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 

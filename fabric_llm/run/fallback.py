@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from traceback import walk_tb
 from typing import Callable, NamedTuple, Optional
 
+from fabric_llm.base.command_line import AGAIN
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNEXPECTED, Fault, one_line
 from fabric_llm.plan.plan import Plan
-from fabric_llm.processes.launch import AGAIN
 
 
 class FastPath(NamedTuple):
