@@ -59,9 +59,11 @@ from fabric_llm.base.faults import (
     SAVE_FAILED,
     STOPPED,
     UNWRITABLE,
+    Fault,
 )
 from fabric_llm.mirror import client
 from fabric_llm.report.reading import read_run
+from fabric_llm.run import copies
 
 # In CI the longer suite has the servers.
 pytestmark = pytest.mark.longer
@@ -401,6 +403,19 @@ def test_a_damaged_checkpoint_on_the_disk_is_mended_from_its_copy(toys, tmp_path
     assert f"{checkpoint(3 * INTERVAL)} instead" in ended(Job(1, *words))
 
 
+def test_what_a_rewind_finds_damaged_on_the_disk_is_mended(toys, tmp_path, place):
+    spikes = "--spike_threshold 1000 --spike_window 3 --spike_action rewind --lr 1e-4".split()
+    words = flags(toys, tmp_path / "out", "--mirror", place, *spikes)
+    job = Job(1, *words, failpoint="between_steps:count=4:do=stop", before=spiked({4 * 4}))
+    frozen(job)
+    wait_for(manifest(tmp_path / "mirror", INTERVAL).is_file)
+    for name in ("model.safetensors", files.MANIFEST):
+        flip(tmp_path / "out" / RUN / checkpoint(INTERVAL) / name)
+    go_on(job)
+    assert f"mended from its copy at {place}/{RUN}." in ended(job)
+    same_files(tmp_path / "mirror" / RUN, tmp_path / "out" / RUN)
+
+
 def test_where_all_are_damaged_it_is_said(toys, tmp_path):
     """Nothing of it is taken for a new run's place."""
     again = lost(toys, tmp_path, 1)
@@ -520,6 +535,19 @@ def test_a_run_that_has_lost_its_prefix_does_not_wait_for_it(toys, tmp_path, pla
     (tmp_path / "mirror" / ".leases" / "lease-000009.json").write_text("{}")
     go_on(job)
     assert "nothing more is uploaded" in ended(job, NOT_MIRRORED)
+
+
+def test_ranks_do_not_wait_for_a_copy_at_a_prefix_that_is_lost(tmp_path, place):
+    (run := tmp_path / RUN).mkdir()
+    save(run, 2, random.Random(2))
+    mirror, began = client.Mirror(place, run, 600), time.monotonic()
+    (tmp_path / "mirror" / ".leases" / "lease-000009.json").write_text("{}")
+    with pytest.raises(Fault, match="step-00000002 isn't at .* would read it"), mirror.process:
+        try:
+            copies._wait_for(mirror, run / checkpoint(2))
+        finally:
+            mirror.close()
+    assert time.monotonic() - began < 60
 
 
 # ---------------------------------------------------------------------------- a server in trouble
