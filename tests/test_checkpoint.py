@@ -670,6 +670,9 @@ def test_runs_are_neither_mixed_nor_made_up(run):
     with pytest.raises(ValueError, match="no complete checkpoint"):
         choose(run.parent, "other", resumes=True)
     (run.parent / "started").mkdir()  # and killed before its first checkpoint
+    (run.parent / "started" / "arguments.yaml").touch()
+    with pytest.raises(ValueError, match="'.*started': --resume auto begins it anew; other runs"):
+        choose(run.parent, "started", resumes=True)
     assert choose(run.parent, "started") == run.parent / "started"
     assert names(run.parent) == ["run", "started"], "nothing is created"
 

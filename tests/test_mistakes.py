@@ -268,6 +268,8 @@ train --resume true --run_name other
     66: (step-N) in 'checkpoints/other', which isn't there (from
 train --resume true --run_name other
     66: '); other runs there are 'run'.
+train --resume true --run_name rnu --output_dir checkponts
+    66: '). Did you mean 'checkpoints'?
 train --config
     2: --config takes the name of a YAML file, and nothing is given.
 train --config=

@@ -23,7 +23,7 @@ from fabric_llm.base.faults import (
     unwritten,
 )
 from fabric_llm.base.files import MANIFEST, no_link
-from fabric_llm.base.names import command, listed, no_folder
+from fabric_llm.base.names import command, listed, nearest_of, no_folder
 from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
@@ -77,13 +77,17 @@ def require_any(flags: Flags, folder: Path) -> None:
     new run."""
     given = flags.checkpoint.checkpoint
     if flags.checkpoint.resume is True and given is None and not files.step_directories(folder):
-        where = ""
+        where, others, meant = "", beside(folder), ""
         # Most often the command is run in another directory than before.
         if not folder.is_dir():
             where = f", which isn't there (from {os.getcwd()!r})"
+            meant = "" if others else nearest_of(folder)
+        # Such as by a crash before the first save.
+        elif (folder / "arguments.yaml").is_file():
+            where = ": --resume auto begins it anew"
         raise Fault(
-            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}{where}"
-            f"{beside(folder)}.",
+            f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}{where}{others}."
+            f"{meant}",
             NO_CHECKPOINT,
         )
 
