@@ -1,6 +1,6 @@
 """Every flag of a run, declared once: the command lines of train.py and plan.py.
 
-A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below
+A flag is a field with a type, a default and other fields of `flag.Flag`. The string below
 it is its text in `--help`, with the unit; its first clause, up to a semicolon, is one line of it.
 Nothing here imports torch, so `--help` answers at once.
 """
@@ -12,12 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import (
-    Flag,
-    declared,
-    groups,
-    option,
-)
+from fabric_llm.base.flag import Flag, declared, groups, option
 from fabric_llm.run import trackers
 from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import fail, option, parse
+from fabric_llm.base.command_line import fail, parse
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, one_line
+from fabric_llm.base.flag import option
 from fabric_llm.base.names import reach_hub
 from fabric_llm.base.program import plain_output
 from fabric_llm.mirror.fetch import local

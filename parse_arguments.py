@@ -15,15 +15,10 @@ from typing import Any, Optional
 
 from arguments import DEMO_CONFIG, ROOT, Arguments, PlanArguments, groups_of_run
 from fabric_llm.base import register
-from fabric_llm.base.command_line import (
-    declared,
-    groups,
-    load_yaml,
-    parse,
-    read_yaml,
-    yaml_text,
-)
+from fabric_llm.base.command_line import parse
+from fabric_llm.base.flag import declared, groups
 from fabric_llm.base.names import at_home
+from fabric_llm.base.plain_yaml import load_yaml, read_yaml, yaml_text
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.data.sources import SOURCES
 from fabric_llm.run import metrics, trackers

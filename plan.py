@@ -10,9 +10,9 @@ from typing import Any, Optional
 
 from arguments import PlanArguments
 from fabric_llm.base import files, names
-from fabric_llm.base.command_line import read_yaml
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.plain_yaml import read_yaml
 from fabric_llm.base.program import plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
 from plan_arguments import parse_plan

@@ -4,7 +4,7 @@ import re
 from dataclasses import fields
 
 from arguments import Arguments, PlanArguments
-from fabric_llm.base.command_line import declared
+from fabric_llm.base.flag import declared
 from parse_arguments import parse_run
 
 # In GiB, of --device_memory.

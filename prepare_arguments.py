@@ -6,7 +6,8 @@ They have a file of their own, so that preparing text reaches nothing of what tr
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.command_line import parse
+from fabric_llm.base.flag import option
 
 ABOUT = """usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER
 Raw text -> a packed dataset."""

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from fabric_llm.base import files, register
-from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.command_line import parse
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.flag import option
 from fabric_llm.base.names import command, no_folder
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep

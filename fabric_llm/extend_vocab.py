@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.command_line import parse
 from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.flag import option
 from fabric_llm.base.names import command
 from fabric_llm.base.program import plain_output
 from fabric_llm.model.folders import check_model_folder

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import option, parse
+from fabric_llm.base.command_line import parse
 from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.flag import option
 from fabric_llm.base.names import command
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep

@@ -35,8 +35,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from arguments import Arguments
-from fabric_llm.base.command_line import Flag
 from fabric_llm.base.faults import BAD_INPUT, DONE, PEER_LOST, STOPPED
+from fabric_llm.base.flag import Flag
 from fabric_llm.model.tensor_files import Tensors
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from arguments import DEMO_CONFIG, ROOT, PlanArguments, TrainingArguments
 from export_hf import ExportArguments, parse_export
-from fabric_llm.base.command_line import CONFIG, declared, write_yaml
+from fabric_llm.base.command_line import CONFIG
+from fabric_llm.base.flag import declared
+from fabric_llm.base.plain_yaml import write_yaml
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import place
 from fabric_llm.run.trackers import TRACKERS

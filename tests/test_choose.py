@@ -23,7 +23,7 @@ from test_warnings import warned
 
 from arguments import PlanArguments
 from fabric_llm import choose
-from fabric_llm.base.command_line import declared
+from fabric_llm.base.flag import declared
 from fabric_llm.base.names import by_flag
 from fabric_llm.forecast import shares
 from fabric_llm.plan.checks import check_training

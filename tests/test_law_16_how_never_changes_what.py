@@ -18,7 +18,7 @@ from plain_trainer import Found
 from ranks import train_ranks
 
 from arguments import Arguments
-from fabric_llm.base.command_line import Flag
+from fabric_llm.base.flag import Flag
 
 ROWS = 10  # of the longer suite
 # Rows on forked ranks, as in other tests: their number, and flags that say how.

@@ -20,7 +20,8 @@ from arguments import ROOT, Arguments, PlanArguments
 from export_hf import ExportArguments, parse_export
 from fabric_llm import __main__ as listing
 from fabric_llm.average import AverageArguments
-from fabric_llm.base.command_line import declared, parse
+from fabric_llm.base.command_line import parse
+from fabric_llm.base.flag import declared
 from fabric_llm.base.names import by_flag, command
 from fabric_llm.choose import ChooseArguments
 from fabric_llm.data import mixture_text

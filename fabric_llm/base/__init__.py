@@ -14,8 +14,10 @@ names         `nearest`, `unknown`, `hub_name`, `reach_hub`, `shown`: what a mis
 fabric        `Fabric` and its strategies: the one import of Lightning
 failpoints    `failpoint`: named places where tests make a run fail
 help          `answer_help`: what --help prints, from the declarations of flags
-command_line  `parse`, `Flags`, `read_yaml`: flags from dataclasses, one sentence for each mistake,
-              plain YAML
+flag          `Flag`, `option`, `Flags`: flags as fields of dataclasses, and the values they take
+plain_yaml    `read_yaml`, `write_yaml`: YAML that may come from anybody
+command_line  `parse`, `fail`: words and the file of --config -> values of flags, one sentence for
+              each mistake
 register      `schedule`, `loss`, `optimizer`, `source`, `metric`, `flags`: your code beside ours;
               `load`
 """

@@ -15,7 +15,7 @@ RESUMED = {
     "never": "keeps it",
     "override": "changes it only by --resume_override",
 }
-Groups = dict[str, dict[str, Any]]  # title (remark) -> flag name -> its command_line.Flag
+Groups = dict[str, dict[str, Any]]  # title (remark) -> flag name -> its flag.Flag
 
 
 def answer_help(about: str, groups: Groups, argv: list[str]) -> None:

@@ -20,8 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base.command_line import declared, option, strings_below
 from fabric_llm.base.faults import REFUSED, UNEXPECTED, Fault, as_fault, one_line
+from fabric_llm.base.flag import declared, option, strings_below
 from fabric_llm.base.names import nearest_of
 
 __all__ = ["flags", "loss", "metric", "optimizer", "option", "schedule", "source", "tracker"]

@@ -15,13 +15,13 @@ from typing import Any, Optional
 
 import yaml
 
-from fabric_llm.base import command_line
+from fabric_llm.base import plain_yaml
 from fabric_llm.base.names import NAME, at_home, comma_separated, nearest, shown
 from fabric_llm.data.periods import ONE_SET, Stage
 
 MAX_SLOTS = 10_000  # of a period: finer shares are rounded
 MAX_CHARACTERS = 60  # of a value in a message
-MAX_BYTES = command_line.MAX_YAML_BYTES // 2
+MAX_BYTES = plain_yaml.MAX_YAML_BYTES // 2
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
 # A decimal, such as a float with all its digits, or a quotient such as 1/3. The lengths are
 # bounded, so that fractions stay small.
@@ -75,7 +75,7 @@ def text_of(given: str) -> str:
     text = given
     if given.endswith((".yaml", ".yml")):
         try:
-            text = _one_line(command_line.read_yaml(Path(given)))
+            text = _one_line(plain_yaml.read_yaml(Path(given)))
         except OSError as error:
             raise ValueError(f"--data_mix {given!r} can't be read: {error.strerror}.") from error
         except ValueError as error:
@@ -133,7 +133,7 @@ def parse(given: str) -> DataMix:
     text = text_of(given.strip())
     try:
         if text.startswith("{"):
-            return _parsed(command_line.load_yaml(text))
+            return _parsed(plain_yaml.load_yaml(text))
         return _parsed(_of_short_form(text))
     except ValueError as error:
         sentence = f"--data_mix: {error}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, Optional
 
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.machine import cores
 from fabric_llm.base.names import listed
 from fabric_llm.model.flops import of_layers, peak_tflops

@@ -7,7 +7,7 @@ from functools import partial
 from math import gcd
 from typing import Any, Optional
 
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.flag import Flags
 from fabric_llm.forecast.accelerators import devices_of_node
 from fabric_llm.forecast.prediction import CLOSE, Prediction, predict
 from fabric_llm.plan.checks import activation_checkpointing

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.flag import Flags
 from fabric_llm.forecast.prediction import CLOSE, NO, Prediction
 from fabric_llm.plan import checks, make_plan, run_directory, start
 from fabric_llm.plan.demo import prepare_demo

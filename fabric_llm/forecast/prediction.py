@@ -11,8 +11,8 @@ from typing import Any, Optional
 import numpy as np
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.flag import Flags
 from fabric_llm.forecast import accelerators, reads, trace
 from fabric_llm.forecast.accelerators import devices_of_node
 from fabric_llm.forecast.memory import Memory, Work, predict_memory

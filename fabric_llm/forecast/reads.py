@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint import keep
 from fabric_llm.data import mixture_text
 from fabric_llm.data.mixture import mixture_of

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.flag import Flags
 from fabric_llm.forecast.changes import changed
 from fabric_llm.forecast.memory import Memory, Work, predict_memory
 from fabric_llm.forecast.prediction import Prediction, predict

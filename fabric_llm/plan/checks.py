@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Optional, Union
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import is_rank_zero
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import comma_separated, command, flag_meant, nearest
 from fabric_llm.data import mixture_text
 from fabric_llm.data.periods import ONE_SET, PROBES

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Optional
 
-from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
+from fabric_llm.base.command_line import is_first_of_machine, is_rank_zero
+from fabric_llm.base.flag import Flags
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded, is_stream
 from fabric_llm.data.dataset import TokenDataset

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import is_rank_zero
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint import keep
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run

@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint import retention
 from fabric_llm.plan import run_directory, run_status
 

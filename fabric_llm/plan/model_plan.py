@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import MOST_NAMED, command
 from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.data.dataset import TokenDataset

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import (
     BAD_INPUT,
     DONE,
@@ -23,6 +22,7 @@ from fabric_llm.base.faults import (
     unwritten,
 )
 from fabric_llm.base.files import MANIFEST, no_link
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import command, listed, nearest_of, no_folder
 from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import read_progress

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files, register
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import command, listed
 from fabric_llm.checkpoint.keep import comparable_losses, is_evaluated
 from fabric_llm.data import mixture_text

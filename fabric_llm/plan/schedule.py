@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Optional
 
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import MAX_SLOTS, DataMix, at_least, described, require_one_length

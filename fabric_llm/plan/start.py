@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from fabric_llm.base.command_line import Flags, fail, is_rank_zero
+from fabric_llm.base.command_line import fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake, one_line
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.machine import cores, return_freed_memory
 from fabric_llm.mirror.address import require_obstore
 from fabric_llm.model import strategy_rules

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 
-from fabric_llm.base.command_line import Flag, Flags
+from fabric_llm.base.flag import Flag, Flags
 from fabric_llm.base.machine import cores, shows_gpus
 from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights

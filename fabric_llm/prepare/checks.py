@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fabric_llm.base import files, work_folder
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import hub_name
 from fabric_llm.mirror.address import is_address
 from fabric_llm.model.tokenizer_file import check_tokenizer_file

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 from fabric_llm.base import work_folder
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import comma_separated, is_path, nearest_of, shown
 from fabric_llm.mirror.address import is_address
 

@@ -34,10 +34,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files, work_folder
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.describing import describe
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import BAD_INPUT, printable
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.machine import cores
 from fabric_llm.base.names import comma_separated, command, shown
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens

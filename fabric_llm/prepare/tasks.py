@@ -21,10 +21,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files, work_folder
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.describing import describe
 from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import one_line
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import comma_separated, nearest, reach_hub
 from fabric_llm.data.folders import IGNORED, TASKS
 from fabric_llm.prepare.inputs import place_of, prepared_output

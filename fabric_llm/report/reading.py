@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from fabric_llm.base import command_line, files
+from fabric_llm.base import files, plain_yaml
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import listed, no_folder
 from fabric_llm.checkpoint.keep import METRICS_UNDONE
@@ -117,7 +117,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder, status=run_status.read_status(folder))
     with suppress(OSError, ValueError):
         # A damaged file leaves the flags out, and the rest is shown.
-        flags = command_line.read_yaml(folder / "arguments.yaml")
+        flags = plain_yaml.read_yaml(folder / "arguments.yaml")
         run.flags = flags if isinstance(flags, dict) else {}
     run.events = run_status.read_events(folder)
     run.checkpoints = [files.step_of(path) for path in files.checkpoints(folder)]

@@ -13,9 +13,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks, register
-from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
+from fabric_llm.base.flag import Flags
+from fabric_llm.base.plain_yaml import write_yaml
 from fabric_llm.checkpoint import keep, reading, retention, writing
 from fabric_llm.checkpoint.keep import METRICS, SAMPLES
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fabric_llm.base import ranks
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.machine import free_memory_bytes
 from fabric_llm.model import (
     capabilities,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import command
 from fabric_llm.checkpoint.keep import step_directory
 from fabric_llm.checkpoint.writing import Background, Pending

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from fabric_llm.base import ranks
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint.keep import SAMPLES, Progress
 from fabric_llm.data.sources import read_prompts
 from fabric_llm.model.loading import prompt_tokens

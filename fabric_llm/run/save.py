@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files, register
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.flag import Flags
 from fabric_llm.base.ranks import from_rank_zero, gather
 from fabric_llm.checkpoint import keep, retention, state_dicts, trainer_state, writing
 from fabric_llm.checkpoint.keep import Progress, step_directory

@@ -15,10 +15,11 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from fabric_llm.base import faults, ranks, register
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.fabric import SLURMEnvironment
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, as_fault, as_mistake
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import checks, fetched, mirrored, run_directory, run_status

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import Fault, one_line
+from fabric_llm.base.flag import Flags
 from fabric_llm.model import sharded
 from fabric_llm.model.sharded import local_part
 from fabric_llm.model.weights import PREFIX

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 from fabric_llm.base import register
-from fabric_llm.base.command_line import declared
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.flag import declared
 
 # Name -> shape of a decay: a function from the fraction of it that is done to the fraction of the
 # rate that is left.

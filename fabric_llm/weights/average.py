@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fabric_llm.base import command_line, files
+from fabric_llm.base import files, plain_yaml
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.base.names import listed
@@ -310,7 +310,7 @@ def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> InRun
     run = newest.path.resolve().parent
     if not (run / "arguments.yaml").is_file():
         raise ValueError(f"{str(run)!r} has no arguments.yaml, which would say on which data.")
-    flat = command_line.read_yaml(run / "arguments.yaml")
+    flat = plain_yaml.read_yaml(run / "arguments.yaml")
     # Both callers begin the sentence: such as "Not evaluated".
     if flat["eval_iters"] == 0:
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")

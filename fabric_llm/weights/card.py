@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import MAX_YAML_BYTES, load_yaml
+from fabric_llm.base.plain_yaml import MAX_YAML_BYTES, load_yaml
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.periods import ENDLESS

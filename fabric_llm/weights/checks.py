@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import Flags
 from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint import keep
 
 
