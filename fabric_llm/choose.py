@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import parse
+from fabric_llm.base.command_line import declared, option, parse
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import CODES, DONE, NON_FINITE, PEER_LOST, UNEXPECTED, Fault
-from fabric_llm.base.flag import declared, option
-from fabric_llm.base.names import at_home, by_flag, command
-from fabric_llm.base.plain_yaml import read_yaml
+from fabric_llm.base.names import by_flag, command
 from fabric_llm.base.program import plain_output
 from fabric_llm.data.mixture_text import NEW, REPLAY
 from fabric_llm.data.periods import PROBES
@@ -45,14 +43,12 @@ TOLERANCE = 0.2  # of a budget: with a larger error of the law, nothing is advis
 # Flags that plan.py alone has. Those of the second line change what it prints.
 PLAN = "accelerator_name device_memory mfu like network price_per_hour tokens".split()
 PRINTS = "auto sweep json html".split()
-# A branch is the whole schedule in small, so these shrink with its steps.
-PHASES = "warmup_steps decay_steps cooldown_steps".split()
 RATES = "lr min_lr constant_lr".split()
 # What a branch neither needs nor may do, besides what a drill may not.
 OFF = "--train_data_dir null --replay null --replay_fraction null --eval_step_interval null "
 OFF += "--sample_prompts null --profile null --forgetting_action warn --keep_last 1 --keep_best 0 "
 # What would have no effect in it, as default, so that no branch warns of it.
-OFF += "--number_epochs 1 --async_save false --mirror_timeout 600 --entity null --project null"
+OFF += "--number_epochs 1 --async_save false"
 
 Losses = dict[str, float]  # {set: its loss, nats}
 
@@ -103,7 +99,7 @@ class Whole:
         of a schedule, where the rate is high, are above those that are kept once it has decayed.
         """
         scaled = {}
-        for flag in PHASES:
+        for flag in drill.PHASES:
             if self.values.get(flag):
                 # Rounded down: together they may be as long as the run.
                 scaled[flag] = str(max(1, int(self.values[flag]) * steps // self.steps))
@@ -145,19 +141,7 @@ class Whole:
 
 def whole_of(given: dict[str, list[str]]) -> Whole:
     """Raises ValueError for what no branch could be made of, before anything runs."""
-    values: dict[str, Any] = {}
-    if given.get("config"):
-        config = at_home(given["config"][-1])
-        try:
-            values = read_yaml(Path(config)) or {}
-        except OSError as error:
-            raise ValueError(f"--config {config!r} can't be read: {error.strerror}.") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"--config {config!r} holds no flags: a line is `name: value`.")
-    for name, words in given.items():
-        # The last one wins, as on a command line.
-        value = words[-1] if words else None
-        values[name] = None if value in ("null", "None") else value
+    values = drill.values_of(given)
     if not values.get("replay") or not values.get("train_data_dir"):
         raise ValueError("shares of --replay beside --train_data_dir are compared: give both.")
     # A file may hold other types, which plan.py refuses.

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shlex
 import shutil
 import subprocess
@@ -418,7 +419,8 @@ def test_where_a_drill_cannot_be_is_told_in_one_sentence(tmp_path):
 @pytest.mark.longer
 def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     flags = "--devices 2 --strategy fsdp --global_batch_size 4 --eval_iters 0 --max_step 99 "
-    flags += "--resume true --keep_last 1 --warmup_steps 9 --number_epochs 2"
+    flags += "--resume true --keep_last 1 --keep_every 9 --warmup_steps 9 --lr_schedule wsd "
+    flags += "--decay_steps 9 --logger wandb --project x"
     data = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data")
     own = ("--steps", 4, "--seed", 1, "--output", "certificate.json")
     done = drilled(tmp_path, *own, "--", *data, *flags.split())
@@ -429,8 +431,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     assert document["compared"]["lines"] == 4 and document["compared"]["files"] == 4
     for words in ("SIGKILL on rank", "step 4/4  saved", "resuming from step-", "identical"):
         assert words in done.stdout
-    assert "Warning" not in done.stdout, "of a drill's few steps"
-    assert done.stderr == ""
+    assert done.stderr == "" and not re.search("Warning: (?!only .* of the weights)", done.stdout)
 
 
 @pytest.mark.longer

@@ -2,7 +2,7 @@
 compare them bit for bit.
 
 A random rank is killed with SIGKILL at a random step. Both runs use the user's own flags, except
-those in OWN.
+those in OWN and long PHASES.
 """
 
 import json
@@ -15,20 +15,27 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from fabric_llm.base import failpoints, files
+from fabric_llm.base.command_line import read_yaml
 from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.base.names import at_home, by_flag
 from fabric_llm.base.names import command as command_line
 from fabric_llm.processes.launch import PARENT
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
 OWN += " --checkpoint null --resume_override null --mirror null"
+# What would have no effect in it, as default, so that it doesn't warn of what nobody can mend.
+OWN += " --keep_every null --keep_best 1 --mirror_timeout 600 --entity null --project null"
+# A run of a few steps is a whole schedule, so the parts of one shrink with it.
+PHASES = "warmup_steps decay_steps cooldown_steps".split()
 # Fields of metrics.jsonl; the others are speed and memory.
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
@@ -49,12 +56,13 @@ def drill(
     """
     # A checkpoint is due before the kill, and steps are left behind it to go on with.
     interval = max(1, steps // 3)
-    own = f"{OWN} --max_step {steps} --save_step_interval {interval} --output_dir".split()
+    own = f"{OWN} --max_step {steps} --save_step_interval {interval}".split()
+    own += short_phases(flags, steps)
     start = find_launcher(launcher) if launcher else [sys.executable]
     clean = environment(launcher)
 
     def train(name: str, log: str, resume: str = "false", **more: str) -> tuple[int, str]:
-        words = [*own, str(folder), "--run_name", name, "--resume", resume]
+        words = [*own, "--output_dir", str(folder), "--run_name", name, "--resume", resume]
         command = [*start, str(TRAIN), *flags, *words]  # the last of a flag wins
         return run_training(command, {**clean, **more}, folder / log, patient=bool(launcher))
 
@@ -115,6 +123,37 @@ def drill(
         "compared": compared,
         "differences": differences,
     }
+
+
+def short_phases(flags: list[str], steps: int) -> list[str]:
+    """Flags that make those of PHASES fit into a run of `steps` that are too long for it."""
+    given, short = by_flag(flags), []
+    if not given.keys() & {"config", "model_name", "train_data_dir"}:
+        given["config"] = [str(TRAIN.parent / "configs" / "demo.yaml")]
+    for phase in PHASES:
+        # None, or a mistake, of which the first run tells.
+        with suppress(TypeError, ValueError):
+            if int(values_of(given).get(phase)) > steps // 4:
+                short += [f"--{phase}", str(max(1, steps // 4))]
+    return short
+
+
+def values_of(given: Mapping[str, list[str]]) -> dict[str, Any]:
+    """{flag: its value} of the flags of a run, also of its --config. Raises ValueError."""
+    values: dict[str, Any] = {}
+    if given.get("config"):
+        config = at_home(given["config"][-1])
+        try:
+            values = read_yaml(Path(config)) or {}
+        except OSError as error:
+            raise ValueError(f"--config {config!r} can't be read: {error.strerror}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"--config {config!r} holds no flags: a line is `name: value`.")
+    for name, words in given.items():
+        # The last one wins, as on a command line.
+        value = words[-1] if words else None
+        values[name] = None if value in ("null", "None") else value
+    return values
 
 
 def environment(launcher: str) -> dict[str, str]:
