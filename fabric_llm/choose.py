@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import declared, option, parse
+from fabric_llm.base.command_line import parse
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import CODES, DONE, NON_FINITE, PEER_LOST, UNEXPECTED, Fault
+from fabric_llm.base.flag import declared, option
 from fabric_llm.base.names import by_flag, command
 from fabric_llm.base.program import plain_output
 from fabric_llm.data.mixture_text import NEW, REPLAY

@@ -61,7 +61,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--resume", "maybe"], ["--resume", "true, false or auto", "--checkpoint", "maybe"]),
         (["--max_step", "0"], ["--max_step", "0"]),
         (["--spike_threshold", "3", "--spike_window", "1"], ["--spike_window", "at least 2", "1"]),
-        (["--beta2", "1"], ["--beta2", "1.0"]),
+        (["--beta2", "1.0"], ["--beta2", "1.0"]),
         (["--context_length", "99"], ["99", str(CONTEXT)]),
         (["--micro_batch_size", "45"], ["45 sequences", f"has {ROWS}."]),
         (["--global_batch_size", "64"], ["64", str(ROWS)]),

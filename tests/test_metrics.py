@@ -26,7 +26,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fabric_llm.base import register
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
-from fabric_llm.plan.start import GIB_OF_A_RANK
 from fabric_llm.run import trackers
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
@@ -69,8 +68,7 @@ def test_every_line_has_its_keys_and_types(run):
         expected = TRAINING if "loss" in line else EVALUATION
         assert {key: type(value) for key, value in line.items()} == expected
     assert min(values(run, "tokens_per_second")) > 0
-    most = GIB_OF_A_RANK["cpu"] + (torch.version.cuda is not None)  # of its libraries
-    assert all(0.05 < gib < most for gib in values(run, "peak_memory_gib"))
+    assert all(0.05 < gib < 64 for gib in values(run, "peak_memory_gib"))
 
 
 def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):

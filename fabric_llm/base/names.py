@@ -232,9 +232,10 @@ def nearest_of(path: Path, files: bool = False) -> str:
     if path.parent == Path() and Path("checkpoints", path).is_dir():
         return f" Did you mean {str(Path('checkpoints', path))!r}?"
     whole = path
-    for place in (*Path.cwd().parents, ROOT) if not path.is_absolute() else ():
-        if (there := place / path).is_dir() or files and there.is_file():
-            return f" Did you mean {os.path.relpath(there)!r}?"
+    with suppress(OSError):  # of folders that can't be searched
+        for place in (*Path.cwd().parents, ROOT) if not path.is_absolute() else ():
+            if (there := place / path).is_dir() or files and there.is_file():
+                return f" Did you mean {os.path.relpath(there)!r}?"
     while not path.parent.exists():  # then the first folder on the way to it that doesn't exist
         path = path.parent
     beside = []

@@ -1,7 +1,7 @@
 """Warnings: valid flags that are probably a mistake, such as those without an effect.
 
 A flag counts as given if it differs from its default, since arguments.yaml of a resumed run holds
-all flags, or if it says what is trained and is on the command line.
+all flags.
 """
 
 import math
@@ -182,11 +182,9 @@ def _without_effect(flags: Flags, strategy: str) -> Iterator[str]:
     known: Mapping[str, Any] = {**flags.flat(), "strategy": strategy}
     without: dict[str, list[str]] = {}  # what is missing -> flags that need it
     for name, value in flags.flat().items():
-        # A typed default is meant where it says what is trained, and not only how.
-        is_typed = name in flags.on_command_line and declared[name].how is False
         # Neither ddp nor one device shards, so NO_SHARD describes them.
         is_true = value == "NO_SHARD" and strategy in ("ddp", "single")
-        if value is None or value == declared[name].default and not is_typed or is_true:
+        if value is None or value == declared[name].default or is_true:
             continue
         # Such as "strategy fsdp fsdp2": a flag, and the values that it may have; without values
         # any will do that counts as true.

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from fabric_llm.base import failpoints, files
-from fabric_llm.base.command_line import read_yaml
 from fabric_llm.base.describing import describe
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.base.names import at_home, by_flag
 from fabric_llm.base.names import command as command_line
+from fabric_llm.base.plain_yaml import read_yaml
 from fabric_llm.processes.launch import PARENT
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -39,8 +39,8 @@ PHASES = "warmup_steps decay_steps cooldown_steps".split()
 # Fields of metrics.jsonl; the others are speed and memory.
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
-# What is only said of a run of so few steps.
-OF_DRILL = re.compile("isn't less than the run's|with --max_step")
+# What is only said because the drill's flags stand behind the user's.
+OF_DRILL = re.compile(r"is given \d+ times|with --max_step")
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_BETWEEN_LOOKS = 0.2  # at what a run has printed
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
