@@ -904,7 +904,7 @@ BOMBS = {  # what a YAML file says -> words of the sentence
 }
 IN_A_CONFIG = {  # what only the flags of a --config make of it
     "digits": ("lr: " + "9" * 400, "line 1 of evil.yaml: lr takes a number, not a text of"),
-    "a word": ("\nyes: 1", "line 2: unknown key 'True' in evil.yaml."),
+    "a word": ("\nyes: 1", "line 2: unknown key 'yes' in evil.yaml."),
     "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "lr takes a number, not a text of"),
     "in a choice": (f"strategy: {json.dumps(MERGES)}", "fsdp2 or ddp, not a text of"),
     "beside a choice": (

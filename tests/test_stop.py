@@ -13,6 +13,7 @@ import pytest
 from ranks import (
     assert_same_tensors,
     ended_with,
+    instead,
     metrics,
     run_ranks,
     saved,
@@ -224,7 +225,7 @@ def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
     (tmp_path / "site" / "sitecustomize.py").write_text(hangs)
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     more = "--devices 4 --accelerator cpu --micro_batch_size 1 --run_name run".split()
-    words = flags(toys, tmp_path, "fsdp", *more)
+    words = instead(flags(toys, tmp_path, "fsdp"), more)
     run = started([str(TRAIN), *words], tmp_path, PYTHONPATH=path)
     try:
         until = time.monotonic() + 60
