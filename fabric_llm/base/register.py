@@ -202,8 +202,8 @@ def folders_of_run(inside: Path) -> set[Path]:
 def in_words() -> str:
     """What the module has registered, for the first lines of a run."""
     words = [f"the {name}" for name in ONLY]
-    kinds = {"schedule": SCHEDULES, "source": SOURCES, "metric": METRICS, "tracker": TRACKERS}
-    for kind, table in {**kinds, "flags": FLAGS}.items():
+    kinds = "schedule source metric tracker flags".split()
+    for kind, table in zip(kinds, (SCHEDULES, SOURCES, METRICS, TRACKERS, FLAGS)):
         words += [f"the {kind} {name}" for name in table]
     return f"--code {LOADED['code']} registers {', '.join(words) or 'nothing here'}."
 
@@ -271,9 +271,9 @@ def _spec(code: str, runs: Collection[Path]) -> Any:
             )
     if is_file:
         if not Path(code).is_file():
-            what = "is a folder" if Path(code).is_dir() else "isn't a file"
-            near = "" if Path(code).is_dir() else nearest_of(Path(code), files=True)
-            raise Fault(f"--code {code!r} {what}.{near}")
+            if Path(code).is_dir():
+                raise Fault(f"--code {code!r} is a folder.")
+            raise Fault(f"--code {code!r} isn't a file.{nearest_of(Path(code), files=True)}")
         # A loader, because importlib has none for other suffixes than .py.
         loader = SourceFileLoader(MODULE, os.path.abspath(code))
         return importlib.util.spec_from_file_location(MODULE, loader.path, loader=loader)

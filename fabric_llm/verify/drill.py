@@ -130,10 +130,11 @@ def short_phases(flags: list[str], steps: int) -> list[str]:
     given, short = by_flag(flags), []
     if not given.keys() & {"config", "model_name", "train_data_dir"}:
         given["config"] = [str(TRAIN.parent / "configs" / "demo.yaml")]
-    for phase in PHASES:
-        # None, or a mistake, of which the first run tells.
-        with suppress(TypeError, ValueError):
-            if int(values_of(given).get(phase)) > steps // 4:
+    # A mistake in a file or a number is told by the first run.
+    with suppress(TypeError, ValueError):
+        values = values_of(given)
+        for phase in PHASES:
+            if int(values.get(phase) or 0) > steps // 4:
                 short += [f"--{phase}", str(max(1, steps // 4))]
     return short
 
