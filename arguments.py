@@ -160,7 +160,9 @@ class ModelArguments:
     """attention implementation; packed: of each packed document by itself, without a mask; auto:
     packed where documents are kept apart and the model can, else sdpa, else eager; flash needs its
     package"""
-    loss: Literal["auto", "full", "chunked"] = setting("auto")
+    loss: Literal["auto", "full", "chunked"] = setting(
+        "auto", takes="auto, full or chunked (--code alone brings another loss)"
+    )
     """chunked: the loss and its gradients in chunks of tokens, without the logits of the whole
     batch; auto: where the model's head can, which is measured"""
     compile: Union[bool, Literal["auto"]] = setting("auto", aliases="torch_compile use_compile")

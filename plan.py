@@ -187,7 +187,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
         row(name, part)
     disk, kept = prediction.checkpoint_bytes / size, prediction.kept_checkpoints
     # How many of them is unknown for a run of unknown length that keeps all.
-    held = "all kept" if kept is None else f"{kept} kept: {disk * kept:,.1f} {unit}"
+    held = "all kept" if kept is None else f"at most {kept} kept: {disk * kept:,.1f} {unit}"
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {held}")
     # The speed is the least certain number, so its source is told.
     seconds, source = prediction.seconds, "assumed, see --mfu and --like"

@@ -157,7 +157,10 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
             "with `:max` a run begins with the most replay, whichever share is chosen: leave it."
         )
     if not budgets or 0 in budgets.values():
-        raise ValueError("a share is chosen by --forgetting_budget: give one, each above 0.")
+        raise ValueError(
+            "--forgetting_budget says how much may be forgotten, by which a share is chosen: give "
+            "one, such as replay=0.05, and none of 0."
+        )
     known = [NEW, REPLAY, *parse_eval_data(values.get("eval_data")), *PROBES]
     for name in budgets:
         require_set("--forgetting_budget", name, known)

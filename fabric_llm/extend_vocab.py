@@ -12,7 +12,7 @@ from typing import Optional
 
 from fabric_llm.base.command_line import parse
 from fabric_llm.base.ending import in_one_sentence
-from fabric_llm.base.flag import option
+from fabric_llm.base.flag import declared, option
 from fabric_llm.base.names import command
 from fabric_llm.base.program import plain_output
 from fabric_llm.model.folders import check_model_folder
@@ -54,7 +54,9 @@ class ExtendArguments:
     pattern: Optional[list[str]] = option(
         None, "file name patterns to take from folders, such as '*.py'"
     )
-    exclude: Optional[list[str]] = option(None, "names of folders to leave out")
+    exclude: Optional[list[str]] = option(
+        None, "names of folders and files to leave out, or patterns, such as '*.md'"
+    )
     overwrite: bool = option(False, "replace an existing output folder")
 
 
@@ -91,8 +93,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         print("\n".join(extend(given.model_name, texts, output, given.tokens)))
         ending.left = f"{given.output} is complete"
         # The next commands, in full: the same corpus by the new tokenizer, then training.
-        names = ("input", "pattern", "exclude", "text_field", "document_separator")
-        of_corpus = {name: value for name in names if (value := getattr(given, name)) is not None}
+        of_corpus = {}
+        for name in ("input", "pattern", "exclude", "text_field", "document_separator"):
+            if (value := getattr(given, name)) != declared(ExtendArguments)[name].default:
+                of_corpus[name] = value
         # The new rows alone are trained first: all else is as it was.
         data, embeddings = "data/extended", {"train_only": "embeddings"}
         config = load_config(given.output).get_text_config()

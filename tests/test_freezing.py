@@ -122,11 +122,15 @@ def test_a_tied_weight_is_one_under_both_names(name):
         ("*", None, "--freeze * leaves nothing to train in LlamaForCausalLM"),
         ("model.*,lm_head.*", None, "leaves nothing to train"),
         (
-            "model.layer.1.*",
+            "nothing.like.it",
             None,
             "no parameter of LlamaForCausalLM has such a name; its last parameters are "
             "model.norm.weight, lm_head.weight.",
         ),
+        ("model.layer.1.*", None, "did you mean 'model.layers.1.*'?"),
+        (None, "lm-head", "did you mean '*lm_head*'?"),
+        ("layers.0", None, "did you mean '*layers.0*'?"),
+        ("*.q_porj.*", None, "did you mean '*.q_proj.*'?"),
         (None, "lm_haed.weight", "did you mean lm_head.weight?"),
         (None, "embedings", "did you mean embeddings?"),
         ("Model.norm.weight", None, "did you mean model.norm.weight?"),

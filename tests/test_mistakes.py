@@ -171,7 +171,11 @@ train --precision bf16
 train --devices 0,1
     2: --devices takes an integer or auto, not '0,1'.
 train --max_step 1e3
-    2: --max_step takes an integer, not '1e3'.
+    2: --max_step takes an integer, not '1e3': write 1000.
+train --max_step 2,000
+    2: --max_step takes an integer, not '2,000': write 2000.
+train --max_step 1.5k
+    2: --max_step takes an integer, not '1.5k': write 1500.
 train --activation_checkpointing
     2: takes none, full, every:N (such as every:2), selective or offload, and nothing is given.
 train --train_data_dir nowhere
@@ -281,7 +285,7 @@ train --lr -.inf
 train --max_step -inf
     2: --max_step takes an integer, not '-inf'.
 train --config written.yaml
-    2: line 2 of written.yaml: max_step takes an integer, not '1e2'.
+    2: line 2 of written.yaml: max_step takes an integer, not '1e2': write 100.
 train --config boolean.yaml
     2: line 1 of boolean.yaml: run_name takes text, not 'yes': write it in quotes.
 train --run_name -_run

@@ -691,6 +691,24 @@ def test_a_text_that_is_too_small_for_a_tokenizer_is_told(make, tmp_path, texts)
     ]
 
 
+def test_rows_that_are_longer_than_the_model_are_told(make, tmp_path, texts):
+    """Its config.json says so where the tokenizer beside it doesn't."""
+    files = write_texts(tmp_path / "in", texts)
+    make(files, train_tokenizer=300)
+    model = tmp_path / "out" / "tokenizer"
+    notes = []
+    for longest in (None, 16):
+        if longest is not None:
+            config = {"model_type": "gpt2", "n_positions": longest}
+            (model / "config.json").write_text(json.dumps(config))
+        made = make(files, tokenizer=str(model), context_length=32, output=str(tmp_path / "next"),
+                    overwrite=True)
+        notes.append(made["notes"])
+    assert notes == [
+        [], [f"rows hold 32 tokens, but {model} says that its model takes 16 (--context_length)"]
+    ]
+
+
 @pytest.mark.longer
 def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
     code = """

@@ -308,8 +308,8 @@ def test_bad_lines_are_named_and_the_others_read(tmp_path):
     assert bad[0].startswith("a.jsonl:2 is not valid JSON: ")
     assert bad[1:] == [
         f"a.jsonl:3 {documents.NOT_UTF8}",
-        'a.jsonl:4 has no field "text" (fields: body): name the right one with --text_field, or '
-        "write several as one",
+        'a.jsonl:4 has no field "text" (fields: body): name the one with the text by '
+        "--text_field; of several, write a column that joins them first",
         'a.jsonl:5 holds NoneType, not a string, in its field "text"',
         "a.jsonl:6 is not a JSON object but list",
     ]

@@ -286,6 +286,14 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     assert shown.lines("loss")[0]["y"][4] is None, "a step that was skipped is a gap"
 
 
+def test_the_speed_is_that_of_the_devices_which_are_named(tmp_path):
+    lines = [training(step, tokens_per_second=4000.0 + 5000 * (step > 6)) for step in range(1, 10)]
+    for step, speed in ((6, "9,000"), (9, "4,000"), (None, "4,000")):
+        event = {"event": "resumed", "step": step, "devices": 8, "kind": "cuda"}
+        run = made(tmp_path / f"run-{step}", lines, events=[event])
+        assert f"Tokens per second {speed} 8 cuda" in report(run).text
+
+
 @pytest.fixture
 def going(tmp_path):
     """A run of two steps that isn't over."""

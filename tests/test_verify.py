@@ -328,6 +328,10 @@ def test_lines_are_asked_for_as_each_part_of_the_run_logged(run, capsys):
     edit_lines(run / "metrics.jsonl", lambda lines: lines.pop(4))
     code, _, error = verified(capsys, run, "--no_export")
     assert code == 66 and "no line of step 5." in error
+    # the first step of a process is logged whatever the interval is
+    edit_lines(run / "metrics.jsonl", lambda lines: lines.pop(1))
+    code, _, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "no line of step 1, 5." in error
 
 
 def change_logits(tensors):

@@ -263,7 +263,10 @@ def _read_config(
         fail(program, with_dash(f"line {lines.get(name)}: {message}"))
     if others:
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
-        fail(program, with_dash(f"{config}: {unknown('key', shown, flags, elsewhere)}"))
+        message = f"{config}: {unknown('key', shown, flags, elsewhere)}"
+        if len(others) > len(values) / 2:
+            message += f" Is it a file for another program than {program}?"
+        fail(program, with_dash(message))
     return values, lines, written
 
 

@@ -142,8 +142,10 @@ class Flag:
                 return float(value) if kind is float else value
         # In a file 12 is a number.
         is_unquoted = str in self.kinds and re.fullmatch(r"[\w.+-]+", written)
-        quotes = ": write it in quotes" if is_unquoted else ""
-        raise ValueError(f"takes {self.values}, not {shown(written)!r}{quotes}.")
+        advice = ": write it in quotes" if is_unquoted else ""
+        if int in self.kinds and (meant := _whole_number(written)) is not None:
+            advice = f": write {meant}"
+        raise ValueError(f"takes {self.values}, not {shown(written)!r}{advice}.")
 
     def out_of_range(self, value: Any) -> str:
         """What a number must be and isn't, in words; "" if it is within its range, and for other
@@ -209,6 +211,16 @@ def strings_below(file: str) -> dict[tuple[str, str], str]:
                 text = ast.literal_eval(below.value)
                 texts[group.name, ast.unparse(above.target)] = " ".join(text.split())
     return texts
+
+
+def _whole_number(written: str) -> Optional[int]:
+    """The integer that people mean by 1e3, 1,000, 10k or 1B; None for other texts."""
+    digits = r"\d{1,3}(?:[,_]\d{3})+|\d+(?:\.\d+)?(?:e\+?\d\d?)?"
+    found = re.fullmatch(rf"({digits}) ?([kmbt]?)", written.lower())
+    if found is None:
+        return None
+    value = float(re.sub("[,_]", "", found[1])) * 1000 ** " kmbt".index(found[2] or " ")
+    return int(value) if value.is_integer() else None
 
 
 def _is_texts(value: Any) -> bool:

@@ -68,11 +68,10 @@ def _frozen(
         # train.
         if not (matching := _chosen(causal_lm, word)):
             names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
-            close = nearest(word, [EMBEDDINGS, *names])
             # Where nothing is similar, real names show how parameters of this model are called.
             hint = f"its last parameters are {', '.join(names[-2:])}."
-            if close:
-                hint = f"did you mean {close[0]}?"
+            if meant := _pattern_meant(word, names):
+                hint = f"did you mean {meant}?"
             raise ValueError(
                 f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; "
                 f"{hint}"
@@ -81,6 +80,23 @@ def _frozen(
     # What --train_only doesn't name is frozen.
     parameters = dict(causal_lm.named_parameters())
     return frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
+
+
+def _pattern_meant(word: str, names: list[str]) -> str:
+    """What a pattern that matches none of `names` may mean; "" where nothing is similar."""
+    if close := nearest(word, [EMBEDDINGS, *names]):
+        return close[0]
+    parts, meant = sorted({part for name in names for part in name.split(".")}), []
+    for part in word.replace("-", "_").split("."):
+        # A part with stars is right as it is.
+        mistyped = part not in parts and "*" not in part
+        meant += (mistyped and nearest(part, parts)) or [part]
+    whole = ".".join(meant)
+    # A part of a name, such as lm_head or layers.0, needs stars around it.
+    for pattern in (whole, f"*{whole.strip('*.')}*"):
+        if whole.strip("*.") and any(fnmatchcase(name, pattern) for name in names):
+            return repr(pattern)
+    return ""
 
 
 def freeze(causal_lm: PreTrainedModel, names: Iterable[str]) -> None:

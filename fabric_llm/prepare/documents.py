@@ -311,8 +311,8 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return (
-        f'has no field "{text_field}" (fields: {some}{more}): name the right one with '
-        "--text_field, or write several as one"
+        f'has no field "{text_field}" (fields: {some}{more}): name the one with the text by '
+        "--text_field; of several, write a column that joins them first"
     )
 
 

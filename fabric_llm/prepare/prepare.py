@@ -17,6 +17,7 @@ counted: in each split tokens = rows * context_length + dropped_tokens - padding
 
 import hashlib
 import json
+import math
 import platform
 import shutil
 import sys
@@ -48,7 +49,12 @@ from fabric_llm.prepare.corpus import Piece, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Job, Mark, read_mark, without_panic
 from fabric_llm.prepare.rows import Documents, save_rows, split_documents
-from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
+from fabric_llm.prepare.tokenizer import (
+    convention,
+    longest_row,
+    packing_tokenizer,
+    train_byte_level_bpe,
+)
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
@@ -95,10 +101,11 @@ def prepare(flags: Flags, input_files: inputs.InputFiles) -> dict:
     # What can't be opened or loaded fails here, before anything is written.
     evaluation = [contamination.read(name) for name in comma_separated(flags.decontaminate)]
     tokenizer = None if flags.tokenizer is None else packing_tokenizer(flags.tokenizer)
-    if tokenizer is not None and tokenizer.model_max_length < flags.context_length:
+    longest = math.inf if tokenizer is None else longest_row(flags.tokenizer, tokenizer)
+    if longest < flags.context_length:
         input_files.notes.append(
             f"rows hold {flags.context_length:,} tokens, but {shown(flags.tokenizer)} says that "
-            f"its model takes {tokenizer.model_max_length:,} (--context_length)"
+            f"its model takes {longest:,} (--context_length)"
         )
     needs = (
         "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over "

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.data.token_bytes import unknown_id
@@ -41,6 +42,17 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"tokenizer {name} has no EOS token to end documents with: set eos_token in its folder"
         )
     return tokenizer
+
+
+def longest_row(name: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that the model takes at once, as the tokenizer says, or the config.json beside it."""
+    config = {}
+    # A tokenizer may come without a model.
+    with suppress(OSError):
+        config, _ = PretrainedConfig.get_config_dict(name, local_files_only=True)
+    given = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    known = [longest for longest in given if isinstance(longest, int)]
+    return min([tokenizer.model_max_length, *known])
 
 
 def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -38,7 +38,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         "--output",
         type=at_home,
         help=f"the file to write (default: {REPORT} in the run's directory, or of several runs "
-        f"{COMPARISON} in the first one's)",
+        f"{COMPARISON} in the first one's; of an address in the working directory)",
     )
     # Whatever goes wrong from here on, also wrong arguments, is reported in one sentence.
     with in_one_sentence("fabric_llm.report"):

@@ -145,8 +145,12 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         validation, best = last_and_best(run, loss)
     if times:
         lasted = duration((times[-1] - times[0]).total_seconds())
-    # The median, so that pauses and the first steps don't count.
-    rate = number(rates and np.round(np.nanmedian(rates.values)))
+    # The median, so that pauses and the first steps don't count, of the last start: one
+    # before may have had other devices.
+    begun, speeds = run.begun.get("step"), rates and rates.values
+    if rates is not None and isinstance(begun, int) and rates.steps[-1] > begun:
+        speeds = rates.values[rates.steps > begun]
+    rate = number(None if speeds is None else np.round(np.nanmedian(speeds)))
     # Escapes what is filled in, and marks the rest as HTML.
     ending = Markup('<span class="{}">{}</span>').format(kind, ended)
     return [

@@ -103,9 +103,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     different."""
     with in_one_sentence("fabric_llm.verify"):
         given = parse(sys.argv[1:] if argv is None else argv)
-        given.run = given.run and local(given.run)
+        named, given.run = given.run, given.run and local(given.run)
         # The certificate: what is printed is the same as what is written.
         document = drilled(given) if given.drill else verified(given)
+        # A folder of a cache says nothing elsewhere.
+        if "run" in document:
+            document["run"] = named
         # Which programs found this, and when.
         document["versions"] = {**versions(), "python": platform.python_version()}
         document["date_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")

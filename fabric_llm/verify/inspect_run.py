@@ -380,8 +380,10 @@ def check_metrics(
             report.find(f"{sentence}.")
         else:
             report.note(f"{sentence}: a resumed run writes them anew.")
+    # A rewind may have cut the first line of a process, and the step isn't its first any more.
+    begins = [] if guarded else [document["logged"]["after"] + 1 for document in documents.values()]
     _compare_training(
-        name, {record["step"]: record for _, record in training}, durable, documents, report
+        name, {record["step"]: record for _, record in training}, durable, documents, begins, report
     )
     _compare_evaluations(name, evaluation, documents, report)
     report.count("training_lines", len(training))
@@ -432,14 +434,16 @@ def _compare_training(
     logged: dict[int, dict[str, Any]],
     durable: int,
     documents: dict[int, dict[str, Any]],
+    begins: list[int],
     report: Report,
 ) -> None:
-    """Compare training lines with checkpoints. logged, documents: by step."""
+    """Compare training lines with checkpoints. logged, documents: by step. begins: the first steps
+    of processes, which are logged as well."""
     # Each checkpoint records the step at which its process has started, and how often it logs; a
     # save logs as well. If all checkpoints of an earlier process were pruned, this isn't known, and
     # no line of it is required.
     # Step 0 has no training line.
-    wanted = set(documents) - {0}
+    wanted = set(documents) - {0} | {step for step in begins if step <= durable}
     for saved_at, document in documents.items():
         every, after = document["logged"]["every"], document["logged"]["after"]
         wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
