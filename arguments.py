@@ -55,10 +55,10 @@ class DeviceArguments:
     """auto: cuda where there is a GPU, else cpu"""
     oversubscribe: bool = option(False, kept=False, how=True)
     """start more processes on CPUs than four for each core"""
-    hang_timeout: float = setting(1800.0, above=0, aliases="ddp_timeout nccl_timeout")
+    hang_timeout: float = setting(1800.0, above=0, below=10**9, aliases="ddp_timeout nccl_timeout")
     """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then
     the run ends with code 71"""
-    join_timeout: float = setting(300.0, above=0)
+    join_timeout: float = setting(300.0, above=0, below=10**9)
     """before training: seconds that a rank may be silent while others wait for it; then the run
     ends with code 71"""
     tpu: bool = setting(False)
@@ -479,7 +479,7 @@ class SaveArguments:
     mirror: Optional[str] = setting(None, takes="an address such as s3://bucket/prefix")
     """address in object storage, such as s3://bucket/prefix; each checkpoint is copied there, and
     on an empty disk --resume auto fetches the newest (docs/mirror.md)"""
-    mirror_timeout: float = setting(600.0, above=0, needs="mirror")
+    mirror_timeout: float = setting(600.0, above=0, below=10**9, needs="mirror")
     """seconds that the end of a run waits for its last checkpoint to be at --mirror; then exit code
     80"""
 

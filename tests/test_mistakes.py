@@ -168,6 +168,8 @@ train --devices 0
     2: --devices must be positive, not 0.
 train --precision bf16
     2: --precision takes bf16-true, bf16-mixed, 16-mixed or 32-true, not 'bf16'.
+train --join_timeout 1e30
+    2: --join_timeout must be less than 1000000000, not 1e30.
 train --devices 0,1
     2: --devices takes an integer or auto, not '0,1'.
 train --max_step 1e3

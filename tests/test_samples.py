@@ -174,7 +174,7 @@ def test_a_rewind_removes_samples_also_in_a_process_that_takes_none(toys, data, 
         ("p.jsonl", b'{"prompt": 3}', "line 1 isn't a JSON object"),
         ("p.jsonl", b"[" * 5000, "line 1 isn't a JSON object"),
         ("", b"", "isn't a file"),
-        ("p.txt", b"w1 " * 30, "more than 24"),
+        ("p.txt", b"w1 " * 30, "more than the 24 of a row: take a shorter prompt"),
     ],
 )
 def test_a_bad_file_is_one_sentence(toys, data, tmp_path, capsys, name, content, sentence):

@@ -88,7 +88,8 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     if rest:
         advice, of_rank = "", global_batch_size // world_size
         if global_batch_size % world_size == 0:
-            fits = max(n for n in range(1, micro_batch_size + 1) if of_rank % n == 0)
+            most = min(micro_batch_size, of_rank)
+            fits = next(n for n in range(most, 0, -1) if of_rank % n == 0)
             advice = f": take --micro_batch_size {fits}"
         raise ValueError(
             f"--global_batch_size {global_batch_size} doesn't divide by {spelled}{advice}."

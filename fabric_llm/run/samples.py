@@ -50,15 +50,19 @@ class Samples:
                 "data."
             )
         self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
+        # Tokens of a row, which the model can hold.
         longest = min(MAX_TOKENS, *plan.data.contexts)
         # Rank 0 reads the file for all, since other machines may not have it.
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
             tokens = prompt_tokens(self.tokenizer, text)
-            if not 0 < len(tokens) <= longest - self.count:
+            of_prompt, room = f"--sample_prompts: {text[:40]!r}", longest - len(tokens)
+            if not tokens:
+                raise Fault(f"{of_prompt} has no tokens to go on from.")
+            if room < self.count:
+                fits = f"take --sample_tokens {room}" if room > 0 else "take a shorter prompt"
                 raise Fault(
-                    f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be one "
-                    f"or more, and with --sample_tokens {self.count} no more than {longest}: those "
-                    f"of a sequence of the run, and {MAX_TOKENS:,} at most."
+                    f"{of_prompt} has {len(tokens)} tokens, and with --sample_tokens {self.count} "
+                    f"more than the {longest} of a row: {fits}."
                 )
             self.prompts.append((text, tokens))
         # Rows are padded on the right, which a causal model doesn't see, and all have one length,
