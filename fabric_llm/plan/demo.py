@@ -20,7 +20,8 @@ def prepare_demo(folder: Path, context_length: int) -> None:
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):  # torchrun starts all ranks at once
+    lock = folder.with_name(f".{folder.name}.lock")
+    with FileLock(lock):  # torchrun starts all ranks at once
         if folder.exists():
             return
         print(
