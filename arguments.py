@@ -222,7 +222,7 @@ class FSDPArguments:
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is
     32-true"""
     activation_checkpointing: Union[bool, str] = basic_setting(
-        False,
+        "none",
         takes="none, full, every:N (such as every:2), selective or offload",
         aliases="gradient_checkpointing recompute_activations",
     )

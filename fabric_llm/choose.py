@@ -380,8 +380,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         steps = round(own.part * whole.steps / BRANCHES)
         if steps < MIN_STEPS:
             raise ValueError(
-                f"--part {own.part:g} of {whole.steps:,} steps gives branches of {steps} steps, "
-                f"and fewer than {MIN_STEPS} say nothing: {longer(whole.steps)}."
+                f"--part {own.part:g} of {whole.steps:,} steps gives each of {BRANCHES} branches "
+                f"{steps} steps, and fewer than {MIN_STEPS} say nothing: {longer(whole.steps)}."
             )
         part = BRANCHES * steps / whole.steps
         price = "" if plan["price"] is None else f", {part * plan['price']:,.2f} for them"

@@ -117,7 +117,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         # A full checkpoint has a config.json as a model has, and besides it the folder `trainer`.
         if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
             folder = keep.checkpoint_at(folder)
-            keep.verified(folder)
+            keep.whole(folder)
             register.load_of_run(folder)
         # transformers can't read a sharded checkpoint.
         if (folder / "weights").is_dir():

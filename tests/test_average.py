@@ -361,7 +361,7 @@ def test_the_output_is_not_a_part_nor_a_run(runs, toys, tmp_path, run_average):
     code, _, error = run_average(tmp_path / "base", "--overwrite", "true", output=tmp_path / "base")
     assert code == 2 and "is one of the parts" in error
     code, _, error = run_average(tmp_path / "base", output=runs / "full")
-    assert code == 2 and "exists" in error
+    assert code == 2 and "isn't an exported model" in error
     assert run_average(tmp_path / "base")[0] == 0
     assert run_average(tmp_path / "base")[0] == 2
     assert run_average(runs / "full", "--overwrite", "true")[0] == 0

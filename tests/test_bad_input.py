@@ -203,7 +203,7 @@ def both_splits(**columns):
         (train_split(**ONE, labels=[ROW[:4]]), ["4", "8"]),
         (
             both_splits(input_ids=[[*ROW, VOCABULARY]]),
-            [f"has {VOCABULARY} tokens", f"--train_tokenizer {VOCABULARY}"],
+            [f"has {VOCABULARY} tokens", "--tokenizer THAT_OF_ITS_WEIGHTS"],
         ),
         (both_splits(input_ids=[[*ROW, -1]]), ["-1"]),
         (both_splits(input_ids=[[3]]), ["1 token"]),

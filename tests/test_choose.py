@@ -282,7 +282,7 @@ def test_a_word_without_a_flag_is_refused(capsys):
     [
         (
             ("--max_step", 100),
-            "branches of 0 steps, and fewer than 20 say nothing: 5 branches need a run of more "
+            "each of 5 branches 0 steps, and fewer than 20 say nothing: 5 branches need a run of more "
             "than 100 steps.",
         ),
         (("--max_stpe", 100), "unknown flag --max_stpe. Did you mean --max_step?"),

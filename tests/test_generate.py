@@ -95,6 +95,17 @@ def test_a_run_is_its_latest_checkpoint(runs, capsys):
     assert latest.split() == expected(last, do_sample=False).split()
 
 
+@pytest.mark.longer
+def test_a_damaged_checkpoint_is_refused_and_the_others_are_named(runs, tmp_path, capsys):
+    run = shutil.copytree(runs / "full", tmp_path / "run")
+    weights = run / "step-00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert ended(main, str(run), *map(str, LIKELY)) == 66
+    said = capsys.readouterr().err
+    assert "the content of model.safetensors has changed" in said
+    assert f"Others of its run: {run / 'step-00000001'}." in said
+
+
 def test_a_seed_gives_the_same_draws_and_another_others(toy, capsys, monkeypatch):
     texts = []
     for seed in (1, 1, 2):

@@ -425,9 +425,9 @@ prepare_data --input https://huggingface.co/datasets/org/name --output out --tra
 prepare_data --input other --output out --train_tokenizer 300
     2: no file in other matches *.txt
 prepare_data --input corpus --output corpus --train_tokenizer 300
-    2: exists and is not empty
+    2: other files than a prepared dataset's, which are never replaced: name a new folder
 prepare_data --input corpus --output corpus --train_tokenizer 300 --overwrite true
-    2: no prepared dataset
+    2: other files than a prepared dataset's
 prepare_data --input corpus --output prepared --train_tokenizer 300
     2: exists and is not empty: pass --overwrite true to replace it
 prepare_data --input corpus --output out --tokenizer sets/lnog
@@ -445,7 +445,7 @@ export_hf checkpoints --output x
 export_hf checkpoints/run --output x --dtype int8
     2: --dtype takes auto, float32, bfloat16 or float16, not 'int8'.
 export_hf checkpoints/run --output hf
-    2: 'hf' exists; take another --output, or --overwrite true.
+    2: 'hf' isn't an exported model, so it isn't replaced; take another --output.
 export_hf checkpoints/run --output corpus --overwrite true
     2: isn't an exported model
 fabric_llm.verify.__main__ checkpoints/rnu

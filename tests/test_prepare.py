@@ -832,9 +832,9 @@ MISTAKES = [
     ("blank", {}, NO_TEXT),
     ("blank", {"train_tokenizer": 300}, NO_TEXT),
     ("in", {"output": "in/000.txt", "overwrite": True}, "000.txt is a file: name a folder"),
-    ("in", {"output": "body"}, "body exists and is not empty: pass --overwrite true to replace"),
+    ("in", {"output": "body"}, "body is a folder with other files than a prepared dataset"),
     ("in", {"output": "/"}, "is a mount point, which cannot be replaced: name a folder inside it"),
-    ("in", {"output": "blank", "overwrite": True}, "blank holds no prepared dataset, so it is not"),
+    ("in", {"output": "blank", "overwrite": True}, "blank is a folder with other files than a prepared dataset"),
     *((name, {}, NOT_ON_THE_HUB.format(name)) for name in ("no/corpus", "corpus", "org/a:config")),
     *(
         (name, {}, NO_PATH.format(name))

@@ -49,6 +49,8 @@ def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path
     flags = run_of(tmp_path / "none", tmp_path / "base-data", tmp_path, "none")
     job = Job(1, *flags, "--eval_iters", 1, "--eval_data", f"other={tmp_path / 'lowercase-data'}")
     assert job.wait() == [2] and "from that of '" in job.output[0], job.output[0]
+    code, words = said("none", "base")
+    assert code == [0] and "it isn't known whether" in words
     code, words = said("base", "ending")
     assert code == [2] and "end with token 7, and texts of" in words
     code, words = said("ending", "ending")

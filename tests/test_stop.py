@@ -137,6 +137,19 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
     assert said["code"] == 75 and "second signal" in said["reason"]
 
 
+def test_two_signals_that_python_hears_late_are_one():
+    """As of torchrun, which sends another one 0.2 s later, in a long call of C."""
+    signals = stop.StopSignal()
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop.SIGNALS)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.SIGNALS)  # a second one would raise here
+        assert signals.requests == 1
+    finally:
+        signals.restore()
+
+
 @pytest.mark.longer
 def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
     """By the scheduler, to all processes, and by the launcher that hands it on."""

@@ -124,10 +124,14 @@ def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
             takes += f", {word} {limit:g}"
     # Each need is a flag and, maybe, the values of it that will do.
     needs = [need.split() for need in one.needs.split(",") if need]
-    unless = " and ".join(f"--{flag} is {' or '.join(values) or 'on'}" for flag, *values in needs)
-    sentences = []
-    if needs:
-        sentences.append(f"No effect unless {unless}.")
+    sentences, unless = [], []
+    for flag, *values in needs:
+        if values == ["false"]:
+            sentences.append(f"No effect with --{flag} true.")
+        else:
+            unless.append(f"--{flag} is {' or '.join(values) or 'on'}")
+    if unless:
+        sentences.append(f"No effect unless {' and '.join(unless)}.")
     if of_run and one.kept:
         sentences.append(f"A resumed run {RESUMED[one.resume]}.")
     if one.aliases:

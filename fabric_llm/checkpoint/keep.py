@@ -173,6 +173,19 @@ def verified(path: Path, hashes: bool = False, mend: Optional[Mend] = None) -> d
     return read_progress(path)
 
 
+def whole(path: Path) -> dict[str, Any]:
+    """As `verified` with hashes, of a checkpoint that a user names: a Fault (66) also names the
+    others of its run."""
+    try:
+        return verified(path, hashes=True)
+    except Fault as fault:
+        there = [one for one in step_directories(path.parent) if (one / MANIFEST).is_file()]
+        others = [str(one) for one in reversed(there) if one.name != path.name]
+        if fault.code != NO_CHECKPOINT or not others:
+            raise
+        raise Fault(f"{fault} Others of its run: {listed(others)}.", NO_CHECKPOINT) from fault
+
+
 def newest_valid(
     run_directory: Path,
     hashes: bool,

@@ -180,7 +180,9 @@ def differing_tokens(one: Any, other: Any) -> str:
                 f"{token!r} ({others.get(token, 'missing')} and {ids.get(token, 'missing')})"
             )
         count = f"{len(differing):,} token{'s have' if len(differing) > 1 else ' has'}"
-        return f": {count} different ids, such as {', '.join(pairs)}"
+        missing = len(ids.keys() ^ others.keys())
+        alone = f" ({missing:,} are in one of the two alone)" if missing else ""
+        return f": {count} different ids{alone}, such as {', '.join(pairs)}"
     # Other merges, normalizers or templates, such as with and without BOS.
     made, made_there = (tokenizer(SAMPLE)["input_ids"] for tokenizer in (one, other))
     if made == made_there:

@@ -10,7 +10,7 @@ from fabric_llm.base.faults import UNEXPECTED, Fault
 
 SCRIPT = Path(__file__).parents[2] / "prepare_data.py"
 VOCABULARY = 8192  # as in configs/demo_llama
-EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__"
+EXCLUDED = "*-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__"
 
 
 def prepare_demo(folder: Path, context_length: int) -> None:

@@ -109,6 +109,13 @@ def tokenizer_of(
         _require_known_end(dataset, of_model, config, source)
         if tokenizer is None:
             tokenizer, place = of_data, f"{dataset.given}/tokenizer"
+    # Ids that mean other tokens than those it has learned would only show in the losses.
+    is_unknown = of_model is None and tokenizer is not None and loading.has_weights(source)
+    if is_unknown and is_rank_zero():
+        print(
+            f"Warning: {source!r} has weights and no tokenizer, so it isn't known whether {place!r}"
+            " is that with which they were trained: put theirs beside them."
+        )
     return tokenizer
 
 
@@ -157,7 +164,9 @@ def require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source:
         if dataset.max_token_id >= text_config.vocab_size:
             words = {"tokenizer": source}
             if loading.tokenizer_beside(source) is None:
-                words = {"train_tokenizer": text_config.vocab_size}
+                words = {"tokenizer": "THAT_OF_ITS_WEIGHTS"}
+                if not loading.has_weights(source):
+                    words = {"train_tokenizer": text_config.vocab_size}
             raise ValueError(
                 f"{dataset.given!r} holds token id {dataset.max_token_id}, but the "
                 f"vocabulary of {source!r} has {text_config.vocab_size} tokens: the dataset was "

@@ -184,6 +184,10 @@ def refuse(
     )
     if may_change:
         advice = f"To change that on purpose: --resume_override {','.join(differing)}."
+        then = {name: before for name, (before, _) in differing.items()}
+        # What isn't typed is that of the last start, by arguments.yaml. Others are only described.
+        if not then.keys() & {"code", "data", "data_mix"}:
+            advice = f"To go on as it was: {command(**then)}. {advice}"
     # A foreign checkpoint may differ in everything, so only the first differences are listed.
     words = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()]
     first = listed(words, separator="; ")

@@ -79,16 +79,16 @@ def prepared_output(output: Path, overwrite: bool) -> None:
     # Nothing is lost with an empty folder.
     if not any(output.iterdir()):
         return
+    # A typo such as `--output ~ --overwrite` must not delete anyone's files.
+    if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
+        raise ValueError(
+            f"output {output} is a folder with other files than a prepared dataset's, which are "
+            f"never replaced: name a new folder, such as {output / 'NAME'}"
+        )
     if not overwrite:
         raise ValueError(
             f"output {output} exists and is not empty: pass --overwrite true to replace it, or "
             "name another"
-        )
-    # A typo such as `--output ~ --overwrite` must not delete anyone's files.
-    if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
-        raise ValueError(
-            f"output {output} holds no prepared dataset, so it is not overwritten: remove it "
-            "yourself"
         )
 
 

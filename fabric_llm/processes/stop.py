@@ -18,7 +18,7 @@ STARTED = "FABRIC_LLM_STARTED"
 STOP_FILE, SAVE_FILE = "stop", "save_now"
 # A scheduler signals all processes, and a launcher its ranks once more: what comes within this time
 # counts as one request.
-SECONDS_OF_ONE_REQUEST = 1.0
+SECONDS_OF_ONE_REQUEST, SECONDS_PENDING = 1.0, 0.2
 
 
 def at_start() -> Fault:
@@ -80,6 +80,9 @@ class StopSignal:
             # The rest of this request comes now: in C code the main thread would hear of it much
             # later.
             time.sleep(SECONDS_OF_ONE_REQUEST)
+            # If both came while the main thread was in C code, Python handles the other one only
+            # now, right behind this.
+            self.until = time.monotonic() + SECONDS_PENDING
         elif self.requests == 2:
             raise KeyboardInterrupt("stopped at once by a second signal, without a save.")
         else:

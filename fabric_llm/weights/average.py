@@ -130,7 +130,7 @@ def merges_of(tokenizer: Any) -> Any:
 def open_part(folder: Path) -> Part:
     # A damaged checkpoint may lack one of them, and must not pass for a plain model.
     is_of_run = any((folder / name).is_file() for name in (files.MANIFEST, "trainer/progress.json"))
-    progress = keep.verified(folder, hashes=True) if is_of_run else None
+    progress = keep.whole(folder) if is_of_run else None
     config = loading.load_config(str(folder))
     # Refuses a config.json that makes no possible model, before any weight is read.
     loading.checked_skeleton(str(folder), config, torch.float32)

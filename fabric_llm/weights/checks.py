@@ -38,8 +38,6 @@ def exported_output(output: Path, overwrite: bool) -> None:
             f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take "
             "another --output."
         )
-    if output.exists() and not overwrite:
-        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
     # The rename would replace the link, and leave what it leads to.
     if output.is_symlink():
         raise ValueError(
@@ -50,6 +48,8 @@ def exported_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{str(output)!r} isn't an exported model, so it isn't replaced; take another --output."
         )
+    if output.exists() and not overwrite:
+        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
 
 
 def _is_exported(folder: Path) -> bool:

@@ -76,7 +76,7 @@ def export(
     """
     loading.disable_progress_bar()
     # Every byte is compared: an export must not spread a damaged weight.
-    precision = keep.verified(source, hashes=True)["fixed"]["precision"]
+    precision = keep.whole(source)["fixed"]["precision"]
     config = loading.load_config(str(source))
     # transformers keeps some parameters in float32 all the same.
     wanted = loading.DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)

@@ -54,7 +54,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     loading.disable_progress_bar()
     # A checkpoint says what its files should be, and a plain model doesn't.
     if (Path(model_name) / files.MANIFEST).is_file():
-        keep.verified(Path(model_name), hashes=True)
+        keep.whole(Path(model_name))
     config = loading.load_config(model_name)
     dtype = loading.stored_dtype(model_name, config)
     tokenizer = extendable_tokenizer(model_name, config)
