@@ -174,6 +174,7 @@ def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
 def test_a_terminal_that_is_gone_asks_once_and_never_under_nohup(monkeypatch):
     """The shell that it ends tells a run once more."""
     monkeypatch.setattr(stop, "SECONDS_OF_ONE_REQUEST", 0.0)
+    monkeypatch.setattr(stop, "SECONDS_PENDING", 0.0)
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         for action, received in ((signal.SIG_IGN, 0), (signal.SIG_DFL, 1)):
