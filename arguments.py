@@ -126,6 +126,7 @@ class ModelArguments:
         how=False,
         aliases=(
             "base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir "
+            "initial_checkpoint_dir "
             "hf_assets_path"
         ),
     )

@@ -38,7 +38,8 @@ NOT_A_FLAG = {
     "do_train do_eval do_predict": (
         "leave it out: a run trains, and evaluates where --eval_iters isn't 0"
     ),
-    "eval_strategy evaluation_strategy save_strategy logging_strategy": (
+    "eval_strategy evaluation_strategy save_strategy logging_strategy evals_per_epoch "
+    "saves_per_epoch": (
         "--eval_step_interval, --save_step_interval and --log_step_interval say after which steps"
     ),
     "resume_from_checkpoint": (
@@ -56,6 +57,7 @@ NOT_A_FLAG = {
     "ema": "it is --ema of export_hf.py",
     "max_shard_size": "it is --max_shard_size of export_hf.py",
     "compare_plan": "it was removed: plan.py --like RUN takes the speed of a run",
+    "tie_embeddings tie_word_embeddings": "leave it out: the model's config.json says it",
     "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
 }
 

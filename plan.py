@@ -60,7 +60,9 @@ def main(argv: Optional[list[str]] = None) -> int:
             change, prediction = found
             flags, chosen = changes.changed(flags, change), changes.words_of(change)
         # Each change is added to those before it.
-        tried = [] if prediction.fits else changes.until_it_fits(own, flags, prediction)
+        tried = []
+        if prediction.verdict != "fits":
+            tried = changes.until_it_fits(own, flags, prediction)
         if own.json:
             document = numbers(prediction)
             if chosen:
@@ -281,17 +283,17 @@ def following(
     """What to do next: train.py with these flags, below warnings of what that would train. name: of
     the model."""
     from fabric_llm.model.loading import has_weights
-    from fabric_llm.plan.warnings import beyond_positions, without_weights
+    from fabric_llm.plan.warnings import beyond_positions, long_warmup, without_weights
 
     # Each flag as it was given last.
     given, left = names.by_flag(words), [*OWN]
-    warnings = [*beyond_positions(prediction.row_tokens, prediction.positions)]
+    warnings, training = [*long_warmup(flags.training, prediction.steps)], flags.training
+    if flags.model.rope is None:
+        warnings += beyond_positions(prediction.row_tokens, prediction.positions)
     if own.tokens is not None:  # train.py takes steps
         given["max_step"] = [str(prediction.steps)]
-        if flags.training.max_step is not None:
-            warnings.append(
-                f"--tokens counts, not the max_step {flags.training.max_step} of a file."
-            )
+        if training.max_step is not None:
+            warnings.append(f"--tokens counts, not the max_step {training.max_step} of a file.")
     # The folder has the sizes of a model that the preset names.
     if "config" in given and "model_name" in given and not has_weights(name):
         of_preset = read_yaml(Path(names.at_home(given["config"][-1]))).get("model_name")

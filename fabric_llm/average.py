@@ -26,6 +26,7 @@ from fabric_llm.base.flag import option
 from fabric_llm.base.names import command, no_folder
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep
+from fabric_llm.mirror.address import is_address
 from fabric_llm.mirror.fetch import local
 from fabric_llm.report.__main__ import page_module
 from fabric_llm.training.forgetting import parse_budgets
@@ -163,6 +164,11 @@ def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         given = AverageArguments(**parse(PROGRAM, ABOUT, [AverageArguments], argv, first="parts"))
+        if (given.last or 1) > 1 and (there := [part for part in given.parts if is_address(part)]):
+            raise ValueError(
+                f"--last {given.last} takes runs on a disk: name the checkpoints at an address "
+                f"one by one, such as {there[0]}/step-00001000."
+            )
         folders = named([local(part) for part in given.parts], given.last)
         # No weights yet where evaluations are to find them, below.
         budgets, weights, more = parse_budgets(given.forgetting_budget), [], {}

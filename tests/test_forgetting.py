@@ -331,6 +331,24 @@ def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(
 
 
 @pytest.mark.longer
+def test_a_source_that_was_added_goes_back_to_the_beginning_with_the_others(base, tmp_path):
+    """Its loss before step 1 isn't known."""
+    shutil.copytree(base / "new", tmp_path / "third")
+    mix = f"new={base / 'new'}:0.8,old={base / 'old'}:0.2"
+    run = flags(base, tmp_path, "--eval_iters", 2, "--forgetting_action", "rewind")
+    train_ranks(1, *run, "--max_step", 4, "--data_mix", mix, "--forgetting_budget", "old:9")
+    mix = f"new={base / 'new'}:0.7,old={base / 'old'}:0.1,third={tmp_path / 'third'}:0.2"
+    changed = "data_mix,max_step,forgetting_budget"
+    again = (*run, "--resume", "true", "--resume_override", changed, "--data_mix", mix)
+    train_ranks(1, *again, "--max_step", 8, "--forgetting_budget", "old:9")
+    job = Job(1, *again, "--max_step", 12, "--forgetting_budget", "old:0.0001")
+    # The budget can't be kept, but each rewind has its checkpoint.
+    assert job.wait() == [76] and "went back to the beginning" in job.output[0], job.output
+    assert "Warning: forgotten: old" in job.output[0]
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
+
+
+@pytest.mark.longer
 def test_a_run_that_is_back_at_its_beginning_and_killed_goes_on_from_there(base, tmp_path):
     """With the raised share, and to the same end."""
     more = "--max_step 8 --eval_iters 2 --keep_last 1".split()

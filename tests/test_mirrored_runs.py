@@ -761,7 +761,8 @@ def test_an_export_takes_the_address(of_a_run, tmp_path):
 
 
 def test_verify_and_a_report_take_the_address(of_a_run, tmp_path):
-    assert f"run             {of_a_run[0]}\n" in command("-m", "fabric_llm.verify", of_a_run[0])
+    said = command("-m", "fabric_llm.verify", of_a_run[0])
+    assert f"run             {of_a_run[0]}\n" in said and f"at {of_a_run[0]} wasn't verified" in said
     command("-m", "fabric_llm.report", of_a_run[0], "--output", tmp_path / "report.html")
     assert RUN in (tmp_path / "report.html").read_text()
 

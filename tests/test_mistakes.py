@@ -168,6 +168,12 @@ train --devices 0
     2: --devices must be positive, not 0.
 train --precision bf16
     2: --precision takes bf16-true, bf16-mixed, 16-mixed or 32-true, not 'bf16'.
+fabric_llm.average s3://bucket/run --last 2
+    2: --last 2 takes runs on a disk: name the checkpoints at an address one by one
+train --resume true --checkpoint s3://bucket/run/step-00000040
+    2: --checkpoint s3://bucket/run/step-00000040 is read from a disk: copy it there first.
+train --initial_checkpoint_dir m --evals_per_epoch 2 --tie_embeddings true
+    2: unknown flags: --initial_checkpoint_dir (did you mean --model_name?), --evals_per_epoch (--eval_step_interval
 train --join_timeout 1e30
     2: --join_timeout must be less than 1000000000, not 1e30.
 train --devices 0,1

@@ -184,20 +184,20 @@ DATA = "--train_data_dir data/NAME"
             f"--config configs/gpt2.yaml --model_name other/model {DATA}"
         )),
         (f"--model_name {SIZES} --data_mix a=b:1", SIZES, f"--model_name {SIZES} --data_mix a=b:1"),
-        (f"--model_name {SIZES} --tokens 9", SIZES, f"--model_name {SIZES} --max_step 7 {DATA}"),
+        (f"--model_name {SIZES} --tokens 9", SIZES, f"--model_name {SIZES} --max_step 700 {DATA}"),
         (f"--lr 9 --json true --model_name {SIZES} --lr=1e-4 --price_per_hour 2", SIZES, (
             f"--lr 1e-4 --model_name {SIZES} {DATA}"
         )),
         ("--config configs/demo.yaml", "configs/demo_llama", "--config configs/demo.yaml"),
         ("--devices 2", "", "--devices 2"),  # the demo
         ("--resume auto --model_name m", "", f"--resume auto --model_name m {DATA}"),
-        ("--tokens 9", "--tokens counts, not the max_step 400 of a file.", "--max_step 7"),
+        ("--tokens 9", "--tokens counts, not the max_step 400 of a file.", "--max_step 700"),
     ],
 )  # fmt: skip
 def test_what_follows_trains_the_model_that_was_meant(words, warns, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     own, flags = parse_plan(words.split())
-    planned = SimpleNamespace(steps=7, row_tokens=9, positions=9)
+    planned = SimpleNamespace(steps=700, row_tokens=9, positions=9)
     *warnings, last = plan.following(own, words.split(), flags, flags.model.model_name, planned)
     assert last == f"Next: python train.py {command}" and parse_train(command.split())
     sentence = f"Warning: {warns!r} holds no weights: training starts from random ones."

@@ -250,20 +250,22 @@ def _read_config(
     lines = {key: line for key, line, _ in found}
     written = {key: value for key, _, value in found}
     others = [key for key in values if key not in flags]
-    for name in others:
-        if isinstance(values.get(name), dict):
+    sections = [name for name in others if isinstance(values.get(name), dict)]
+    if len(others) == 1:
+        [name] = others
+        if sections:
             fail(
                 program,
                 f"line {lines.get(name)}: {name!r} in {config} is a section, but such a file has "
                 "lines of `flag: value` alone.",
             )
-    if len(others) == 1:
-        [name] = others
         message = unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere)
         fail(program, with_dash(f"line {lines.get(name)}: {message}"))
     if others:
         shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
         message = f"{config}: {unknown('key', shown, flags, elsewhere)}"
+        if sections:
+            message += f" Such a file has no sections, as {', '.join(map(repr, sections))}."
         if len(others) > len(values) / 2:
             message += f" Is it a file for another program than {program}?"
         fail(program, with_dash(message))

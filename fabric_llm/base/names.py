@@ -91,7 +91,8 @@ def unknown(
         each = []
         for name, shown in names.items():
             each.append(f"{shown} ({meant[name]})" if meant[name] else shown)
-        return f"unknown {what}s: {listed(each)}. See --help."
+        # All of them: each start that finds a few more costs patience.
+        return f"unknown {what}s: {', '.join(each)}. See --help."
     # A single name gets a sentence of its own.
     [(name, shown)] = names.items()
     words = meant[name] or "see --help"

@@ -273,7 +273,8 @@ def _spec(code: str, runs: Collection[Path]) -> Any:
         if not Path(code).is_file():
             if Path(code).is_dir():
                 raise Fault(f"--code {code!r} is a folder.")
-            raise Fault(f"--code {code!r} isn't a file.{nearest_of(Path(code), files=True)}")
+            meant = nearest_of(Path(code), files=True) or " If it has moved, give its new place."
+            raise Fault(f"--code {code!r} isn't a file (from {os.getcwd()!r}).{meant}")
         # A loader, because importlib has none for other suffixes than .py.
         loader = SourceFileLoader(MODULE, os.path.abspath(code))
         return importlib.util.spec_from_file_location(MODULE, loader.path, loader=loader)

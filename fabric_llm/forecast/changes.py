@@ -13,6 +13,7 @@ from fabric_llm.forecast.prediction import CLOSE, Prediction, predict
 from fabric_llm.plan.checks import activation_checkpointing
 from fabric_llm.plan.start import batch_sizes
 
+WORTH_IT = 0.98  # of the memory before: what saves less isn't worth its time
 Change = dict[str, Any]  # flag name -> its new value
 Found = tuple[Change, Prediction]  # with the change
 # Kinds of --activation_checkpointing: each keeps less in memory than the one before, and takes more
@@ -48,23 +49,26 @@ def until_it_fits(
     less memory than the one before.
 
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first
-    that fits. None may fit.
+    that fits, and [] where the flags fit already. None may fit.
     """
     changes: list[tuple[list[str], Prediction]] = []
+    fits_already = prediction.fits
     # As long as the model and its optimizer alone don't fit, fewer activations can't help.
     for number, remedies in enumerate([*OF_THE_STATE, _of_activations, *OF_THE_STATE]):
         for change in remedies(flags):
             if number < len(OF_THE_STATE) and prediction.state_fits:
                 break
-            # A change that doesn't help by itself isn't kept, so that the advice stays short.
+            # A change that hardly helps by itself isn't kept, since it costs time.
             tried = _attempt(own, changed(flags, change))
-            if tried is None or tried.memory.peak >= prediction.memory.peak:
+            if tried is None or tried.memory.peak > WORTH_IT * prediction.memory.peak:
                 continue
             flags, prediction = changed(flags, change), tried
             changes.append((words_of(change), prediction))
             if prediction.used <= CLOSE:
                 return changes
     # No change was enough for `CLOSE`, so the first that fits at all ends the list.
+    if fits_already:
+        return []
     for number, (_, one) in enumerate(changes, 1):
         if one.fits:
             return changes[:number]

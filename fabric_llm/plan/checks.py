@@ -256,9 +256,12 @@ def _check_addresses(flags: Flags, datasets: Mapping[str, Collection[str]]) -> N
         place = address.local_folder(flags.save.mirror)
         if place and place.resolve() == Path(flags.checkpoint.output_dir).resolve():
             raise ValueError(f"--mirror {flags.save.mirror} is --output_dir: name another disk.")
-    model_name = flags.model.model_name
-    if address.is_address(model_name):
-        raise ValueError(f"--model_name {model_name} is read from a disk: copy it there first.")
+    for flag, name in (
+        ("model_name", flags.model.model_name),
+        ("checkpoint", flags.checkpoint.checkpoint or ""),
+    ):
+        if address.is_address(name):
+            raise ValueError(f"--{flag} {name} is read from a disk: copy it there first.")
     for flag, folders in datasets.items():
         for given in filter(address.is_address, folders):
             address.require(given, flag, is_folder=True)

@@ -45,7 +45,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     context_length = plan.data.dataset.context_length
     # None where the configuration names no number of positions.
     made_for = positions.length(plan.model.config.get_text_config())
-    sequences, lr, warmup = plan.schedule.global_batch_size, flat["lr"], flat["warmup_steps"]
+    sequences, lr = plan.schedule.global_batch_size, flat["lr"]
     if placement.kind == "cpu":
         yield from _of_cpus(flat, placement.devices)
     yield from beyond_positions(context_length, made_for)
@@ -71,11 +71,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             "(docs/continued_pretraining.md)."
         )
     short = f"isn't less than the run's {last} steps"
-    if warmup > 0 and warmup >= last:
-        yield (
-            f"--warmup_steps {warmup} {short}: the learning rate only rises, to "
-            f"{lr * last / warmup:g}."
-        )
+    yield from long_warmup(flags.training, last)
     if often := [
         f"{name} {count:.1f} times"
         for name, count in plan.schedule.epochs().items()
@@ -130,6 +126,17 @@ def beyond_positions(context_length: int, made_for: Optional[int]) -> Iterator[s
             f"rows hold {context_length} tokens, but the model was made for {made_for} "
             "positions, and has seen none beyond: prepare shorter rows (--context_length), or see "
             "docs/long_context.md."
+        )
+
+
+def long_warmup(training: Flags, last: Optional[int]) -> Iterator[str]:
+    """Of a warm-up that doesn't end before the run. training: the group of flags. last: the last
+    step, None where it isn't known."""
+    warmup = training.warmup_steps
+    if last is not None and warmup >= last > 0:
+        yield (
+            f"--warmup_steps {warmup} isn't less than the run's {last} steps: the learning rate "
+            f"only rises, to {training.lr * last / warmup:g}."
         )
 
 

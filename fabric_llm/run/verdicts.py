@@ -157,6 +157,9 @@ def _rewind(run: Run) -> None:
     # Optimizer, model and guard are those of the checkpoint; the data goes on from here.
     run.batches.go_on_with(run.schedule.mixture, run.schedule.end)
     run.progress, run.losses = there, document.get("eval_losses")
+    # Of a source that was added since, they know nothing.
+    if run.losses is not None and not run.schedule.shares_at(position).keys() <= run.losses.keys():
+        run.losses = None
     address, watch = run.flags.save.mirror, run.watch
     # None where a run goes back to its beginning, and loads --model_name once more.
     load_again(run, copies.readable(address, run.mirror, run.ranks_apart, watch, last))

@@ -27,7 +27,9 @@ from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, Fault, unwritte
 from fabric_llm.base.names import at_home, command, listed, no_folder
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint.keep import versions
-from fabric_llm.mirror.fetch import local
+from fabric_llm.mirror.address import is_address, split
+from fabric_llm.mirror.fetch import checkpoints, local
+from fabric_llm.mirror.store import Store
 from fabric_llm.plan.run_status import read_status
 from fabric_llm.verify.drill import drill
 
@@ -109,6 +111,10 @@ def main(argv: Optional[list[str]] = None) -> int:
         # A folder of a cache says nothing elsewhere.
         if "run" in document:
             document["run"] = named
+            if is_address(named):
+                place, name = split(named)
+                if others := checkpoints(Store(place), name)[:-1]:
+                    document["notes"].append(f"{listed(others)} at {named} wasn't verified.")
         # Which programs found this, and when.
         document["versions"] = {**versions(), "python": platform.python_version()}
         document["date_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
