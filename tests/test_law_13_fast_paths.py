@@ -702,7 +702,7 @@ ACTIVATIONS = "takes none, full, every:N (such as every:2), selective or offload
     [
         ("--activation_checkpointing every:0", ACTIVATIONS),
         ("--activation_checkpointing half", ACTIVATIONS),
-        ("--loss liger", "--loss takes auto, full or chunked, not 'liger'"),
+        ("--loss liger", "--loss takes auto, full or chunked (--code"),
     ],
 )
 def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, words, sentence):

@@ -274,7 +274,8 @@ def _spec(code: str, runs: Collection[Path]) -> Any:
             if Path(code).is_dir():
                 raise Fault(f"--code {code!r} is a folder.")
             meant = nearest_of(Path(code), files=True) or " If it has moved, give its new place."
-            raise Fault(f"--code {code!r} isn't a file (from {os.getcwd()!r}).{meant}")
+            where = "" if Path(code).is_absolute() else f" (from {os.getcwd()!r})"
+            raise Fault(f"--code {code!r} isn't a file{where}.{meant}")
         # A loader, because importlib has none for other suffixes than .py.
         loader = SourceFileLoader(MODULE, os.path.abspath(code))
         return importlib.util.spec_from_file_location(MODULE, loader.path, loader=loader)
