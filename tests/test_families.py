@@ -292,5 +292,5 @@ def test_a_resumed_run_keeps_what_it_had(tmp_path, packed_data, before, family):
     if family == "llama":
         other = "true" if before == "false" else "false"
         said = train(1, *flags, "--document_masking", other)
-        assert f"To go on as it was: --document_masking {before.capitalize()}." in said
+        assert f"To go on as it was: --document_masking {other == 'false'}." in said
         assert said.endswith("To change that on purpose: --resume_override document_masking.")
