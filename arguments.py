@@ -126,8 +126,7 @@ class ModelArguments:
         how=False,
         aliases=(
             "base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir "
-            "initial_checkpoint_dir "
-            "hf_assets_path"
+            "initial_checkpoint_dir hf_assets_path"
         ),
     )
     """hub name or local directory of a causal LM; config.json alone: random start"""

@@ -150,7 +150,8 @@ def before_first_step(run: Run) -> bool:
     evaluates = save.evaluates_first(run.plan, run.flags)
     stops = evaluates and not evaluate(run)
     if run.forgetting.verdict == "rewind":
-        run.log.say(f"Warning: {run.forgetting.forgotten}")  # by a budget that is new here
+        if not evaluates:  # by a budget that is new here, of which no evaluation has told
+            run.log.say(f"Warning: {run.forgetting.forgotten}")
         verdicts.rewind(run)
     stops = stops or verdicts.stops(run)
     # The stop that had cut off the last evaluation didn't wait for samples.

@@ -159,7 +159,7 @@ def whole_of(given: dict[str, list[str]]) -> Whole:
     if not budgets or 0 in budgets.values():
         raise ValueError(
             "--forgetting_budget says how much may be forgotten, by which a share is chosen: give "
-            "one, such as replay=0.05, and none of 0."
+            "one, such as replay:0.05, and none of 0."
         )
     known = [NEW, REPLAY, *parse_eval_data(values.get("eval_data")), *PROBES]
     for name in budgets:

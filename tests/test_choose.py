@@ -194,7 +194,7 @@ GOOD = {
     [
         ({"--replay": None}, "give both"),
         ({"--train_data_dir": None}, "give both"),
-        ({"--forgetting_budget": None}, "give one, such as replay=0.05, and none of 0"),
+        ({"--forgetting_budget": None}, "give one, such as replay:0.05, and none of 0"),
         ({"--forgetting_budget": "replay:0"}, "none of 0"),
         ({"--forgetting_budget": "repaly:1"}, "no validation set is named 'repaly'. Did you mean"),
         ({"--forgetting_budget": "replay"}, "--forgetting_budget takes name:nats"),
