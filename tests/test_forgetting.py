@@ -391,14 +391,15 @@ def test_a_rewind_to_the_beginning_that_is_killed_leaves_its_line_and_the_undone
     ("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)]
 )
 def test_a_rewind_to_the_beginning_takes_no_other_weights(base, tmp_path, strategy, ranks):
-    """A run that began on one rank, and whose model's folder was written anew."""
+    """A run that began on one rank, and whose model's folder was written anew, or is gone."""
     model = shutil.copytree(base / "base", tmp_path / "model")
     more = ("--forgetting_action", "rewind", "--eval_iters", 2, "--max_skipped_steps", 1)
     run = (*replayed(base, tmp_path, *more), "--model_name", model)
     assert Job(1, *run, "--max_step", 4, "--forgetting_budget", "replay:9").wait() == [0]
     run += ("--resume", "true", "--strategy", strategy, "--forgetting_budget", "replay:0.0001")
     run += ("--resume_override", "max_step,forgetting_budget")
-    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    for name in ("same", "without"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
     same = Job(ranks, *run, "--run_name", "same")
     assert same.wait() and "went back to the beginning" in same.output[0], same.output
     assert "the run stops" not in same.output[0], "it saved the raised share, and went on"
@@ -406,6 +407,10 @@ def test_a_rewind_to_the_beginning_takes_no_other_weights(base, tmp_path, strate
     changed.lm_head.weight.data *= 1.01
     changed.save_pretrained(model)
     job = Job(ranks, *run)
+    assert 2 in job.wait(), job.output
+    assert "doesn't hold the weights with which this run began" in "".join(job.output)
+    shutil.rmtree(model)
+    job = Job(ranks, *run, "--run_name", "without")
     assert 2 in job.wait(), job.output
     assert "doesn't hold the weights with which this run began" in "".join(job.output)
 

@@ -490,6 +490,19 @@ def test_resume_true_takes_a_checkpoint_that_is_there(toys, tmp_path):
     assert "Fetched" in ended(Job(1, *again, "--resume", "true"))
 
 
+def test_an_earlier_checkpoint_is_fetched_when_it_is_named(toys, tmp_path, place):
+    train_ranks(1, *flags(toys, tmp_path / "whole"))
+    words, folder = lost(toys, tmp_path, 1), tmp_path / "new" / RUN
+    ended(Job(1, *words))
+    given = folder / checkpoint(INTERVAL)
+    said = ended(Job(1, *words, "--resume", "true", "--checkpoint", given))
+    assert f"Fetched {given.name} from" in said, said
+    assert_same_end(folder, tmp_path / "whole" / RUN)
+    absent = folder / "step-00000099"
+    job = Job(1, *words, "--resume", "true", "--checkpoint", absent)
+    assert job.wait() == [66] and f"{str(absent)!r} isn't a checkpoint" in job.output[0], job.output
+
+
 def test_a_refused_run_leaves_the_mirror_to_the_next(toys, tmp_path, place):
     """Nothing of it holds the lease: the next one begins at once."""
     words = flags(toys, tmp_path / "out", "--mirror", place)

@@ -93,14 +93,20 @@ def _is_same(store: "Store", path: Path) -> bool:
 
 
 def mend(mirror: Optional["Mirror"], path: Path, problem: str) -> bool:
-    """Replace the files of a checkpoint here that are damaged, as `problem` says, by their copies.
-    Returns whether it is whole then. Raises Fault (74)."""
+    """Replace the files of a checkpoint here that are damaged, as `problem` says, by their copies,
+    or fetch one of the run that isn't here. Returns whether it is whole then. Raises Fault (74)."""
     if mirror is None:
         return False
     from fabric_llm.mirror import fetch
     from fabric_llm.mirror.store import Store
 
-    store = Store(mirror.address, in_run=True)
+    store, run = Store(mirror.address, in_run=True), mirror.directory
+    if not path.exists():
+        if path.name not in mirror.names or path.parent.resolve() != run.resolve():
+            return False
+        fetch.one(store, run.name, path.name, run)
+        say(f"Fetched {path.name} from {mirror.address}/{run.name}.")
+        return True
     # Another one of the same name may be of steps that were undone.
     if not _is_same(store, path) and _mend_manifest(store, path) is None:
         return False

@@ -53,8 +53,8 @@ def directory(flags: Flags) -> Path:
         # A new run from the weights of a checkpoint names it by --model_name.
         if not resume:
             raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
-        # A run that was restarted may have pruned the checkpoint since.
-        if not _restarted(flags):
+        # A run that was restarted may have pruned the checkpoint since, and `choose` may fetch it.
+        if not _restarted(flags) and (flags.save.mirror is None or given.exists()):
             require_checkpoint(given)
         if flags.checkpoint.run_name is None:
             return no_link(given.parent)
@@ -321,7 +321,7 @@ def sweep(folder: Path) -> None:
 
 def choose(flags: Flags, directory: Path, mend: Optional[keep.Mend] = None) -> Optional[Path]:
     """The checkpoint to resume from, None for a new run. Damaged ones that `mend` can't mend are
-    passed over with a warning, unless one is given.
+    passed over with a warning, unless one is given, which it may also fetch.
 
     Called on rank 0, which has locked the run directory. Raises Fault.
     """
@@ -331,7 +331,9 @@ def choose(flags: Flags, directory: Path, mend: Optional[keep.Mend] = None) -> O
         return None
     # After a restart the run goes on from its own newest checkpoint, not from the given one again.
     if given is not None and not (_restarted(flags) and _goes_on_from(directory, given)):
-        require_checkpoint(given)
+        # The mirror may have one that isn't here.
+        if given.exists() or mend is None or not mend(given, ""):
+            require_checkpoint(given)
         for name in (keep.METRICS, keep.SAMPLES):  # of which a branch begins with a copy
             no_link(given.parent / name)
         own = files.latest(directory)

@@ -1,5 +1,6 @@
 """What follows if the guard didn't take a step, or warns of it: a line, the end, or a rewind."""
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -161,11 +162,11 @@ def _rewind(run: Run) -> None:
     if run.losses is not None and not run.schedule.shares_at(position).keys() <= run.losses.keys():
         run.losses = None
     address, watch = run.flags.save.mirror, run.watch
-    # None where a run goes back to its beginning, and loads --model_name once more.
-    load_again(run, copies.readable(address, run.mirror, run.ranks_apart, watch, last))
-    copies.forget(run.ranks_apart, run.plan.run_directory)
     if last is None:
-        require_beginning(run)
+        load_beginning(run)
+    else:
+        load_again(run, copies.readable(address, run.mirror, run.ranks_apart, watch, last))
+    copies.forget(run.ranks_apart, run.plan.run_directory)
     restore(run, document)
     # A rewind undoes neither the count of rewinds nor what the losses before step 1 were.
     guard.rewinds, run.forgetting.over = rewinds, ()
@@ -187,10 +188,14 @@ def _rewind(run: Run) -> None:
         run.log.rewound(there, run.schedule, words, record)
 
 
-def require_beginning(run: Run) -> None:
-    """Raises Fault (2) unless the weights that were loaded once more are those before step 1. All
+def load_beginning(run: Run) -> None:
+    """Load --model_name once more. Raises Fault (2) unless its weights are those before step 1. All
     ranks call it."""
-    if run.began_with not in (None, sharded.fingerprint(run.model)):
+    is_there = False
+    with suppress(ValueError):  # of a folder that is gone
+        load_again(run, None)
+        is_there = run.began_with in (None, sharded.fingerprint(run.model))
+    if not is_there:
         raise Fault(
             f"--model_name {run.flags.model.model_name} doesn't hold the weights with which this "
             "run began, to which it would go back: put them there again, or leave out "
