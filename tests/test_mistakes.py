@@ -444,6 +444,8 @@ prepare_data --input corpus --output out --tokenizer ./modle
     2: No tokenizer './modle'
 export_hf checkpoints/rnu --output x
     2: No checkpoint at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?
+export_hf checkpoints/run/step-9 --output x
+    2: Did you mean 'checkpoints/run/step-00000009'?
 export_hf docs/results --output x
     2: /docs/results'?
 export_hf checkpoints --output x

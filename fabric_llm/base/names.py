@@ -244,7 +244,9 @@ def nearest_of(path: Path, files: bool = False) -> str:
         beside = [
             other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()
         ]
-    close = nearest(path.name, sorted(beside))
+    # A checkpoint is often named without its zeros.
+    padded = re.sub(r"^(step-)(\d+)$", lambda name: name[1] + name[2].zfill(8), path.name)
+    close = [padded] if padded in beside else nearest(path.name, sorted(beside))
     # Or the beginning of a single name. Such a name of a file may be meant for the hub.
     longer = [name for name in beside if name.startswith(path.name) and not files]
     if not close and len(longer) == 1:

@@ -106,7 +106,8 @@ def check_flags(flags: Flags) -> None:
     data, training = flags.data, flags.training
     if data.train_data_dir and data.data_mix:
         raise ValueError(
-            "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture."
+            "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture. "
+            "What a file of --config gives is left out by null, such as --data_mix null."
         )
     # Parsed for its errors; the names of its sources are validation sets as well.
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
