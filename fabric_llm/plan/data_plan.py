@@ -102,7 +102,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
         if asked not in (None, length):
             raise ValueError(
                 f"--context_length {asked}: the rows of {source.given!r} hold {length} tokens; "
-                f"run prepare_data.py again with --context_length {asked}."
+                f"run prepare_data.py again with --context_length {asked}, or take {length} here."
             )
         if is_stream(source.train) and flags.data.data_mix:
             raise ValueError(
