@@ -440,14 +440,15 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     paths += [f"products in 8 bits ({plan.model.float8})"] * (plan.model.float8 != "none")
     paths += ["MLPs in tiles"] * plan.model.tiled_mlp
     paths += [f"activations recomputed ({recomputed})"] * (recomputed != "none")
+    batch, steps = plan.schedule.global_batch_size, plan.schedule.max_step
     start = f"{'random weights,' if is_random else 'weights of'} {plan.model.source}"
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
     print(
         f"{', '.join([model, plan.model.precision, *paths, start])}; {place.strategy} on "
         f"{place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
-        f"{plan.schedule.global_batch_size} sequences of "
+        f"{batch} sequence{'s' * (batch > 1)} of "
         f"{' or '.join(map(str, plan.data.contexts))} tokens a step, "
-        f"{plan.schedule.max_step} steps; {plan.run_directory}"
+        f"{steps} step{'s' * (steps > 1)}; {plan.run_directory}"
     )
     if register.LOADED:
         print(register.in_words())

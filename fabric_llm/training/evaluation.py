@@ -102,7 +102,7 @@ def rows_in_words(sets: Mapping[str, Batches]) -> str:
     words, spread = [], ""
     for name, batches in sets.items():
         if batches.end == len(batches.rows):
-            words.append(f"all {batches.end:,} rows of {name}")
+            words.append(f"all {batches.end:,} rows of {name}".replace("all 1 rows", "the one row"))
         else:
             words.append(f"{batches.end:,} of {len(batches.rows):,} rows of {name}")
             spread = ", evenly spread"
