@@ -575,7 +575,7 @@ def test_hidden_files_and_folders_are_read_only_where_they_are_named(make, tmp_p
     manifest = make(folder)
     assert manifest["files_total"] == len(texts) + 1
     assert manifest["skipped"]["files_by_suffix"] == {"hidden files and folders": 3}
-    said = "3 hidden files and folders; choose with --pattern, or name what is meant with --input"
+    said = "3 hidden files and folders; choose files with --pattern, or name what is meant with --input"
     assert said in summary(manifest)
     manifest = make(folder, output=tmp_path / "b", pattern=["*.txt", ".*.txt"])
     assert manifest["files_total"] == len(texts) + 2
@@ -584,6 +584,10 @@ def test_hidden_files_and_folders_are_read_only_where_they_are_named(make, tmp_p
     said = r"no file in .*deep/ matches b\.txt: choose others with --pattern"
     with pytest.raises(ValueError, match=said):
         make(f"{folder}/deep/", output=tmp_path / "d", exclude=["deep"], pattern=["b.txt"])
+    (tmp_path / "in2").mkdir()
+    (folder / ".git").rename(tmp_path / "in2" / ".git")
+    with pytest.raises(ValueError, match="1 hidden files and folders were left out: .* --input"):
+        make(tmp_path / "in2", output=tmp_path / "e")
 
 
 def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(

@@ -552,7 +552,7 @@ def test_a_folder_of_every_kind(tmp_path, make):
     kinds = len(MAKE) - 2
     assert documents_in(manifest) == (2 * kinds + 1) * len(TEXTS) + 3
     assert manifest["skipped"]["files_by_suffix"] == {".pdf": 2, ".png": 1, "without a suffix": 1}
-    said = "not read   2 .pdf, 1 without a suffix, 1 .png; choose with --pattern"
+    said = "not read   2 .pdf, 1 without a suffix, 1 .png; choose files with --pattern"
     assert said in summary(manifest)
 
 
@@ -661,7 +661,7 @@ def test_web_pages_of_a_folder_are_counted_also_compressed(tmp_path, make):
     with pytest.raises(ValueError, match="a.html holds web pages: extract their text first"):
         make(tmp_path / "in", pattern=["*.html"])
     write(tmp_path / "in" / "d.jsonl", GOOD)
-    assert "2 .html, 1 .wet; choose with --pattern" in summary(make(tmp_path / "in"))
+    assert "2 .html, 1 .wet; choose files with --pattern" in summary(make(tmp_path / "in"))
 
 
 def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch):

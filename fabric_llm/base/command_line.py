@@ -103,7 +103,8 @@ def parse(
         fail(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
-    given = _given(program, argv, {"config": CONFIG, **flags}, first)
+    usage = f"It is called like this: {about.splitlines()[0].removeprefix('usage: ')}"
+    given = _given(program, argv, {"config": CONFIG, **flags}, first, usage)
     named, written = {name: f"--{name}" for name in given}, dict[str, str]()
     config = _value_of(program, CONFIG, given.pop("config", None), "--config")
     if config is not None:
@@ -127,8 +128,7 @@ def parse(
         values[name] = one.default if value is None else value
     required = [name for name, one in flags.items() if one.is_required]
     if missing := [f"--{name}" for name in required if values[name] is None]:
-        usage = about.partition("\n")[0].removeprefix("usage: ")
-        fail(program, f"missing: {', '.join(missing)}. It is called like this: {usage}")
+        fail(program, f"missing: {', '.join(missing)}. {usage}")
     return values
 
 
@@ -142,9 +142,11 @@ def _value_of(
         fail(program, with_dash(f"{named} {error}"))
 
 
-def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str) -> dict[str, Any]:
+def _given(
+    program: str, argv: list[str], flags: Mapping[str, Flag], first: str, usage: str
+) -> dict[str, Any]:
     """{flag: its text on the command line, or texts}. Exit with code 2 for one without a value, and
-    for a value without a flag, unless it is that of `first`."""
+    for a value without a flag, unless it is that of `first`. usage: a sentence."""
     # Without abbreviations: a new flag would change what an old abbreviation means.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
@@ -180,8 +182,8 @@ def _given(program: str, argv: list[str], flags: Mapping[str, Flag], first: str)
             "spaces in quotes."
         )
         if unexpected[0].endswith((".yaml", ".yml")):
-            sentence = f"unexpected {unexpected[0]!r}. Did you mean --config {unexpected[0]}?"
-        fail(program, with_dash(sentence))
+            fail(program, f"unexpected {unexpected[0]!r}. Did you mean --config {unexpected[0]}?")
+        fail(program, f"{with_dash(sentence)} {usage}")
     return given
 
 

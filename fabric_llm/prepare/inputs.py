@@ -270,7 +270,7 @@ def _sources_of(
     paths = _files_of(given, pattern, exclude, output, input_files)
     sources = [_file_source(path) for path in paths]
     if not sources:
-        _refuse_folder(given, pattern)
+        _refuse_folder(given, pattern, input_files.not_read[HIDDEN])
     return sources
 
 
@@ -292,14 +292,16 @@ def _require_hub_name(given: str) -> None:
     raise ValueError(message)
 
 
-def _refuse_folder(folder: str, pattern: Sequence[str]) -> NoReturn:
-    """Raises ValueError for a folder without a matching file."""
+def _refuse_folder(folder: str, pattern: Sequence[str], hidden: int) -> NoReturn:
+    """Raises ValueError for a folder without a matching file. hidden: files and folders in it."""
     words = " ".join(pattern)
     if list(pattern) == DEFAULT_PATTERNS:
         kinds = " ".join(f"*{kind}" for kind in KINDS)
         words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
-    if suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
+    if hidden:
+        advice += f"; {hidden:,} {HIDDEN} were left out: name those that are meant with --input"
+    elif suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
         advice = f"did you mean --pattern '*{suffixes[0]}'?"
     elif all(map(os.path.lexists, pattern)):
         suffix = os.path.splitext(pattern[0])[1]

@@ -592,4 +592,4 @@ def _of_evaluation(
 def _of_suffixes(suffixes: dict[str, int]) -> str:
     """Which files of folders weren't read, and what to do about it."""
     named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
-    return f"{named}; choose with --pattern, or name what is meant with --input"
+    return f"{named}; choose files with --pattern, or name what is meant with --input"
