@@ -103,7 +103,8 @@ def parse(
         fail(
             program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere)
         )
-    usage = f"It is called like this: {about.splitlines()[0].removeprefix('usage: ')}"
+    called, _, _ = about.removeprefix("usage: ").partition("\n")
+    usage = f"It is called like this: {called}"
     given = _given(program, argv, {"config": CONFIG, **flags}, first, usage)
     named, written = {name: f"--{name}" for name in given}, dict[str, str]()
     config = _value_of(program, CONFIG, given.pop("config", None), "--config")
