@@ -97,11 +97,15 @@ def with_replay(
         new, read_before = (source.path for source in former.sources)
         data_mix, replay = None, replay or read_before
     if replay is None:
-        raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
+        raise ValueError(
+            "--replay_fraction is the share of --replay, which isn't given: give both, or neither "
+            "(null)."
+        )
     if data_mix is not None or new is None:
         raise ValueError(
             "--replay goes with --train_data_dir; in --data_mix what is replayed is one more "
-            "source. What a file of --config gives is left out by null, such as --replay null."
+            "source. What a file of --config gives is left out by --train_data_dir null --replay null "
+            "--replay_fraction null."
         )
     # repr gives the decimal that was written: 0.1, and not the binary number next to it.
     fraction = Fraction("0.2" if share is None else repr(share))
