@@ -282,7 +282,9 @@ def following(
 ) -> list[str]:
     """What to do next: train.py with these flags, below warnings of what that would train. name: of
     the model."""
+    from fabric_llm.mirror.address import is_address
     from fabric_llm.model.loading import has_weights
+    from fabric_llm.plan.checks import trained_on
     from fabric_llm.plan.warnings import beyond_positions, long_warmup, without_weights
 
     # Each flag as it was given last.
@@ -290,6 +292,11 @@ def following(
     warnings, training = [*long_warmup(flags.training, prediction.steps)], flags.training
     if flags.model.rope is None:
         warnings += beyond_positions(prediction.row_tokens, prediction.positions)
+    # A preset is planned without its data. What was typed may be mistyped.
+    if flags.on_command_line & {"train_data_dir", "data_mix", "replay"}:
+        absent = [Path(one) for one in trained_on(flags) if not is_address(one)]
+        absent = [path for path in absent if not path.exists()]
+        warnings += [f"{names.no_folder('dataset', path)} It isn't counted." for path in absent]
     if own.tokens is not None:  # train.py takes steps
         given["max_step"] = [str(prediction.steps)]
         if training.max_step is not None:

@@ -574,19 +574,25 @@ def test_hidden_files_and_folders_are_read_only_where_they_are_named(make, tmp_p
         (folder / name).write_bytes(texts[0].encode())
     manifest = make(folder)
     assert manifest["files_total"] == len(texts) + 1
-    assert manifest["skipped"]["files_by_suffix"] == {"hidden files and folders": 3}
-    said = "3 hidden files and folders; choose files with --pattern, or name what is meant with --input"
+    assert manifest["skipped"]["files_by_suffix"] == {"hidden folders": 2, "hidden files": 1}
+    said = "2 hidden folders, 1 hidden files; choose files with --pattern, or name what is meant with --input"
     assert said in summary(manifest)
     manifest = make(folder, output=tmp_path / "b", pattern=["*.txt", ".*.txt"])
     assert manifest["files_total"] == len(texts) + 2
+    assert manifest["skipped"]["files_by_suffix"] == {"hidden folders": 2}
     manifest = make(folder, folder / ".git", folder / ".c.txt", output=tmp_path / "c")
     assert manifest["files_total"] == len(texts) + 3
+    assert manifest["skipped"]["files_by_suffix"] == {"hidden folders": 1}
     said = r"no file in .*deep/ matches b\.txt: choose others with --pattern"
     with pytest.raises(ValueError, match=said):
         make(f"{folder}/deep/", output=tmp_path / "d", exclude=["deep"], pattern=["b.txt"])
+    (folder / "deep/.ipynb_checkpoints").rename(tmp_path / "elsewhere")
+    (folder / ".c.txt").unlink()
+    manifest = make(folder, folder / ".git", output=tmp_path / "c2")
+    assert manifest["skipped"]["files_by_suffix"] == {}
     (tmp_path / "in2").mkdir()
     (folder / ".git").rename(tmp_path / "in2" / ".git")
-    with pytest.raises(ValueError, match="1 hidden files and folders were left out: .* --input"):
+    with pytest.raises(ValueError, match="its hidden folders were left out: name .* --input"):
         make(tmp_path / "in2", output=tmp_path / "e")
 
 

@@ -104,8 +104,8 @@ def with_replay(
     if data_mix is not None or new is None:
         raise ValueError(
             "--replay goes with --train_data_dir; in --data_mix what is replayed is one more "
-            "source. What a file of --config gives is left out by --train_data_dir null --replay null "
-            "--replay_fraction null."
+            "source. What a file of --config gives is left out by --train_data_dir null "
+            "--replay null --replay_fraction null."
         )
     # repr gives the decimal that was written: 0.1, and not the binary number next to it.
     fraction = Fraction("0.2" if share is None else repr(share))

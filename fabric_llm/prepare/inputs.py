@@ -39,7 +39,7 @@ KINDS = {
 DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in KINDS]
 WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers would pass for text
 # Files of folders that aren't read are counted by suffix, and these two kinds by name.
-HIDDEN = "hidden files and folders"
+HIDDEN, HIDDEN_FOLDERS = "hidden files", "hidden folders"
 NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
@@ -142,6 +142,7 @@ class InputFiles:
 
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
+    named: set[str] = field(default_factory=set)  # resolved paths of the inputs
     excluded: set[str] = field(default_factory=set)  # what of --exclude names anything
     twice: int = 0  # links and names that lead to a file or folder which is read already
     # {dataset [split]: rows, None: not known}
@@ -177,8 +178,9 @@ def find_sources(
     """
     input_files, pattern, exclude = InputFiles(), pattern or DEFAULT_PATTERNS, exclude or []
     origin: dict[str, str] = {}  # path -> the input that names it
-    read = set()
-    for given in _expanded(inputs, input_files):
+    read, expanded = set(), list(_expanded(inputs, input_files))
+    input_files.named.update(map(os.path.realpath, expanded))
+    for given in expanded:
         for source in _sources_of(given, pattern, exclude, output, input_files):
             # The same path in two inputs is a mistake. Another name of a file or folder is none.
             path, identity = os.path.abspath(source.name), identity_of(source.name)
@@ -201,8 +203,8 @@ def find_sources(
                 "with spaces, each without its folder)"
             )
     if list(pattern) != DEFAULT_PATTERNS:
-        # Whoever names patterns doesn't want the others.
-        for name in input_files.not_read.keys() - {NO_FILE}:
+        # Whoever names patterns doesn't want the others. No pattern reaches a hidden folder.
+        for name in input_files.not_read.keys() - {NO_FILE, HIDDEN_FOLDERS}:
             del input_files.not_read[name]
     return input_files
 
@@ -270,7 +272,7 @@ def _sources_of(
     paths = _files_of(given, pattern, exclude, output, input_files)
     sources = [_file_source(path) for path in paths]
     if not sources:
-        _refuse_folder(given, pattern, input_files.not_read[HIDDEN])
+        _refuse_folder(given, pattern, input_files)
     return sources
 
 
@@ -292,15 +294,16 @@ def _require_hub_name(given: str) -> None:
     raise ValueError(message)
 
 
-def _refuse_folder(folder: str, pattern: Sequence[str], hidden: int) -> NoReturn:
-    """Raises ValueError for a folder without a matching file. hidden: files and folders in it."""
+def _refuse_folder(folder: str, pattern: Sequence[str], input_files: InputFiles) -> NoReturn:
+    """Raises ValueError for a folder without a matching file."""
     words = " ".join(pattern)
     if list(pattern) == DEFAULT_PATTERNS:
         kinds = " ".join(f"*{kind}" for kind in KINDS)
         words = f"{kinds} (or these with {' '.join(PACKED)})"
     advice = "choose others with --pattern"
+    hidden = [one for one in (HIDDEN, HIDDEN_FOLDERS) if input_files.not_read[one]]
     if hidden:
-        advice += f"; {hidden:,} {HIDDEN} were left out: name those that are meant with --input"
+        advice += f"; its {' and '.join(hidden)} were left out: name what is meant with --input"
     elif suffixes := [one for one in pattern if re.fullmatch(r"\.\w+", one)]:
         advice = f"did you mean --pattern '*{suffixes[0]}'?"
     elif all(map(os.path.lexists, pattern)):
@@ -359,7 +362,8 @@ def _files_of(
         walked.clear()
         for name in directories:
             if name.startswith("."):
-                input_files.not_read[HIDDEN] += 1
+                if os.path.realpath(os.path.join(root, name)) not in input_files.named:
+                    input_files.not_read[HIDDEN_FOLDERS] += 1
             elif (identity := identity_of(os.path.join(root, name))) in walked_through:
                 input_files.twice += 1
             else:
@@ -378,6 +382,8 @@ def _files_of(
             reason = suffix(name) or "without a suffix"
             if name.startswith("."):
                 reason = HIDDEN
+                if os.path.realpath(path) in input_files.named:
+                    continue
             elif is_match:
                 reason = NO_FILE
             input_files.not_read[reason] += 1
