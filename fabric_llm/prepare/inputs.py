@@ -38,7 +38,7 @@ KINDS = {
 }
 DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in KINDS]
 WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers would pass for text
-# Files of folders that aren't read are counted by suffix, and these two kinds by name.
+# Files of folders that aren't read are counted by suffix, and these three kinds by name.
 HIDDEN, HIDDEN_FOLDERS = "hidden files", "hidden folders"
 NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8

@@ -1,6 +1,5 @@
 """What follows if the guard didn't take a step, or warns of it: a line, the end, or a rewind."""
 
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base import files, ranks
-from fabric_llm.base.faults import NON_FINITE, Fault
+from fabric_llm.base.faults import BAD_INPUT, NON_FINITE, Fault, as_mistake
 from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep, retention
 from fabric_llm.checkpoint.keep import Progress, step_directory
@@ -191,10 +190,14 @@ def _rewind(run: Run) -> None:
 def load_beginning(run: Run) -> None:
     """Load --model_name once more. Raises Fault (2) unless its weights are those before step 1. All
     ranks call it."""
-    is_there = False
-    with suppress(ValueError):  # of a folder that is gone
+    try:
         load_again(run, None)
         is_there = run.began_with in (None, sharded.fingerprint(run.model))
+    except ValueError as error:
+        # A folder that is gone is a mistake; a lost rank isn't.
+        if as_mistake(error).code != BAD_INPUT:
+            raise
+        is_there = False
     if not is_there:
         raise Fault(
             f"--model_name {run.flags.model.model_name} doesn't hold the weights with which this "

@@ -102,7 +102,8 @@ def rows_in_words(sets: Mapping[str, Batches]) -> str:
     words, spread = [], ""
     for name, batches in sets.items():
         if batches.end == len(batches.rows):
-            words.append(f"all {batches.end:,} rows of {name}".replace("all 1 rows", "the one row"))
+            rows = "the one row" if batches.end == 1 else f"all {batches.end:,} rows"
+            words.append(f"{rows} of {name}")
         else:
             words.append(f"{batches.end:,} of {len(batches.rows):,} rows of {name}")
             spread = ", evenly spread"
