@@ -114,15 +114,22 @@ def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, t
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
-def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, ranks):
-    def signal_the_last_rank_twice():
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "signalled"), [("auto", 1, 0), ("fsdp", 2, 1), ("fsdp", 2, 0)]
+)
+def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, ranks, signalled):
+    def signal_one_rank_twice():
+        import fabric_llm.processes.watch
+        import fabric_llm.run.supervision
         import fabric_llm.training.step
 
+        # Longer than the test may take: no rank waits for another, which waits for it.
+        fabric_llm.processes.watch.SECONDS_TO_END = 600.0
+        fabric_llm.run.supervision.SECONDS_FOR_OTHERS = 600.0
         seed_step = fabric_llm.training.step.seed_step
 
         def acting(seed, done, rank):
-            if done == 2 and rank == ranks - 1:
+            if done == 2 and rank == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(1.1)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -131,7 +138,7 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
         fabric_llm.training.step.seed_step = acting
 
     words = flags(toys, tmp_path, strategy, "--run_name", "run")
-    ended_with([75] * ranks, *words, before=signal_the_last_rank_twice)
+    ended_with([75] * ranks, *words, before=signal_one_rank_twice)
     assert not list((tmp_path / "run").glob("step-*"))
     said = status(tmp_path / "run")
     assert said["code"] == 75 and "second signal" in said["reason"]

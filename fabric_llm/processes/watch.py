@@ -27,7 +27,7 @@ from typing import Any, Optional
 import torch
 from torch.distributed import distributed_c10d
 
-from fabric_llm.base.faults import PEER_LOST, Fault
+from fabric_llm.base.faults import PEER_LOST, STOPPED, Fault
 from fabric_llm.base.program import wait_until
 from fabric_llm.base.ranks import waiting
 from fabric_llm.processes.launch import AGENT_STORE, SECONDS_TO_END, Children
@@ -44,6 +44,7 @@ SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends gives it up
 MAX_SECONDS_OF_SILENCE = 10.0  # of a rank that lives, but is short of processor time
 # After a connection broke: to hear of the fault that broke it, or see who is silent.
 SECONDS_TO_TELL = 1.25
+SECONDS_TO_STOP = 0.5  # for the main thread, once another rank has told of a second signal
 
 
 class Watch:
@@ -297,11 +298,14 @@ class Watch:
                 continue
             first = self.put_first(fault)[1]
             # Unless it is stuck, the main thread sees a broken connection, and ends this rank by
-            # itself.
-            if not self.is_joining and not self._is_still() and self.ended.wait(SECONDS_TO_END):
+            # itself. After a second signal no connection may break: the rank that heard it waits
+            # for this one, whose main thread waits in a collective and hears no signal.
+            is_stop = first.code == STOPPED
+            seconds = SECONDS_TO_STOP if is_stop else SECONDS_TO_END
+            if not self.is_joining and not self._is_still() and self.ended.wait(seconds):
                 return
             self.claim_end()
-            if not self.is_joining:
+            if not self.is_joining and not is_stop:
                 stack = traceback.format_stack(sys._current_frames()[self.main_thread])
                 print(
                     f"Rank {self.rank} was here:\n{''.join(stack[-8:])}",
