@@ -31,6 +31,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.base import work_folder
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import place_of
+        from fabric_llm.prepare.summary import summary
 
         try:
             manifest = prepare.prepare(arguments, input_files)
@@ -39,7 +40,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             if prepare.has_work(work_folder.beside(place_of(arguments.output))):
                 ending.left += "; the same command goes on from there"
             raise
-        print(prepare.summary(manifest), flush=True)
+        print(summary(manifest), flush=True)
         # Whatever comes from here on, such as a closed pipe, must not read as a failure.
         ending.left = f"{arguments.output} is complete"
         # A tokenizer mostly comes with its model.

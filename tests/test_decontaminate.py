@@ -25,8 +25,8 @@ from fabric_llm.base.describing import describe
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.prepare import contamination, corpus
 from fabric_llm.prepare.encoding import DOCUMENT
-from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.rows import split_documents
+from fabric_llm.prepare.summary import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 LATIN = "the river Café NAÏVE don't x86 größe हिन्दी नमस्ते Ελλάδα мир 3.14 snake_case الكتاب"

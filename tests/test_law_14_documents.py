@@ -26,7 +26,7 @@ from conftest import prepare
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoTokenizer
 
-from fabric_llm.prepare.prepare import summary
+from fabric_llm.prepare.summary import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 WORDS = ["one", "two", "vier", "fünf", "huit", "十", "十一", "🎉", "\t", "", "tab", '"quoted"']

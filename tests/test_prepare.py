@@ -26,7 +26,7 @@ from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare import rows as rows_module
 from fabric_llm.prepare.corpus import is_no_training_text
 from fabric_llm.prepare.documents import DRAWN, NOT_UTF8, BadRecord, Part, read_part
-from fabric_llm.prepare.prepare import summary
+from fabric_llm.prepare.summary import summary
 from fabric_llm.prepare.tokenizer import (
     END_OF_TEXT,
     convention,

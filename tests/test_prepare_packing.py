@@ -13,8 +13,8 @@ from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import concatenate, open_dataset
 from fabric_llm.plan.data_plan import require_alike
 from fabric_llm.prepare import rows as packing
-from fabric_llm.prepare.prepare import summary
 from fabric_llm.prepare.rows import best_fit, pack, repeated
+from fabric_llm.prepare.summary import summary
 
 EOS = 0
 

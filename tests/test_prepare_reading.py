@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 import prepare_data
 from fabric_llm.prepare import corpus, documents, encoding, inputs
 from fabric_llm.prepare.documents import BLANK_LINES, BadRecord, Part, read_part, where
-from fabric_llm.prepare.prepare import summary
+from fabric_llm.prepare.summary import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = [

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
-from fabric_llm.prepare.prepare import summary
+from fabric_llm.prepare.summary import summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = [

@@ -34,6 +34,7 @@ from fabric_llm.base.faults import one_line
 from fabric_llm.prepare.documents import Part, lines_in, load_splits
 
 GRAM = 13  # words
+SHARE = f"{GRAM} words in a row with an evaluation set"
 LISTED = "contaminated.jsonl"  # in the dataset: a line for each document and set that share words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word is lost
 WORDS_AT_ONCE = 2**16

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from fabric_llm.base.names import shown
 from fabric_llm.prepare import documents, inputs
+from fabric_llm.prepare.compression import compression_of
 from fabric_llm.prepare.documents import BLANK_LINES, Part
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
@@ -133,7 +134,7 @@ def _parts_of(
             groups = file.num_row_groups
         yield from _ranges(part, groups, size, piece_bytes)
     # A compressed file can't be entered in the middle.
-    elif size > piece_bytes and has_lines and not inputs.compression_of(part.path):
+    elif size > piece_bytes and has_lines and not compression_of(part.path):
         yield from _ranges_of_bytes(part, size, piece_bytes)
     else:
         yield part, size

@@ -37,11 +37,11 @@ from transformers import PreTrainedTokenizerBase
 from fabric_llm.base import files, work_folder
 from fabric_llm.base.describing import describe
 from fabric_llm.base.ending import on_disk
-from fabric_llm.base.faults import BAD_INPUT, printable
+from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.base.flag import Flags
 from fabric_llm.base.machine import cores
 from fabric_llm.base.names import comma_separated, command, shown
-from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
+from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.mirror.address import is_address
 from fabric_llm.prepare import contamination, encoding, inputs
 from fabric_llm.prepare.contamination import EvaluationSet
@@ -61,7 +61,6 @@ MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
 # Of text, for a tokenizer: pairs are counted in 32 bits, and those that come more often are lost.
 MAX_TRAINED_BYTES = 2**30
-FEW_DOCUMENTS = 10  # of the validation split, below which `summary` warns
 PACKED_BYTES = 8  # of text in one of a compressed file, at most of most files
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 OF_TEXT = ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")  # in the manifest
@@ -76,7 +75,6 @@ KEPT_FLAGS = (
     "deduplicate",
     "min_document_tokens",
 )
-SHARE = f"{contamination.GRAM} words in a row with an evaluation set"
 PIECE_FORMAT = 5  # of the files in a work folder
 
 
@@ -364,7 +362,7 @@ def _make_dataset(
     if short:
         left_out += f", and {short} with fewer than {shortest} tokens left out"
     if contaminated:
-        left_out += f", and {contaminated} that share {SHARE}"
+        left_out += f", and {contaminated} that share {contamination.SHARE}"
     eos, length = tokenizer.eos_token_id, flags.context_length
     try:
         splits, largest = save_rows(documents, work.dtype, made, length, flags.packing, eos)
@@ -495,101 +493,3 @@ def require_all_counted(manifest: dict[str, Any]) -> None:
             raise AssertionError(
                 f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}"
             )
-
-
-def summary(manifest: dict) -> str:
-    """Describe in a few lines what `prepare` made."""
-    skipped = manifest["skipped"]
-    lines = [
-        (name, _of_split(split, manifest["context_length"]))
-        for name, split in manifest["splits"].items()
-    ]
-    if skipped["empty"] or skipped["bad"]:
-        counts = f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"
-        lines.append(("skipped", counts))
-        lines += [("", sentence) for sentence in skipped["bad_records"]]
-    if skipped["short"]:
-        shortest = manifest["min_document_tokens"]
-        count = f"{skipped['short']:,} documents of fewer than {shortest} tokens"
-        lines.append(("too short", count))
-    # Also where nothing was repeated, since it was asked for.
-    if manifest["deduplicate"] != "none":
-        counts = "{documents:,} documents, {tokens:,} tokens, dropped"
-        lines.append(("repeated", counts.format(**manifest["duplicates"])))
-    lines += _of_evaluation(**manifest["contaminated"])
-    if suffixes := skipped["files_by_suffix"]:
-        lines.append(("not read", _of_suffixes(suffixes)))
-    # A link is no mistake, but a user may wonder where a file went.
-    if skipped["files_twice"]:
-        count = f"{skipped['files_twice']:,} links or names lead to what is read already"
-        lines.append(("once", count))
-    lines += [("note", note) for note in manifest["notes"][: encoding.MAX_NAMED]]
-    text = manifest["text"]
-    # Such a dataset is complete, but a part of its text is lost.
-    if text["unknown"]:
-        percent = 100 * text["unknown"] / text["tokens"]
-        lost = (
-            f"{text['unknown']:,} tokens ({percent:.2g} %) are <unk>: what they stood for is lost; "
-            "take another tokenizer, or python -m fabric_llm.extend_vocab"
-        )
-        lines.append(("warning", lost))
-    if bytes_are_lost(manifest):
-        percent = 100 * text["bytes_of_tokens"] / text["bytes"]
-        lost = (
-            f"tokens stand for {percent:.3g} % of the bytes of the text, so evaluations give no "
-            "bits per byte"
-        )
-        lines.append(("warning", lost))
-    if (count := manifest["splits"]["validation"]["documents"]) < FEW_DOCUMENTS:
-        few = (
-            f"{count} document{'s' * (count > 1)} for validation, whose loss says little about "
-            f"others: raise --validation_fraction ({manifest['validation_fraction']:g})"
-        )
-        lines.append(("warning", few))
-    tokenizer = f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"
-    # Other datasets for the same model take it from there.
-    if manifest["tokenizer"].startswith("trained:"):
-        tokenizer += f", in {manifest['output']}/tokenizer"
-    lines.append(("tokenizer", tokenizer))
-    lines.append(("written to", manifest["output"]))
-    # Names of files may have characters that a terminal would obey.
-    return "\n".join(f"{about:<10} {printable(line)}" for about, line in lines)
-
-
-def _of_split(split: dict[str, Any], context_length: int) -> str:
-    rows = (
-        f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens "
-        f"{split['rows']:>12,} rows of {context_length}"
-    )
-    dropped = split["dropped_tokens"]
-    # Rows of --packing concat have no padding.
-    if "padding_tokens" not in split:
-        return f"{rows} ({dropped} tokens of the last, unfilled row dropped)"
-    packed = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut"
-    # No row has room for the EOS of a document whose text fills its rows.
-    if dropped:
-        packed += f", {dropped:,} that fill their rows without EOS"
-    return f"{rows} ({packed})"
-
-
-def _of_evaluation(
-    documents: int, tokens: int, sets: list[dict[str, Any]]
-) -> Iterator[tuple[str, str]]:
-    """What was left out for evaluation sets, and what can't be found of them."""
-    if sets:
-        said = f"{documents:,} documents, {tokens:,} tokens, share {SHARE}"
-        yield "left out", f"{said}: {contamination.LISTED} names them"
-    for one in sets:
-        said = f"{one['documents']:,} of them with {shown(one['path'])}"
-        if one["short"]:
-            said += (
-                f"; of its {one['texts']:,} {one['are']} {one['short']:,} have fewer than "
-                f"{contamination.GRAM} words and can't be found"
-            )
-        yield "", said
-
-
-def _of_suffixes(suffixes: dict[str, int]) -> str:
-    """Which files of folders weren't read, and what to do about it."""
-    named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
-    return f"{named}; choose files with --pattern, or name what is meant with --input"
