@@ -232,7 +232,8 @@ def test_a_loss_that_is_a_mean_is_refused_and_others_are_not(monkeypatch):
         "its own model's": lambda *_: {}["input_ids"],
         "mean": lambda logits, *_: logits.logsumexp(-1).mean(),
     }
-    monkeypatch.setitem(register.LOADED, "flags", None)
+    for name in ("flags", "code", "file"):
+        monkeypatch.setitem(register.LOADED, name, None)
     for name, loss in losses.items():
         monkeypatch.setitem(register.ONLY, "loss", (loss, ()))
         with pytest.raises(Fault, match="must be a sum") if name == "mean" else nullcontext():

@@ -144,6 +144,17 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
     assert said["code"] == 75 and "second signal" in said["reason"]
 
 
+def test_at_the_end_only_ctrl_c_is_heard():
+    signals = stop.StopSignal()
+    try:
+        signals.finish()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt, match="while the run was ending"):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signals.restore()
+
+
 def test_two_signals_that_python_hears_late_are_one():
     """As of torchrun, which sends another one 0.2 s later, in a long call of C."""
     signals = stop.StopSignal()

@@ -141,7 +141,7 @@ class StopSignal:
         meant for the next run."""
         for number in SIGNALS:
             if number == signal.SIGINT:
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, _interrupt_the_end)
             else:
                 signal.signal(number, signal.SIG_IGN)
         self.is_to_stop()
@@ -154,6 +154,10 @@ class StopSignal:
         signal.set_wakeup_fd(self.former_wakeup)
         for end in self.pipe:
             os.close(end)
+
+
+def _interrupt_the_end(number: int, frame: Optional[FrameType]) -> NoReturn:
+    raise KeyboardInterrupt("interrupted after the last step, while the run was ending.")
 
 
 def _under_nohup(number: int) -> bool:
