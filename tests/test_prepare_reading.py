@@ -611,6 +611,7 @@ REFUSED = [  # a file that comes with a good one, other arguments, and what is s
         for name in ("a.html", "a.wet.gz")
     ),
     ("bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n', {}, NO_FIELDS),
+    ("bad.json", b'\n{\r\n  "text": "a"\n}\n{\n}', {}, "1 is a JSON object of several lines: .*jq"),
     *(
         ("chats.jsonl", CHAT % name, {}, f'has no field "text", but a chat in "{said}": .*{APPLY}')
         for name, said in ((b"messages", "messages"), (b"conversations", "conversations"))
@@ -639,6 +640,15 @@ def test_what_cannot_be_read_is_refused(tmp_path, make, name, content, changes, 
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     with pytest.raises(ValueError, match=message):
         make(good, write(tmp_path / name, content), **changes)
+
+
+def test_all_files_of_a_piece_that_cannot_be_read_are_named_at_once(tmp_path, make):
+    write(tmp_path / "in" / "good.jsonl", as_lines(TEXTS))
+    for name in ("a.json", "b.json", "other/b.json", "c.jsonl"):
+        write(tmp_path / "in" / name, b'{"body": "a"}\n')
+    with pytest.raises(ValueError, match=r"nor any of 3 more files, .*--exclude (\w\.jsonl? ?){3}$"):
+        make(tmp_path / "in")
+    make(tmp_path / "in", exclude=["a.json", "b.json", "c.jsonl"])
 
 
 def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(

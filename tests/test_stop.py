@@ -138,17 +138,20 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
         fabric_llm.training.step.seed_step = acting
 
     words = flags(toys, tmp_path, strategy, "--run_name", "run")
-    ended_with([75] * ranks, *words, before=signal_one_rank_twice)
+    job = ended_with([75] * ranks, *words, before=signal_one_rank_twice)
+    assert "It has no checkpoint." in job.output[0]
+    assert ("A second signal ends the run now." in job.output[0]) == (signalled == 0)
     assert not list((tmp_path / "run").glob("step-*"))
     said = status(tmp_path / "run")
     assert said["code"] == 75 and "second signal" in said["reason"]
 
 
-def test_at_the_end_only_ctrl_c_is_heard():
+def test_at_the_end_only_a_second_ctrl_c_is_heard():
     signals = stop.StopSignal()
     try:
         signals.finish()
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt, match="while the run was ending"):
             os.kill(os.getpid(), signal.SIGINT)
     finally:

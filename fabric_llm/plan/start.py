@@ -91,6 +91,12 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
             most = min(micro_batch_size, of_rank)
             fits = next(n for n in range(most, 0, -1) if of_rank % n == 0)
             advice = f": take --micro_batch_size {fits}"
+        else:
+            of_all = micro_batch_size * world_size
+            nearest = of_all * max(1, round(global_batch_size / of_all))
+            fewer = next(n for n in range(world_size, 0, -1) if global_batch_size % n == 0)
+            count = f"{fewer * sharing} device{'s' * (fewer * sharing > 1)}"
+            advice = f": take --global_batch_size {nearest}, or {count} in all"
         raise ValueError(
             f"--global_batch_size {global_batch_size} doesn't divide by {spelled}{advice}."
         )

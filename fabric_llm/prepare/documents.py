@@ -48,6 +48,10 @@ CHATS = ("messages", "conversations")  # fields of data for chats
 OF_CHATS = (
     "write each chat as one text, such as by tokenizer.apply_chat_template(chat, tokenize=False)"
 )
+OF_SEVERAL_LINES = (
+    "is a JSON object of several lines: write an array of such objects, or each in a line, such as "
+    "by `jq -c . FILE`"
+)
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
 # Numbers aren't needed, and int() refuses those of more than 4,300 digits. The second one finds the
@@ -338,6 +342,10 @@ def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     # Many files of this name hold JSON lines.
     begin = cast(io.BufferedReader, file).peek(BLOCK_BYTES)  # at least one byte
     if not begin.lstrip(WHITE).startswith(b"["):
+        # No record is a line of this kind: it begins an object of several lines.
+        if begin.lstrip(WHITE).splitlines()[:1] == [b"{"]:
+            yield BadRecord(1, OF_SEVERAL_LINES)
+            return
         yield from _read_json_lines(part, text_field, file)
         return
     for number, element in enumerate(_array(file), 1):

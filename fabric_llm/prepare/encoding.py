@@ -253,9 +253,8 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
             if len(out.mark.named) < MAX_NAMED:
                 out.mark.named.append((number, bad))
     # Only now, since a readable record of the same file may come after unreadable ones.
-    for number, count in unreadable.items():
-        if number not in readable:
-            _require_others(piece, number, count, first_bad[number])
+    none = {number: count for number, count in unreadable.items() if number not in readable}
+    _require_none(piece, none, first_bad)
 
 
 def _text_of(record: Record) -> str:
@@ -277,18 +276,30 @@ def _unencodable(text: str, ids: np.ndarray, forbidden: Mapping[int, str]) -> st
     return ""
 
 
-def _require_others(piece: Piece, number: int, count: int, first: BadRecord) -> None:
-    """Raises ValueError where a whole file, or much of one, holds nothing but bad records."""
-    part = piece.parts[number]
-    # The other ranges of a file may be good, such as beside a line that is too long.
-    is_enough = part.end is None or count >= MANY_RECORDS
-    if is_enough and not part.is_one_document:
-        example = _sentence(piece, number, first)
-        leave_out = command(exclude=Path(part.path).name)
-        raise ValueError(
-            f"none of {count} records of {part.path} can be read, such as {example}. To leave the "
-            f"file out: {leave_out}"
-        )
+def _require_none(
+    piece: Piece, unreadable: Mapping[int, int], first_bad: Mapping[int, BadRecord]
+) -> None:
+    """Raises ValueError for whole files, or much of one, that hold nothing but bad records.
+
+    unreadable: number of a part without a readable record -> its bad records. first_bad: number of
+    a part -> the first of them.
+    """
+    refused = []
+    for number, count in unreadable.items():
+        part = piece.parts[number]
+        # The other ranges of a file may be good, such as beside a line that is too long.
+        is_enough = part.end is None or count >= MANY_RECORDS
+        if is_enough and not part.is_one_document:
+            refused.append(number)
+    if not refused:
+        return
+    first, names = refused[0], dict.fromkeys(Path(piece.parts[n].path).name for n in refused)
+    others = f", nor any of {len(refused) - 1} more files" * (len(refused) > 1)
+    raise ValueError(
+        f"none of {unreadable[first]} records of {piece.parts[first].path} can be read{others}, "
+        f"such as {_sentence(piece, first, first_bad[first])}. To leave them out: "
+        f"{command(exclude=[*names])}"
+    )
 
 
 def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:

@@ -77,6 +77,8 @@ class StopSignal:
         self.requests += 1
         if self.requests == 1:
             self.end_by(self.at_once)
+            if self.run_directory is not None:
+                _say("stopping once this step is done and saved. A second signal ends the run now.")
             # The rest of this request comes now: in C code the main thread would hear of it much
             # later.
             time.sleep(SECONDS_OF_ONE_REQUEST)
@@ -137,14 +139,17 @@ class StopSignal:
         return time.monotonic() - self.started >= 3600 * self.max_hours
 
     def finish(self) -> None:
-        """The run is over and saved: ignore signals but Ctrl-C, and remove files, which aren't
-        meant for the next run."""
+        """The run is over and saved: ignore signals but a second Ctrl-C, and remove files, which
+        aren't meant for the next run."""
         for number in SIGNALS:
-            if number == signal.SIGINT:
-                signal.signal(number, _interrupt_the_end)
-            else:
-                signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, self._handle_at_the_end)
         self.is_to_stop()
+
+    def _handle_at_the_end(self, number: int, frame: Optional[FrameType]) -> None:
+        if self.run_directory is not None:
+            _say("this run has made its last step, and is ending. Another Ctrl-C cuts that off.")
+        signal.signal(number, _interrupt_the_end)
 
     def restore(self) -> None:
         """Put the former signal handlers back."""
@@ -154,6 +159,13 @@ class StopSignal:
         signal.set_wakeup_fd(self.former_wakeup)
         for end in self.pipe:
             os.close(end)
+
+
+def _say(sentence: str) -> None:
+    # print() would raise where the signal came in the middle of another one, and writing does where
+    # the terminal is gone.
+    with suppress(OSError):
+        os.write(2, f"train.py: {sentence}\n".encode())
 
 
 def _interrupt_the_end(number: int, frame: Optional[FrameType]) -> NoReturn:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fabric_llm.base import files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.flag import Flags
@@ -110,6 +112,22 @@ def leave(run: Run) -> None:
     log.close(SECONDS_AFTER_THE_END if run.is_over else SECONDS_AFTER_A_STOP)
 
 
+def how_to_go_on(flags: Flags, directory: Path) -> str:
+    """The next command of a stopped run."""
+    # With --checkpoint, `true` would go back to that again, and `auto` goes on from the newest.
+    resume = "true" if flags.checkpoint.checkpoint is None else "auto"
+    return f"Next: the same command with {command(resume=resume, run_name=directory.name)}"
+
+
+def say_what_is_left(flags: Flags, directory: Path) -> None:
+    """Print what a run has that ended without a save."""
+    last = files.latest(directory)
+    if last is None:
+        print("It has no checkpoint.", flush=True)
+    else:
+        print(f"Checkpoint: {last}\n{how_to_go_on(flags, directory)}", flush=True)
+
+
 def say_what_comes_next(run: Run) -> None:
     """Print loss, checkpoint and the next command."""
     if run.fabric.global_rank != 0:
@@ -120,13 +138,8 @@ def say_what_comes_next(run: Run) -> None:
         why = "on request"
         if run.requests.is_out_of_time():
             why = f"after --max_hours {run.flags.training.max_hours:g}"
-        # With --checkpoint, `true` would go back to that again, and `auto` goes on from the newest.
-        resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"
         print(f"\nStopped {why}. Checkpoint: {last}")
-        print(
-            f"Next: the same command with {command(resume=resume, run_name=directory.name)}",
-            flush=True,
-        )
+        print(how_to_go_on(run.flags, directory), flush=True)
         return
     result = "No step was left"
     if log.speed.steps and plan.schedule.mixture.is_named:

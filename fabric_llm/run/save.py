@@ -282,8 +282,8 @@ def wait_for_mirror(run: Run) -> None:
             f"Waiting until {mirror.waiting[-1]} is at {mirror.address}, at most {seconds:.0f} s."
         )
         sys.stdout.flush()
-    # Since StopSignal.finish signals are ignored, and Ctrl-C would raise here. The mirror's process
-    # then has a few seconds, not the rest of the time (Mirror.close).
+    # Since StopSignal.finish signals are ignored, and a second Ctrl-C would raise here. Then the
+    # mirror's process has a few seconds, not the rest of the time (Mirror.close).
     for number in SIGNALS:
         signal.signal(number, mirror.end_soon)
     while mirror.waiting and mirror.seconds_left():

@@ -4,6 +4,7 @@ user, an exit code, and STATUS.json. processes/watch.py finds out which rank fai
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from fabric_llm.processes.stop import StopSignal, at_start, interrupt
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run import copies
 from fabric_llm.run.fallback import without_fast_path
+from fabric_llm.run.run import say_what_is_left
 from fabric_llm.run.speed import peak_memory_gib
 
 # Rank 0 holds the store, so it waits so long for the others to read its fault. Children have as
@@ -94,6 +96,8 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             traceback.print_exc()
         code = _end(this, flags, fault, signals)
     else:
+        # The run has ended, and mustn't end once more as one that was interrupted.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         code, reason = faults.DONE, "done"
         if stopped:
             code, reason = faults.STOPPED, "stopped on request"
@@ -296,6 +300,8 @@ def _end(
     if not is_first and first.code != faults.PEER_LOST:
         first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
     _print_end(this.rank, own, first)
+    if this.rank == 0 and this.plan is not None and first.code == faults.STOPPED:
+        say_what_is_left(flags, this.plan.run_directory)
     _record_end(this, flags, first)
     this.children.end(SECONDS_FOR_OTHERS)
 

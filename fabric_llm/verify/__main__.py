@@ -120,6 +120,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         document["date_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         print("\nCertificate")
         for key, value in document.items():
+            # It is the exit code of this command, and would be taken for the run's.
+            if key == "code":
+                continue
             # A list, such as of findings, has a line for each.
             lines = value if isinstance(value, list) else [value]
             # Counts and versions take one line. Commas make large numbers readable.
