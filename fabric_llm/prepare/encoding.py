@@ -284,19 +284,20 @@ def _require_none(
     unreadable: number of a part without a readable record -> its bad records. first_bad: number of
     a part -> the first of them.
     """
-    refused = []
-    for number, count in unreadable.items():
-        part = piece.parts[number]
-        # The other ranges of a file may be good, such as beside a line that is too long.
-        is_enough = part.end is None or count >= MANY_RECORDS
-        if is_enough and not part.is_one_document:
-            refused.append(number)
+    parts = piece.parts
+    # The other ranges of a file may be good, such as beside a line that is too long.
+    refused = [
+        number
+        for number, count in unreadable.items()
+        if (parts[number].end is None or count >= MANY_RECORDS)
+        and not parts[number].is_one_document
+    ]
     if not refused:
         return
-    first, names = refused[0], dict.fromkeys(Path(piece.parts[n].path).name for n in refused)
+    first, names = refused[0], dict.fromkeys(Path(parts[n].path).name for n in refused)
     others = f", nor any of {len(refused) - 1} more files" * (len(refused) > 1)
     raise ValueError(
-        f"none of {unreadable[first]} records of {piece.parts[first].path} can be read{others}, "
+        f"none of {unreadable[first]} records of {parts[first].path} can be read{others}, "
         f"such as {_sentence(piece, first, first_bad[first])}. To leave them out: "
         f"{command(exclude=[*names])}"
     )

@@ -8,7 +8,7 @@ from fabric_llm.base.names import shown
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.prepare import contamination, encoding
 
-FEW_DOCUMENTS = 10  # of the validation split, below which is warned
+FEW_DOCUMENTS = 10  # of the validation split; fewer are warned of
 
 
 def summary(manifest: dict) -> str:

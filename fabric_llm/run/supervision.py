@@ -96,8 +96,10 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             traceback.print_exc()
         code = _end(this, flags, fault, signals)
     else:
-        # The run has ended, and mustn't end once more as one that was interrupted.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The run has ended, and mustn't end once more as one that was interrupted. With a mirror,
+        # the handler of save.wait_for_mirror raises nothing, and cuts the mirror's end short.
+        if this.mirror is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         code, reason = faults.DONE, "done"
         if stopped:
             code, reason = faults.STOPPED, "stopped on request"

@@ -106,7 +106,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     with in_one_sentence("fabric_llm.verify"):
         given = parse(sys.argv[1:] if argv is None else argv)
         named, given.run = given.run, given.run and local(given.run)
-        # The certificate: what is printed is the same as what is written.
+        # The certificate: what is printed is the same as what is written, but for `code`.
         document = drilled(given) if given.drill else verified(given)
         # A folder of a cache says nothing elsewhere.
         if "run" in document:
