@@ -247,14 +247,14 @@ def _argv(world_size: int, flags: Any) -> list[str]:
 
 def planned(argv: Any) -> tuple[Any, Any]:
     """(arguments, plan) of `train.py ARGV`, on this rank alone."""
-    from fabric_llm.plan import run_directory, start
+    from fabric_llm.plan import resumption, run_directory, start
     from fabric_llm.plan.make_plan import make_plan
     from parse_arguments import parse_train
 
     arguments = parse_train([str(word) for word in argv])
     directory = run_directory.directory(arguments)
     made = make_plan(
-        arguments, start.place(arguments), directory, run_directory.choose(arguments, directory)
+        arguments, start.place(arguments), directory, resumption.choose(arguments, directory)
     )
     return arguments, made
 

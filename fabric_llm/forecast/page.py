@@ -8,7 +8,7 @@ from typing import Any, Optional
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.flag import Flags
 from fabric_llm.forecast.prediction import CLOSE, NO, Prediction
-from fabric_llm.plan import checks, make_plan, run_directory, start
+from fabric_llm.plan import checks, make_plan, resumption, run_directory, start
 from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.warnings import warnings_of
@@ -35,7 +35,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
     directory = run_directory.directory(flags)
     return make_plan.make_plan(
-        flags, start.place(flags), directory, run_directory.choose(flags, directory)
+        flags, start.place(flags), directory, resumption.choose(flags, directory)
     )
 
 

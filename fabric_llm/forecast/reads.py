@@ -21,7 +21,7 @@ from fabric_llm.data.sources import open_source, source_of
 from fabric_llm.data.stages import Cursor, last_step, lay_out
 from fabric_llm.forecast.accelerators import devices_of_node
 from fabric_llm.model import loading
-from fabric_llm.plan import checks, fetched, run_directory, same_run
+from fabric_llm.plan import checks, fetched, resumption, run_directory, same_run
 from fabric_llm.plan.data_plan import plan_data
 from fabric_llm.plan.model_plan import require_rows_for, tokenizer_of
 from fabric_llm.plan.schedule import plan_schedule
@@ -38,7 +38,7 @@ def beginning(flags: Flags) -> Cursor:
     if not flags.checkpoint.resume:
         return Cursor()
     folder = run_directory.directory(flags)
-    checkpoint = run_directory.given_checkpoint(flags) or keep.newest_valid(folder, False)[0]
+    checkpoint = resumption.given_checkpoint(flags) or keep.newest_valid(folder, False)[0]
     if checkpoint is None:
         return Cursor()
     with same_run.written_by_a_run(checkpoint):

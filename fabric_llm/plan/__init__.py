@@ -2,8 +2,8 @@
 
 run_status     `write_status`, `record_event`: STATUS.json and events.jsonl, what a run says of
                itself
-run_directory  `directory`, `lock`, `choose`: checkpoints/RUN, its name, lock and the checkpoint to
-               resume from
+run_directory  `directory`, `lock`: checkpoints/RUN, its name and lock
+resumption     `choose`: the checkpoint to resume from
 schedule       `plan_schedule`, `Schedule`: the steps of a run and the rows that they read; a rewind
                changes it
 start          `place`, `start`: devices, batches over them, and the ranks of this machine

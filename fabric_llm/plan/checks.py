@@ -27,7 +27,7 @@ from fabric_llm.mirror import address
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.tokenizer_file import check_tokenizer_file
-from fabric_llm.plan import fetched, run_directory
+from fabric_llm.plan import fetched, resumption, run_directory
 from fabric_llm.processes.launch import started_by_other
 from fabric_llm.training.forgetting import hard_budgets, parse_bounds, parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
@@ -82,10 +82,10 @@ def _why_needed(flags: Flags) -> str:
             f"{why}; a resumed one takes its flags from arguments.yaml only without --model_name, "
             f"--train_data_dir and --config{with_these}"
         )
-    folder, given = run_directory.directory(flags), run_directory.given_checkpoint(flags)
+    folder, given = run_directory.directory(flags), resumption.given_checkpoint(flags)
     # A branch takes the flags of the run that it begins from.
     if given is not None:
-        run_directory.require_checkpoint(given)
+        resumption.require_checkpoint(given)
         folder = given.parent
     return f"{why}, and {str(folder)!r} has no arguments.yaml{run_directory.beside(folder)}"
 

@@ -16,7 +16,7 @@ from fabric_llm.data.order import ROW_ORDER, STREAM_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.run_directory import given_checkpoint
+from fabric_llm.plan.resumption import given_checkpoint
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.training.forgetting import Forgetting, hard_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at

@@ -20,7 +20,7 @@ from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.data.batches import MicroBatch
 from fabric_llm.data.columns import StreamEnd, is_stream
 from fabric_llm.data.order import RowsRead
-from fabric_llm.plan import mirrored, run_directory, run_status, same_run
+from fabric_llm.plan import mirrored, resumption, run_status, same_run
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.schedule import Schedule
 from fabric_llm.processes.stop import SIGNALS
@@ -344,7 +344,7 @@ def kept(run: Run) -> retention.Kept:
         best_of=flags.keep_best_of,
         interval=flags.save_step_interval,
         to_go_back_to=to_go_back_to,
-        named=run_directory.given_checkpoint(run.flags),
+        named=resumption.given_checkpoint(run.flags),
     )
 
 

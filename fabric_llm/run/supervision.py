@@ -23,7 +23,7 @@ from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.base.flag import Flags
 from fabric_llm.checkpoint import apart, keep
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import checks, fetched, mirrored, run_directory, run_status
+from fabric_llm.plan import checks, fetched, mirrored, resumption, run_directory, run_status
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.model_plan import require_whole
 from fabric_llm.plan.start import ThisRank, place
@@ -273,7 +273,7 @@ def _checkpoint_to_resume(this: ThisRank, flags: Flags) -> tuple[Optional[Path],
     Raises Fault, also where a new run would start from a damaged checkpoint."""
     path, document = None, {}
     if this.rank == 0:
-        path = run_directory.choose(flags, this.directory, partial(mirrored.mend, this.mirror))
+        path = resumption.choose(flags, this.directory, partial(mirrored.mend, this.mirror))
         if path is not None:
             document = keep.verified(path)
         else:
