@@ -47,7 +47,7 @@ PRINTS = "auto sweep json html".split()
 RATES = "lr min_lr constant_lr".split()
 # What a branch neither needs nor may do, besides what a drill may not.
 OFF = "--train_data_dir null --replay null --replay_fraction null --eval_step_interval null "
-OFF += "--sample_prompts null --profile null --forgetting_action warn --keep_last 1 --keep_best 0 "
+OFF += "--sample_prompts null --forgetting_action warn --keep_last 1 --keep_best 0 "
 # What would have no effect in it, as default, so that no branch warns of it.
 OFF += "--number_epochs 1 --async_save false"
 

@@ -189,10 +189,12 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
         return
     interval, action = flags.evaluation.eval_step_interval, flags.evaluation.forgetting_action
     if action == "steer" and interval is not None and max_step // interval < MIN_EVALUATIONS:
+        advice = f"--eval_step_interval {max_step // MIN_EVALUATIONS} or less"
+        if max_step < MIN_EVALUATIONS:
+            advice = f"--max_step {MIN_EVALUATIONS} or more, and --eval_step_interval 1"
         raise ValueError(
-            "--forgetting_action steer changes shares when the run evaluates, "
-            f"{max_step // interval} times in {max_step} steps: take --eval_step_interval "
-            f"{max(1, max_step // MIN_EVALUATIONS)} or less, for at least {MIN_EVALUATIONS}."
+            f"--forgetting_action steer needs {MIN_EVALUATIONS} evaluations, not "
+            f"{max_step // interval} in {max_step} steps: take {advice}."
         )
     if steps is not None and steps[0] > max_step:
         raise ValueError(f"--profile {flags.logging.profile}: the run ends at step {max_step}.")

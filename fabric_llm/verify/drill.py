@@ -31,16 +31,19 @@ from fabric_llm.processes.launch import PARENT
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
-OWN += " --checkpoint null --resume_override null --mirror null"
+OWN += " --checkpoint null --resume_override null --mirror null --profile null"
 # What would have no effect in it, as default, so that it doesn't warn of what nobody can mend.
 OWN += " --keep_every null --keep_best 1 --mirror_timeout 600 --entity null --project null"
+OWN += " --steer_bounds 0:0.9"
+# A few steps at a high rate say nothing about what a whole run forgets.
+NO_BUDGET = "--forgetting_budget null --forgetting_action warn"
 # A run of a few steps is a whole schedule, so the parts of one shrink with it.
 PHASES = "warmup_steps decay_steps cooldown_steps".split()
 # Fields of metrics.jsonl; the others are speed and memory.
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 # What is only said because the drill's flags stand behind the user's.
-OF_DRILL = re.compile(r"is given \d+ times|with --max_step")
+OF_DRILL = re.compile(r"is given \d+ times|with --max_step|isn't less than the run's")
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_BETWEEN_LOOKS = 0.2  # at what a run has printed
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
@@ -56,7 +59,7 @@ def drill(
     """
     # A checkpoint is due before the kill, and steps are left behind it to go on with.
     interval = max(1, steps // 3)
-    own = f"{OWN} --max_step {steps} --save_step_interval {interval}".split()
+    own = f"{OWN} {NO_BUDGET} --max_step {steps} --save_step_interval {interval}".split()
     own += short_phases(flags, steps)
     start = find_launcher(launcher) if launcher else [sys.executable]
     clean = environment(launcher)
