@@ -251,7 +251,7 @@ train --model_name s3://bucket/model
 train --global_batch_size 6 --micro_batch_size 4 --devices 1
     2: 6 doesn't divide by --micro_batch_size 4 x 1 devices
 train --global_batch_size 8 --micro_batch_size 1 --devices 3 --accelerator cpu
-    2: take --global_batch_size 9, or 2 devices in all
+    2: take --global_batch_size 9, or 2 devices
 train --global_batch_size 8 --gradient_accumulation_steps 3 --micro_batch_size 2 --accelerator cpu
     2: steps 4, not 3
 train --strategy fsdp2 --precision 16-mixed

@@ -94,9 +94,14 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
         else:
             of_all = micro_batch_size * world_size
             nearest = of_all * max(1, round(global_batch_size / of_all))
-            fewer = next(n for n in range(world_size, 0, -1) if global_batch_size % n == 0)
-            count = f"{fewer * sharing} device{'s' * (fewer * sharing > 1)}"
-            advice = f": take --global_batch_size {nearest}, or {count} in all"
+            advice = f": take --global_batch_size {nearest}"
+            # The most devices of a node that fit; there may be none on several nodes.
+            for fewer in range(devices - 1, 0, -1):
+                readers, shared = divmod(fewer * num_nodes, sharing)
+                if not shared and global_batch_size % (micro_batch_size * readers) == 0:
+                    advice += f", or {fewer} device{'s' * (fewer > 1)}"
+                    advice += " a node" * (num_nodes > 1)
+                    break
         raise ValueError(
             f"--global_batch_size {global_batch_size} doesn't divide by {spelled}{advice}."
         )
