@@ -23,7 +23,7 @@ from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.flag import option
-from fabric_llm.base.names import command, no_folder
+from fabric_llm.base.names import command, counted, no_folder
 from fabric_llm.base.program import plain_output
 from fabric_llm.checkpoint import keep
 from fabric_llm.mirror.address import is_address
@@ -113,9 +113,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
             )
         # Fewer than were asked for would pass for an average of all of them.
         if last is not None and last > len(there):
-            raise ValueError(
-                f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}."
-            )
+            raise ValueError(f"--last {last}: {name!r} has {counted(len(there), 'checkpoint')}.")
         folders += there[-(last or 1) :]
     return folders
 
@@ -198,7 +196,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         # The parts are verified by now: searching the line reads them many times.
         if not weights:
             weights, more = line.choose(parts, budgets, given.dtype)
-        print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
+        print(f"Averaging {counted(len(parts), 'model')} into {output}", flush=True)
         if len(parts) == 1:
             print("It stays as it is: --last N averages the newest N checkpoints of a run.")
         for folder, weight in zip(folders, weights):

@@ -217,7 +217,7 @@ def write_masked(folder, mask):
     [
         (
             "--context_parallel 3",
-            "--context_parallel 3: 2 devices x 1 nodes don't divide by it: give --devices.",
+            "--context_parallel 3: 2 devices x 1 node don't divide by it: give --devices.",
         ),
         (
             "--attention sdpa",
@@ -235,7 +235,7 @@ def write_masked(folder, mask):
         ),
         (
             "--global_batch_size 3 --micro_batch_size 2",
-            "x 2 devices x 1 nodes / 2 that share rows = 2: take --micro_batch_size 1.",
+            "x 2 devices x 1 node / 2 that share rows = 2: take --micro_batch_size 1.",
         ),
     ],
     ids=["ranks", "attention", "jamba", "mamba", "gemma2", "masked", "batch"],

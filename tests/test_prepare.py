@@ -870,7 +870,7 @@ def test_a_mistake_is_named_and_leaves_nothing(
 
 def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"one long {number} book " for number in range(1000)))
-    said = r"of 1 documents, .* at least two documents.* --document_separator '..' makes one of each line"
+    said = r"of 1 document, .* at least two documents.* --document_separator '..' makes one of each line"
     with pytest.raises(ValueError, match=said):
         make(tmp_path / "a.txt")
     assert os.listdir(tmp_path) == ["a.txt"]
@@ -907,7 +907,7 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, fraction, split, advic
 def test_single_document_cannot_be_split(make, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["a" * 1000])
     seed = seed_where(lambda seed: document_hash(seed, "a" * 1000) >= 0.3)
-    said = r"of 1 documents, which do not fill .* --document_separator '\\n' makes one of each line"
+    said = r"of 1 document, which do not fill .* --document_separator '\\n' makes one of each line"
     for packing in ("concat", "best_fit"):
         with pytest.raises(ValueError, match=said):
             make(path, seed=seed, packing=packing)

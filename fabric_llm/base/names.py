@@ -45,6 +45,11 @@ def listed(names: Iterable[object], separator: str = ", ") -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 row" and "1,024 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """[the known name that `name` is most likely a typo of], [] if none is near."""
     cutoff = MIN_LIKENESS_OF_SHORT if len(name) <= SHORT else MIN_LIKENESS

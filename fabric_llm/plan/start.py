@@ -17,6 +17,7 @@ from fabric_llm.base.command_line import fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake, one_line
 from fabric_llm.base.flag import Flags
 from fabric_llm.base.machine import cores, return_freed_memory
+from fabric_llm.base.names import counted
 from fabric_llm.mirror.address import require_obstore
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding
@@ -63,8 +64,8 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     world_size, rest = divmod(devices * num_nodes, sharing)
     if rest:
         raise ValueError(
-            f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by "
-            "it: give --devices."
+            f"--context_parallel {sharing}: {counted(devices, 'device')} x "
+            f"{counted(num_nodes, 'node')} don't divide by it: give --devices."
         )
     micro_batch_size, global_batch_size = training.micro_batch_size, training.global_batch_size
     accumulation = training.gradient_accumulation_steps
@@ -81,7 +82,8 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
         micro_batch_size = min(micro_batch_size, max(1, global_batch_size // world_size))
     # Micro-batches per step and device.
     needed, rest = divmod(global_batch_size, micro_batch_size * world_size)
-    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes"
+    spelled = f"--micro_batch_size {micro_batch_size} x {counted(devices, 'device')} x "
+    spelled += counted(num_nodes, "node")
     if sharing > 1:
         spelled += f" / {sharing} that share rows"
     spelled += f" = {micro_batch_size * world_size}"
@@ -99,7 +101,7 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
             for fewer in range(devices - 1, 0, -1):
                 readers, shared = divmod(fewer * num_nodes, sharing)
                 if not shared and global_batch_size % (micro_batch_size * readers) == 0:
-                    advice += f", or {fewer} device{'s' * (fewer > 1)}"
+                    advice += f", or {counted(fewer, 'device')}"
                     advice += " a node" * (num_nodes > 1)
                     break
         raise ValueError(
@@ -152,9 +154,7 @@ def place(flags: Flags) -> Placement:
         # A batch script has the first of these alone.
         if {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
             advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)"
-        raise ValueError(
-            f"--devices {devices}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}."
-        )
+        raise ValueError(f"--devices {devices}: this machine has {counted(gpus, 'GPU')}{advice}.")
     if gpus:
         _require_driver()
     # Once more, since the rules for the devices and their kind can be checked only now.
@@ -194,7 +194,7 @@ def require_cores(flags: Flags, placement: Placement) -> None:
         and not flags.devices.oversubscribe
     ):
         raise ValueError(
-            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would only "
+            f"--devices {count}: so many processes on {counted(here, 'CPU core')} would only "
             f"wait for each other: take --devices {here}, at most {MAX_RANKS_A_CORE * here}, or "
             "insist with --oversubscribe true."
         )

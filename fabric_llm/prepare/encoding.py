@@ -34,7 +34,7 @@ from fabric_llm.base.ending import blocked
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, Fault, one_line
 from fabric_llm.base.machine import die_with
-from fabric_llm.base.names import command, shown
+from fabric_llm.base.names import command, counted, shown
 from fabric_llm.base.work_folder import lock
 from fabric_llm.prepare import contamination
 from fabric_llm.prepare.corpus import Piece
@@ -295,10 +295,10 @@ def _require_none(
     if not refused:
         return
     first, names = refused[0], dict.fromkeys(Path(parts[n].path).name for n in refused)
-    others = f", nor any of {len(refused) - 1} more files" * (len(refused) > 1)
+    others = f", nor any of {counted(len(refused) - 1, 'more file')}" * (len(refused) > 1)
     raise ValueError(
-        f"none of {unreadable[first]} records of {parts[first].path} can be read{others}, "
-        f"such as {_sentence(piece, first, first_bad[first])}. To leave them out: "
+        f"none of {counted(unreadable[first], 'record')} of {parts[first].path} can be read"
+        f"{others}, such as {_sentence(piece, first, first_bad[first])}. To leave them out: "
         f"{command(exclude=[*names])}"
     )
 

@@ -31,6 +31,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.names import counted
 from fabric_llm.data.order import splitmix64
 from fabric_llm.prepare.documents import CONTAMINATED, DRAWN, TO_TRAIN, TO_VALIDATION
 from fabric_llm.prepare.encoding import DOCUMENT
@@ -356,9 +357,10 @@ def save_rows(
                 r"--document_separator '\n' makes one of each line of a text"
             )
         raise ValueError(
-            f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, "
-            f"which do not fill one row of context_length {context_length}: {advice} (neither "
-            "documents nor copies of one are ever divided between splits)"
+            f"the {name} split has {tokens} tokens in {int(mine.sum())} of "
+            f"{counted(total, 'document')}, which do not fill one row of context_length "
+            f"{context_length}: {advice} (neither documents nor copies of one are ever divided "
+            "between splits)"
         )
     # A flat file beside the dataset, which both splits use in turn.
     described, largest, path = {}, -1, folder.with_name("rows")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fabric_llm.base.faults import printable
-from fabric_llm.base.names import shown
+from fabric_llm.base.names import counted, shown
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.prepare import contamination, encoding
 
@@ -19,17 +19,16 @@ def summary(manifest: dict) -> str:
         for name, split in manifest["splits"].items()
     ]
     if skipped["empty"] or skipped["bad"]:
-        counts = f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"
-        lines.append(("skipped", counts))
+        empty = counted(skipped["empty"], "empty document")
+        lines.append(("skipped", f"{empty}, {counted(skipped['bad'], 'bad record')}"))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
     if skipped["short"]:
-        shortest = manifest["min_document_tokens"]
-        count = f"{skipped['short']:,} documents of fewer than {shortest} tokens"
+        documents = counted(skipped["short"], "document")
+        count = f"{documents} of fewer than {manifest['min_document_tokens']} tokens"
         lines.append(("too short", count))
     # Also where nothing was repeated, since it was asked for.
     if manifest["deduplicate"] != "none":
-        counts = "{documents:,} documents, {tokens:,} tokens, dropped"
-        lines.append(("repeated", counts.format(**manifest["duplicates"])))
+        lines.append(("repeated", f"{_documents_of(**manifest['duplicates'])}, dropped"))
     lines += _of_evaluation(**manifest["contaminated"])
     if suffixes := skipped["files_by_suffix"]:
         lines.append(("not read", _of_suffixes(suffixes)))
@@ -56,8 +55,8 @@ def summary(manifest: dict) -> str:
         lines.append(("warning", lost))
     if (count := manifest["splits"]["validation"]["documents"]) < FEW_DOCUMENTS:
         few = (
-            f"{count} document{'s' * (count > 1)} for validation, whose loss says little about "
-            f"others: raise --validation_fraction ({manifest['validation_fraction']:g})"
+            f"{counted(count, 'document')} for validation, whose loss says little about others: "
+            f"raise --validation_fraction ({manifest['validation_fraction']:g})"
         )
         lines.append(("warning", few))
     tokenizer = f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"
@@ -78,12 +77,17 @@ def _of_split(split: dict[str, Any], context_length: int) -> str:
     dropped = split["dropped_tokens"]
     # Rows of --packing concat have no padding.
     if "padding_tokens" not in split:
-        return f"{rows} ({dropped} tokens of the last, unfilled row dropped)"
-    packed = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut"
+        return f"{rows} ({counted(dropped, 'token')} of the last, unfilled row dropped)"
+    cut = counted(split["documents_cut"], "document")
+    packed = f"{split['row_use_percent']} % of them text, {cut} cut"
     # No row has room for the EOS of a document whose text fills its rows.
     if dropped:
         packed += f", {dropped:,} that fill their rows without EOS"
     return f"{rows} ({packed})"
+
+
+def _documents_of(documents: int, tokens: int) -> str:
+    return f"{counted(documents, 'document')}, {counted(tokens, 'token')}"
 
 
 def _of_evaluation(
@@ -91,7 +95,7 @@ def _of_evaluation(
 ) -> Iterator[tuple[str, str]]:
     """What was left out for evaluation sets, and what can't be found of them."""
     if sets:
-        said = f"{documents:,} documents, {tokens:,} tokens, share {contamination.SHARE}"
+        said = f"{_documents_of(documents, tokens)}, share {contamination.SHARE}"
         yield "left out", f"{said}: {contamination.LISTED} names them"
     for one in sets:
         said = f"{one['documents']:,} of them with {shown(one['path'])}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from fabric_llm.base import files, plain_yaml
 from fabric_llm.base.faults import DONE, STOPPED, Fault
-from fabric_llm.base.names import listed, no_folder
+from fabric_llm.base.names import counted, listed, no_folder
 from fabric_llm.checkpoint.keep import METRICS_UNDONE
 from fabric_llm.data.periods import PROBES
 from fabric_llm.plan import run_status
@@ -421,7 +421,7 @@ def devices(beginning: Record) -> str:
     count, nodes = beginning.get("devices"), beginning.get("nodes")
     if count is None:
         return ""
-    words = f"{count} {beginning.get('kind')} device{'s' * (count != 1)}"
+    words = counted(count, f"{beginning.get('kind')} device")
     if nodes is not None and nodes > 1:
         words += f" of {nodes} machines"
     return words

@@ -16,6 +16,7 @@ from fabric_llm.base import ranks, register
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.base.flag import Flags
+from fabric_llm.base.names import counted
 from fabric_llm.base.plain_yaml import write_yaml
 from fabric_llm.checkpoint import keep, reading, retention, writing
 from fabric_llm.checkpoint.keep import METRICS, SAMPLES
@@ -445,10 +446,9 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
     print(
         f"{', '.join([model, plan.model.precision, *paths, start])}; {place.strategy} on "
-        f"{place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
-        f"{batch} sequence{'s' * (batch > 1)} of "
-        f"{' or '.join(map(str, plan.data.contexts))} tokens a step, "
-        f"{steps} step{'s' * (steps > 1)}; {plan.run_directory}"
+        f"{counted(place.world_size, f'{place.kind} device')}; {counted(batch, 'sequence')} of "
+        f"{' or '.join(map(str, plan.data.contexts))} tokens a step, {counted(steps, 'step')}; "
+        f"{plan.run_directory}"
     )
     if register.LOADED:
         print(register.in_words())
