@@ -221,12 +221,12 @@ def show(prediction: Any, own: PlanArguments) -> None:
             f"{hidden}: {prediction.link_bytes / 1e9:,.1f} GB a device, "
             f"{prediction.network_bytes / 1e9:,.1f} GB a node over the network"
         )
-    # A step of small operations waits for the host, not for the device.
-    if seconds.launch > seconds.compute:
-        print(
-            f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes "
-            f"({seconds.compute:.3g} s)"
-        )
+    # A step of small operations waits for the host, not for the device. A CPU is both.
+    if seconds.is_host or seconds.launch > seconds.compute:
+        why = f"longer than it computes ({seconds.compute:.3g} s)"
+        if seconds.is_host:
+            why = f"and then computing {seconds.compute:.3g} s"
+        print(f"      telling the device what to do {seconds.launch:.3g} s, {why}")
     if seconds.exchange:
         print(
             f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not "

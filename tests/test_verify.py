@@ -435,6 +435,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     document = json.loads((tmp_path / "certificate.json").read_text())
     assert document["verdict"] == "identical" and document["world_size"] == 2
     assert document["resumed_from"]
+    assert "--forgetting_budget null" in document["drill_flags"]
     assert document["compared"]["lines"] == 6 and document["compared"]["files"] == 4
     for words in ("SIGKILL on rank", "step 4/4  saved", "resuming from step-", "identical"):
         assert words in done.stdout

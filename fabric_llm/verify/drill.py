@@ -116,6 +116,7 @@ def drill(
         "verdict": verdict,
         "code": code,
         "flags": shlex.join(flags),
+        "drill_flags": shlex.join(own),  # behind the user's, so that they count
         "launcher": launcher,
         "steps": steps,
         "seed": seed,
