@@ -196,7 +196,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
     if seconds.is_host:
         source = "a guess, for idle cores of this machine: --like RUN knows better"
     if own.like is not None:
-        source = f"as {own.like}"
+        source = f"as {own.like} since its last start"
     elif own.mfu:
         source = "given"
     work = f"steps of {prediction.up_to}{prediction.tokens_a_step:,} tokens"

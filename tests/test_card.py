@@ -137,6 +137,8 @@ def test_data_schedule_and_versions_are_those_of_the_checkpoint(made):
     shown = dict(rows(card, "Schedule"))
     names = ("lr", "min_lr", "max_step", "seed")
     assert [shown[name] for name in names] == ["0.01", "0.0", "6", "1234"]
+    without_effect = "number_epochs lr_decay decay_shape steer_bounds"
+    assert not shown.keys() & set(without_effect.split())
     version = importlib.metadata.version("torch")  # torch.__version__ may end with +cu132
     assert ["torch", version, version] in rows(card, "Versions")
     assert "logits differ from those in training by" in section(card, "Verification")

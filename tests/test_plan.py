@@ -430,6 +430,15 @@ def test_the_speed_of_a_run(tmp_path, capsys):
     # A CPU asks and computes one after the other; a measured speed is of both.
     assert given["step"] == given["compute"] + given["launch"] > given["compute"]
     assert like["step"] == like["compute"]
+    # Another start, such as on other devices: it alone counts once it has two logged steps.
+    with (tmp_path / "events.jsonl").open("w") as file:
+        print(json.dumps({"event": "resumed", "step": 4}), file=file)
+    assert said(*words, "--like", tmp_path)["seconds"] == like
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for step, speed in ((6, 9.0), (7, 0.3)):
+            print(json.dumps({"step": step, "model_tflops_per_device": speed}), file=file)
+    later = said(*words, "--like", tmp_path)["seconds"]
+    assert like["compute"] / later["compute"] == pytest.approx(2)
     assert "take one of them" in mistake(capsys, *words, "--like", tmp_path, "--mfu", 0.4)
     (tmp_path / "arguments.yaml").unlink()
     assert "or its arguments.yaml no" in mistake(capsys, *words, "--like", tmp_path)

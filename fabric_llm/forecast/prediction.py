@@ -332,14 +332,18 @@ def tflops_of(run: Path) -> float:
     """10^12 operations a second and device that a run has reached, with those that it recomputed.
     Raises Fault.
 
-    The median of its logged steps but the first, during which it compiled.
+    The median of the logged steps since its last start but the first, during which it compiled.
     """
-    read = reading.read_run(run)
+    read, reached = reading.read_run(run), []
     speeds, asked = (
         read.number("model_tflops_per_device"),
         read.flags.get("activation_checkpointing"),
     )
-    reached = [] if speeds is None else speeds.values[np.isfinite(speeds.values)][1:].tolist()
+    starts = [0] + [e.get("step", 0) for e in read.events if e["event"] in ("started", "resumed")]
+    # Earlier starts may have had other devices, and count only if the last one was too short.
+    while speeds is not None and starts and not reached:
+        own = speeds.values[speeds.steps > starts.pop()]
+        reached = own[np.isfinite(own)][1:].tolist()
     if not reached or asked is None:
         raise Fault(
             f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps, or its "

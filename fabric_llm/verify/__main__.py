@@ -34,8 +34,8 @@ from fabric_llm.plan.run_status import read_status
 from fabric_llm.verify.drill import drill
 
 DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with
---drill, train a few steps of your own configuration, kill a rank, resume, and compare with an
-undisturbed run bit for bit."""
+--drill, train a few steps of your own configuration, but without --forgetting_budget, kill a rank,
+resume, and compare with an undisturbed run bit for bit."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

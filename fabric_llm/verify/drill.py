@@ -35,7 +35,7 @@ OWN += " --checkpoint null --resume_override null --mirror null --profile null"
 # What would have no effect in it, as default, so that it doesn't warn of what nobody can mend.
 OWN += " --keep_every null --keep_best 1 --mirror_timeout 600 --entity null --project null"
 OWN += " --steer_bounds 0:0.9"
-# A few steps at a high rate say nothing about what a whole run forgets.
+# A few steps say nothing about what a whole run forgets, nor can they be steered.
 NO_BUDGET = "--forgetting_budget null --forgetting_action warn"
 # A run of a few steps is a whole schedule, so the parts of one shrink with it.
 PHASES = "warmup_steps decay_steps cooldown_steps".split()
@@ -59,8 +59,7 @@ def drill(
     """
     # A checkpoint is due before the kill, and steps are left behind it to go on with.
     interval = max(1, steps // 3)
-    own = f"{OWN} {NO_BUDGET} --max_step {steps} --save_step_interval {interval}".split()
-    own += short_phases(flags, steps)
+    own = own_flags(flags, steps, interval)
     start = find_launcher(launcher) if launcher else [sys.executable]
     clean = environment(launcher)
 
@@ -73,6 +72,8 @@ def drill(
         f"Drill in {folder}, seed {seed}: {steps} steps undisturbed, a checkpoint every {interval}",
         flush=True,
     )
+    if "--forgetting_budget" in own:
+        print("  without --forgetting_budget, of which so few steps say nothing", flush=True)
     whole, broken = folder / "undisturbed", folder / "killed"
     code, message = train(whole.name, "undisturbed.log")
     # The flags alone are to blame here, since nothing was killed yet.
@@ -116,7 +117,7 @@ def drill(
         "verdict": verdict,
         "code": code,
         "flags": shlex.join(flags),
-        "drill_flags": shlex.join(own),  # behind the user's, so that they count
+        "drill_flags": shlex.join(own),
         "launcher": launcher,
         "steps": steps,
         "seed": seed,
@@ -129,18 +130,22 @@ def drill(
     }
 
 
-def short_phases(flags: list[str], steps: int) -> list[str]:
-    """Flags that make those of PHASES fit into a run of `steps` that are too long for it."""
-    given, short = by_flag(flags), []
+def own_flags(flags: list[str], steps: int, interval: int) -> list[str]:
+    """The flags of a drill of `steps` steps, which stand behind the user's, so that they count."""
+    own = f"{OWN} --max_step {steps} --save_step_interval {interval}".split()
+    given = by_flag(flags)
     if not given.keys() & {"config", "model_name", "train_data_dir"}:
         given["config"] = [str(TRAIN.parent / "configs" / "demo.yaml")]
     # A mistake in a file or a number is told by the first run.
     with suppress(TypeError, ValueError):
         values = values_of(given)
+        if values.get("forgetting_budget"):
+            own += NO_BUDGET.split()
+        # Those of PHASES that are too long for the run are made to fit.
         for phase in PHASES:
             if int(values.get(phase) or 0) > steps // 4:
-                short += [f"--{phase}", str(max(1, steps // 4))]
-    return short
+                own += [f"--{phase}", str(max(1, steps // 4))]
+    return own
 
 
 def values_of(given: Mapping[str, list[str]]) -> dict[str, Any]:
