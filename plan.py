@@ -222,7 +222,7 @@ def show(prediction: Any, own: PlanArguments) -> None:
             f"{prediction.network_bytes / 1e9:,.1f} GB a node over the network"
         )
     # A step of small operations waits for the host, not for the device. A CPU is both.
-    if seconds.is_host or seconds.launch > seconds.compute:
+    if seconds.launch > (0 if seconds.is_host else seconds.compute):
         why = f"longer than it computes ({seconds.compute:.3g} s)"
         if seconds.is_host:
             why = f"and then computing {seconds.compute:.3g} s"
