@@ -297,7 +297,7 @@ def _require_none(
     first, names = refused[0], dict.fromkeys(Path(parts[n].path).name for n in refused)
     others = f", nor any of {counted(len(refused) - 1, 'more file')}" * (len(refused) > 1)
     raise ValueError(
-        f"none of {counted(unreadable[first], 'record')} of {parts[first].path} can be read"
+        f"none of {unreadable[first]} records of {parts[first].path} can be read"
         f"{others}, such as {_sentence(piece, first, first_bad[first])}. To leave them out: "
         f"{command(exclude=[*names])}"
     )
