@@ -75,12 +75,13 @@ def _why_needed(flags: Flags) -> str:
     if not flags.checkpoint.resume:
         return why
     # With one of these the run's own arguments.yaml isn't read.
-    if {"model_name", "train_data_dir", "config"} & flags.on_command_line:
+    names = ("model_name", "train_data_dir", "config")
+    if others := [f"--{name}" for name in names if name in flags.on_command_line]:
         file = Path(flags.checkpoint.output_dir, flags.checkpoint.run_name or "", "arguments.yaml")
-        with_these = f": with them, give {command(config=file)}" * file.is_file()
+        with_these = f", or give {command(config=file)} as well" * file.is_file()
         return (
-            f"{why}; a resumed one takes its flags from arguments.yaml only without --model_name, "
-            f"--train_data_dir and --config{with_these}"
+            f"{why}; a resumed one has them in its arguments.yaml: leave out "
+            f"{' and '.join(others)}{with_these}"
         )
     folder, given = run_directory.directory(flags), resumption.given_checkpoint(flags)
     # A branch takes the flags of the run that it begins from.

@@ -296,7 +296,7 @@ def _changes(
     # A branch begins beside the run of its checkpoint, and leaves that as it is.
     if not plan.has_checkpoint:
         lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
-    elif (newest := files.latest(plan.run_directory)) is not None and newest != plan.resume_from:
+    elif (newest := files.latest(plan.run_directory)) and newest.name != plan.resume_from.name:
         lines.append(
             f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved "
             "aside."

@@ -259,29 +259,32 @@ def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
         models.append((part.name, part.path, part.dtype, entry))
     # The average is read from its folder: the loss is that of what was written.
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
-    print(f"Validation loss, as in {run.directory}, of {note['rows']}:", flush=True)
+    # Losses of --eval_data don't count: they may be of text that nobody trains on.
+    of_training, means = list(run.data.sources), []
+    mean = f"mean of {' and '.join(of_training)}" if len(of_training) > 1 else ""
+    print(
+        f"Validation loss, as in {run.directory}, of {note['rows']}{mean and f'; {mean}'}:",
+        flush=True,
+    )
     for name, folder, dtype, entry in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
         # Nats, by the names of the sets.
         entry["eval_loss"] = losses_of(run, config, weights, dtype)
+        means.append(sum(entry["eval_loss"][of] for of in of_training) / len(of_training))
         words = [f"{of} {loss:.4f}" for of, loss in entry["eval_loss"].items()]
+        words += [f"mean {means[-1]:.4f}"] * bool(mean)
         print(f"  {name}", *words, sep="  ", flush=True)
     # The losses were put into `note` and its parts above.
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
-    of_training = list(run.data.sources)
-    # Losses of --eval_data don't count: they may be of text that nobody trains on.
-    means = []
-    for *_, entry in models:
-        means.append(sum(entry["eval_loss"][of] for of in of_training) / len(of_training))
     *of_parts, whole = means
     best = min(range(len(parts)), key=of_parts.__getitem__)
     # Written so that a loss that is NaN returns, too.
     if not of_parts[best] < whole:
         return None
-    mean = f" in the mean of {' and '.join(of_training)}" if len(of_training) > 1 else ""
+    by_mean = mean and f" in the {mean}"
     print(
-        f"Warning: the average, {whole:.4f}, is worse{mean} than {parts[best].name}, "
+        f"Warning: the average, {whole:.4f}, is worse{by_mean} than {parts[best].name}, "
         f"{of_parts[best]:.4f}.",
         flush=True,
     )

@@ -135,9 +135,10 @@ def choose(
         known = [*as_run.data.validation_splits(), *PROBES]
         require_set("--forgetting_budget", name, known, may_add=False)
     guard = Forgetting(budgets=budgets)
+    in_dtype = average.average_of(parts, weights_at(0.0), dtype).skeleton.dtype
     print(
-        f"From {base.name} (0) to {run.name} (1), evaluated as in {as_run.directory}, on "
-        f"{rows_in_words(as_run.sets)}:",
+        f"From {base.name} (0) to {run.name} (1), in {str(in_dtype).removeprefix('torch.')}, "
+        f"evaluated as in {as_run.directory}, on {rows_in_words(as_run.sets)}:",
         flush=True,
     )
 
