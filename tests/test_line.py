@@ -84,6 +84,11 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     for share, index in ((0.0, 0), (1.0, -1)):
         of_run = {name: one["loss"] for name, one in metrics(work / "run", "eval")[index].items()}
         assert curve[share] == pytest.approx(of_run, abs=1e-5)
+    card = (output / "README.md").read_text()
+    for end, folder in ((0.0, work / "base"), (1.0, work / "run" / "step-00000012")):
+        cells = " | ".join(f"{loss:.4f}" for loss in curve[end].values())
+        assert re.search(rf"^\| `{folder}` \| [01]\.\d+ \| {re.escape(cells)} \|$", card, re.M)
+    assert "replay 0.15 nats, copy 9 nats" in card and " (1), in float32, evaluated" in out
     before, share = curve[0.0], note["parts"][1]["weight"]
     # The weights are the average in float64, rounded once.
     folders = [work / "base", work / "run" / "step-00000012"]

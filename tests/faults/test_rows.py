@@ -1087,6 +1087,11 @@ def test_extending_shortening_and_rolling_back_say_the_new_schedule(toys, tmp_pa
     assert saved(tmp_path / "run") == [3, 6]
     assert len(list((tmp_path / "run").glob("aside-step-*"))) == 4
     assert metrics(tmp_path / "run", "step")[-1] == 6
+    # However the newest is spelled, nothing is behind it.
+    newest = tmp_path / "run" / ".." / "run" / "step-00000006"
+    more = (*on_purpose, "max_step", "--checkpoint", newest, "--lr", 2e-2)
+    on = ended_with([0, 0], *flags(toys, tmp_path, *more), "--max_step", 7)
+    assert "Extended: 7 steps" in on.output[0] and "aside" not in on.output[0]
 
 
 def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
