@@ -245,7 +245,7 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
 def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
     (tmp_path / "run" / "step-00000002").mkdir(parents=True)
     one_rank(toys, tmp_path, *RUN, "--max_step", 1)
-    assert "Kept as aside-step-00000002" in capsys.readouterr().out
+    assert "Moved to aside-step-00000002" in capsys.readouterr().out
     first = tmp_path / "run" / "step-00000001"
     monkeypatch.setattr("fabric_llm.run.save.step_directory", lambda directory, step: first)
     with pytest.raises(SystemExit) as exit:
@@ -575,7 +575,7 @@ def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):
     one_rank(toys, run.parent, "--resume", "true", "--checkpoint", run / "step-00000001")
     aside = [name for name in names(run) if name.startswith("aside-")]
     out = capsys.readouterr().out
-    assert len(aside) == 2 and all(f"Kept as {name}" in out for name in aside)
+    assert len(aside) == 2 and all(f"Moved to {name}" in out for name in aside)
     (third,) = run.glob("aside-step-00000003*")
     assert_same_tensors(load_file(third / "model.safetensors"), before)
     assert saved(run) == [1, 2, 3]

@@ -238,7 +238,7 @@ def test_what_the_run_has_gone_back_from_stays_so_on_another_disk(toys, tmp_path
     [last] = [path.name for path in files.checkpoints(run_of(tmp_path, 0))][-1:]
     assert last in (checkpoint(7), checkpoint(8))
     said = ended(Job(1, *words, before=elsewhere(tmp_path, moved=1)))
-    assert f"Fetched {last} from" in said and f"Kept as aside-{checkpoint(9)}" in said
+    assert f"Fetched {last} from" in said and f"Moved to aside-{checkpoint(9)}" in said
     norms = metrics(run_of(tmp_path, 1), "grad_norm")
     assert len(norms) == STEPS
     there = [path.name for path in files.checkpoints(tmp_path / "mirror" / RUN)]

@@ -249,7 +249,7 @@ train --model_name https://huggingface.co/org/name
 train --model_name s3://bucket/model
     2: s3://bucket/model is read from a disk: copy it there
 train --global_batch_size 6 --micro_batch_size 4 --devices 1
-    2: 6 doesn't divide by --micro_batch_size 4 x 1 devices
+    2: 6 doesn't divide by --micro_batch_size 4 x 1 device
 train --global_batch_size 8 --micro_batch_size 1 --devices 3 --accelerator cpu
     2: take --global_batch_size 9, or 2 devices
 train --global_batch_size 8 --gradient_accumulation_steps 3 --micro_batch_size 2 --accelerator cpu

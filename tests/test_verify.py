@@ -425,6 +425,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     flags = "--devices 2 --strategy fsdp --global_batch_size 4 --eval_iters 1 --max_step 99 "
     flags += "--resume true --keep_last 1 --keep_every 9 --warmup_steps 9 --lr_schedule wsd "
     flags += "--decay_steps 9 --logger wandb --project x --profile 20:22 --steer_bounds 0.1:0.5 "
+    flags += "--keep_best_of new "
     # Four steps can't be steered, and say nothing of a budget.
     flags += "--forgetting_action steer --forgetting_budget replay:1e-9:max --eval_step_interval 9"
     data = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data")

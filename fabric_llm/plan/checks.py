@@ -15,6 +15,7 @@ from fabric_llm.base import register
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.flag import Flags
 from fabric_llm.base.names import comma_separated, command, flag_meant, nearest
+from fabric_llm.base.plain_yaml import read_yaml
 from fabric_llm.data import mixture_text
 from fabric_llm.data.periods import ONE_SET, PROBES
 from fabric_llm.data.sources import (
@@ -78,7 +79,10 @@ def _why_needed(flags: Flags) -> str:
     names = ("model_name", "train_data_dir", "config")
     if others := [f"--{name}" for name in names if name in flags.on_command_line]:
         file = Path(flags.checkpoint.output_dir, flags.checkpoint.run_name or "", "arguments.yaml")
-        with_these = f", or give {command(config=file)} as well" * file.is_file()
+        values, with_these = read_yaml(file) if file.is_file() else None, ""
+        # Another dataset can't stand beside the mixture of the run's own file.
+        if values and not (values.get("data_mix") and "--train_data_dir" in others):
+            with_these = f", or give {command(config=file)} as well"
         return (
             f"{why}; a resumed one has them in its arguments.yaml: leave out "
             f"{' and '.join(others)}{with_these}"

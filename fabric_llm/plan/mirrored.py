@@ -80,7 +80,7 @@ def _put_aside_what_was_left(store: "Store", mirror: "Mirror", here: Sequence[Pa
     left = [path for path in here if path.name not in same]
     left = [path for path in left if path.name > last or path.name in mirror.names]
     for name in retention.put_aside(left):
-        say(f"Kept as {name}: the run went on without it on another machine.")
+        say(f"Moved to {name}: the run went on without it on another machine.")
     return True
 
 

@@ -97,6 +97,8 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
             of_all = micro_batch_size * world_size
             nearest = of_all * max(1, round(global_batch_size / of_all))
             advice = f": take --global_batch_size {nearest}"
+            if flags.checkpoint.resume:
+                advice += " (named in --resume_override)"
             # The most devices of a node that fit; there may be none on several nodes.
             for fewer in range(devices - 1, 0, -1):
                 readers, shared = divmod(fewer * num_nodes, sharing)

@@ -381,7 +381,7 @@ def open_log(run: Run) -> Log:
         print(line)
     # Otherwise a later resume would take a checkpoint of the steps that are made again.
     for name in retention.move_aside(folder, plan.start.step):
-        print(f"Kept as {name}: this run writes that step anew.")
+        print(f"Moved to {name}: this run writes that step anew.")
     if run.mirror is not None:
         run.mirror.go_back(plan.start.step)
     # A branch begins with the lines of the run that it leaves, up to its first step.

@@ -34,7 +34,7 @@ OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  
 OWN += " --checkpoint null --resume_override null --mirror null --profile null"
 # What would have no effect in it, as default, so that it doesn't warn of what nobody can mend.
 OWN += " --keep_every null --keep_best 1 --mirror_timeout 600 --entity null --project null"
-OWN += " --steer_bounds 0:0.9"
+OWN += " --steer_bounds 0:0.9 --keep_best_of null"
 # A few steps say nothing about what a whole run forgets, nor can they be steered.
 NO_BUDGET = "--forgetting_budget null --forgetting_action warn"
 # A run of a few steps is a whole schedule, so the parts of one shrink with it.
