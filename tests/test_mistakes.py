@@ -277,7 +277,7 @@ train --checkpoint checkpoints/run/step-00000100
 train --resume_override precision
     2: --resume_override precision: what can change is data_mix, document_masking, float8, number_
 train --model_name null --train_data_dir null --resume auto --run_name other
-    2: --train_data_dir and --config.
+    2: leave out --model_name and --train_data_dir.
 train --resume true --run_name other
     66: (step-N) in 'checkpoints/other', which isn't there (from
 train --resume true --run_name other
