@@ -99,13 +99,16 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
             advice = f": take --global_batch_size {nearest}"
             if flags.checkpoint.resume:
                 advice += " (named in --resume_override)"
-            # The most devices of a node that fit; there may be none on several nodes.
-            for fewer in range(devices - 1, 0, -1):
-                readers, shared = divmod(fewer * num_nodes, sharing)
-                if not shared and global_batch_size % (micro_batch_size * readers) == 0:
-                    advice += f", or {counted(fewer, 'device')}"
-                    advice += " a node" * (num_nodes > 1)
-                    break
+            # The most devices of a node that fit; there may be none on several nodes. Multiplied
+            # by `sharing`, both sides are whole numbers.
+            fitting = (
+                fewer
+                for fewer in range(devices - 1, 0, -1)
+                if fewer * num_nodes % sharing == 0
+                and global_batch_size * sharing % (micro_batch_size * fewer * num_nodes) == 0
+            )
+            if fewer := next(fitting, 0):
+                advice += f", or {counted(fewer, 'device')}{' a node' * (num_nodes > 1)}"
         raise ValueError(
             f"--global_batch_size {global_batch_size} doesn't divide by {spelled}{advice}."
         )
